@@ -1,0 +1,95 @@
+"""Everything graphoffload can complain about, in one place.
+
+Every message says four things: what went wrong, which tensor, module or option it concerns, the numbers, and what to do about
+it. What the user asked for and did not get is an error; what was done differently from the expectation is a warning with a
+class of its own, so that it can be filtered or turned into an error by name.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+
+class GraphOffloadError(Exception):
+    """Base of every error raised by graphoffload."""
+
+
+class ConfigError(GraphOffloadError, ValueError):
+    """An option has an unknown name, a wrong type or a value out of range."""
+
+
+class PatternError(GraphOffloadError, ValueError):
+    """A module pattern or boundary name matches nothing, or cannot be resolved."""
+
+
+class TagError(GraphOffloadError, ValueError):
+    """Two binding wishes contradict each other for one tensor."""
+
+
+class BudgetError(GraphOffloadError, ValueError):
+    """The budget cannot be met; the message names the least feasible one and what holds it up."""
+
+
+class HostMemoryError(GraphOffloadError, RuntimeError):
+    """Host memory for offloaded activations is missing or exhausted."""
+
+
+class PlanError(GraphOffloadError, RuntimeError):
+    """A plan does not belong to the graph, torch version or device it is applied to."""
+
+
+class VerifyError(GraphOffloadError, RuntimeError):
+    """A rewritten graph breaks a safety rule. Nothing was run."""
+
+
+class RuntimeStateError(GraphOffloadError, RuntimeError):
+    """An event, buffer or handle at run time is not the one the plan speaks of. The step must not be trusted."""
+
+
+class ChecksumError(GraphOffloadError, RuntimeError):
+    """A reloaded tensor's bits differ from what was offloaded."""
+
+
+class GraphOffloadWarning(UserWarning):
+    """Base of every warning."""
+
+
+class UntestedTorchWarning(GraphOffloadWarning):
+    """torch is newer (or older) than the versions graphoffload was tested with."""
+
+
+class PatternWarning(GraphOffloadWarning):
+    """A pattern matched nothing in a fragment of the model (graph breaks, per-block compile)."""
+
+
+class NotOffloadedWarning(GraphOffloadWarning):
+    """Something that was asked to be offloaded or recomputed was kept, and why."""
+
+
+class PageableMemoryWarning(GraphOffloadWarning):
+    """Page-locked memory could not be had; copies run through pageable memory and block the host."""
+
+
+class NoStreamsWarning(GraphOffloadWarning):
+    """The device has no side streams: copies are synchronous and hide behind nothing."""
+
+
+class FallbackWarning(GraphOffloadWarning):
+    """A torch setting would silently run the model without graphoffload, or against its plan."""
+
+
+class BackwardNeverCameWarning(GraphOffloadWarning):
+    """Offloaded activations were dropped without a backward; their copies were wasted."""
+
+
+class PerRankPlanWarning(GraphOffloadWarning):
+    """Several processes: every rank plans for itself."""
+
+
+class HardwareWarning(GraphOffloadWarning):
+    """Planning uses datasheet or fallback numbers instead of measured ones."""
+
+
+def warn(category: type[GraphOffloadWarning], message: str, *, stacklevel: int = 3) -> None:
+    """Issue a named warning; one place, so that the stack level is right everywhere."""
+    warnings.warn(message, category, stacklevel=stacklevel)
