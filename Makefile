@@ -1,0 +1,42 @@
+# make demo   train a byte-level GPT with offloaded activations and compare its gradients with keep-all
+# make test   the whole test suite (lint and types are tests of it)
+# make lint   ruff and mypy alone
+#
+# The first target run makes .venv and installs into it; that is repeated only when pyproject.toml changes.
+
+PYTHON  ?= python3
+TORCH   ?= torch==2.13.0
+WORKERS ?= 2
+PYTEST  ?=
+DEMO    ?=
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PIP   := $(PY) -m pip --disable-pip-version-check
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(PY) examples/train_gpt.py $(DEMO)
+
+# Two workers on two cores; the tests of streams and time want the device to themselves: make test WORKERS=0 PYTEST=tests/gpu
+test: $(STAMP)
+	$(PY) -m pytest -n $(WORKERS) $(PYTEST)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+# torch first and pinned, then held by a constraint: nothing that follows may bring another torch along.
+$(STAMP): pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "$(TORCH)"
+	echo "$(TORCH)" > $(VENV)/constraints.txt
+	$(PIP) install --quiet -c $(VENV)/constraints.txt "setuptools>=77" wheel
+	$(PIP) install --quiet -c $(VENV)/constraints.txt --no-build-isolation -e ".[test,examples,viz]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
