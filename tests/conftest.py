@@ -1,0 +1,76 @@
+"""What every test starts from: a fixed seed, no options from the environment, a compile cache of this run's own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before torch is imported. One fresh cache for all workers of a run: no test passes on what an earlier run compiled.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="graphoffload-test-cache-")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+for _name in [name for name in os.environ if name.startswith("GRAPHOFFLOAD_")]:
+    del os.environ[_name]
+
+settings.register_profile(
+    "graphoffload", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("graphoffload")
+
+
+def pytest_report_header() -> list[str]:
+    """Versions, and what a bare checkout lacks."""
+    lines = [f"torch {importlib.metadata.version('torch')}"]
+    if not any(entry.name == "graphoffload" for entry in importlib.metadata.entry_points(group="torch_dynamo_backends")):
+        lines.append('not installed: tests of backend="graphoffload" by name will fail; run pip install --no-deps -e .')
+    return lines
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """tests/gpu is marked gpu as a whole; gpu tests are skipped where there is no GPU."""
+    for item in items:
+        if (ROOT / "tests" / "gpu") in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The run's compile cache goes with the run."""
+    if not hasattr(session.config, "workerinput"):
+        shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test compiles afresh (no recompile limit carried over) and starts from the same random state."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """Root of the checkout."""
+    return ROOT
