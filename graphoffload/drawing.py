@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import networkx as nx
 
-from graphoffload.svg import element, shorten, write_svg
+from graphoffload.svg import element, page, shorten
 from graphoffload.timeline import chrome_trace as chrome_trace
 from graphoffload.timeline import draw_timeline as draw_timeline
 from graphoffload.units import format_bytes
@@ -109,7 +109,19 @@ def drawn_pair(
 
 
 def draw_graph(nodes: Sequence[DrawnNode], edges: Iterable[Edge], path: str | Path, *, title: str = "") -> Path:
-    """Writes the picture as SVG and returns its path.
+    """Writes graph_svg's picture to `path` and returns it.
+
+    Raises:
+        ValueError: see graph_svg.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    path.write_text(graph_svg(nodes, edges, title=title), encoding="utf-8")
+    return path
+
+
+def graph_svg(nodes: Sequence[DrawnNode], edges: Iterable[Edge], *, title: str = "") -> str:
+    """The picture as the text of an SVG file.
 
     Args:
         nodes: in program order, forward before backward.
@@ -117,7 +129,6 @@ def draw_graph(nodes: Sequence[DrawnNode], edges: Iterable[Edge], path: str | Pa
 
     Raises:
         ValueError: an edge runs against the order of `nodes` or names a node that is not there.
-        OSError: the file cannot be written.
     """
     boxes, links = _boxes(nodes, edges)
     rows = {side: _rows([box for box in boxes if box.side == side], links) for side in ("forward", "backward")}
@@ -138,7 +149,7 @@ def draw_graph(nodes: Sequence[DrawnNode], edges: Iterable[Edge], path: str | Pa
     body += [_edge(boxes[source], boxes[target]) for source, target in sorted(links)]
     body += [_drawn_box(box) for box in boxes]
     body += _legend(nodes, title)
-    return write_svg(path, max(left, 1080), _TOP + depth + 20, body)
+    return page(max(left, 1080), _TOP + depth + 20, body)
 
 
 @dataclass(slots=True)
@@ -295,9 +306,9 @@ def _backward_only(nodes: Sequence[DrawnNode], edges: Iterable[Edge]) -> list[Dr
         readers.setdefault(source, []).append(target)
     sides = {node.name: node.side for node in nodes}
     for node in reversed(nodes):
-        if node.role == "other" and node.op != "placeholder" and node.name in readers:
-            if all(sides[reader] == "backward" for reader in readers[node.name]):
-                sides[node.name] = "backward"
+        movable = node.role == "other" and node.op != "placeholder" and node.name in readers
+        if movable and all(sides[reader] == "backward" for reader in readers[node.name]):
+            sides[node.name] = "backward"
     return [replace(node, side=sides[node.name]) for node in nodes]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -23,20 +22,14 @@ def clean(text: str) -> str:
     return escape(_NOT_XML.sub("?", text))
 
 
-def write_svg(path: str | Path, width: float, height: float, body: Sequence[str]) -> Path:
-    """Writes a white page of `width` x `height` pixels that scales with its window; returns its path.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    page = element(
+def page(width: float, height: float, body: Sequence[str]) -> str:
+    """A whole SVG file: a white page of `width` x `height` pixels that scales with its window."""
+    drawn = element(
         "svg", element("rect", width="100%", height="100%", fill="#ffffff"), "\n", "\n".join(body), "\n",
         xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {_value(width)} {_value(height)}", width=width, height=height,
         font_family="DejaVu Sans Mono, Menlo, Consolas, monospace", font_size=10,
     )  # fmt: skip
-    path = Path(path)
-    path.write_text('<?xml version="1.0" encoding="UTF-8"?>\n' + page + "\n", encoding="utf-8")
-    return path
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{drawn}\n'
 
 
 def shorten(text: str, characters: int) -> str:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from graphoffload.svg import element, shorten, write_svg
+from graphoffload.svg import element, page, shorten
 from graphoffload.units import format_bytes
 
 Lane = tuple[str, float, float, str]  # lane, start and end in seconds, label
@@ -77,7 +77,9 @@ def draw_timeline(
     body += _memory(memory_keep, memory_plan, budget_bytes, end_s, scale, bottom + 30)
     lost_s = sum(stop - start for start, stop, _ in waits)
     body.append(_key(lost_s, bool(waits), budget_bytes is not None))
-    return write_svg(path, _WIDTH, bottom + _MEMORY_H + 70, body)
+    path = Path(path)
+    path.write_text(page(_WIDTH, bottom + _MEMORY_H + 70, body), encoding="utf-8")
+    return path
 
 
 def chrome_trace(lanes: Iterable[Lane], path: str | Path, *, memory: Iterable[Memory] = ()) -> Path:
