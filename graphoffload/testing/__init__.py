@@ -2,6 +2,8 @@
 
     zoo.ZOO        every case by name: build, inputs, loss, notes
     compare        run a step, compare two to the bit, or by the whole gradient's error against float64
+    observe        what a run really did: plans and copies
+    policies       scattered decisions
     faults         break an operation on purpose: a test that still passes then is no test
 """
 
@@ -19,9 +21,11 @@ from graphoffload.testing.compare import (
     run_step,
     whole_gradient_error,
 )
+from graphoffload.testing.observe import Observed, observe
+from graphoffload.testing.policies import OffloadNonContiguous, Scattered
 from graphoffload.testing.zoo import ZOO
 
 __all__ = [
-    "ZOO", "Case", "Result", "assert_equal_bits", "compiled", "differences", "draw", "draw_ints", "float64_step", "keep_all",
-    "run_case", "run_step", "weighted_loss", "whole_gradient_error",
+    "ZOO", "Case", "Observed", "OffloadNonContiguous", "Result", "Scattered", "assert_equal_bits", "compiled", "differences", "draw",
+    "draw_ints", "float64_step", "keep_all", "observe", "run_case", "run_step", "weighted_loss", "whole_gradient_error",
 ]  # fmt: skip

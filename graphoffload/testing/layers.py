@@ -171,7 +171,7 @@ class Frozen(nn.Module):
 
 
 class Complex(nn.Module):
-    """Complex saved tensors: a spectrum, multiplied and taken back."""
+    """Complex saved tensors, one of them a lazy conjugate: a spectrum, multiplied and taken back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,8 @@ class Complex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(self.mix(x), dim=-1)
         spectrum = spectrum * torch.view_as_complex(self.filter)
-        out: Tensor = torch.fft.irfft(spectrum * spectrum.abs(), n=WIDTH, dim=-1)
+        mirrored = (spectrum * spectrum.abs()).conj()
+        out: Tensor = torch.fft.irfft(mirrored * mirrored, n=WIDTH, dim=-1)
         return out
 
 

@@ -1,0 +1,59 @@
+"""Break an operation on purpose. A test that still passes inside one of these is no test.
+
+    with reloads(lambda y: y.zero_()): ...       # what backward gets is zeros
+    with offloads(lambda x: x + 1): ...          # what goes to the host is something else
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from graphoffload.runtime import ops
+
+
+@contextlib.contextmanager
+def reloads(change: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Apply `change` in place to every tensor that comes back from the host (also in twin mode), before its reader."""
+    original = ops._wait
+
+    def wait(y: Tensor, handle: Tensor, plan: str, id: int) -> None:
+        original(y, handle, plan, id)
+        change(y)
+
+    with _implementation("wait", wait):
+        yield
+
+
+@contextlib.contextmanager
+def _implementation(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    import torch
+
+    override = torch.library.Library("graphoffload", "IMPL", "CPU")
+    other = torch.library.Library("graphoffload", "IMPL", "CUDA")
+    try:
+        override.impl(name, function)
+        other.impl(name, function)
+        yield
+    finally:
+        override._destroy()
+        other._destroy()
+
+
+@contextlib.contextmanager
+def host_copies(change: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Apply `change` in place to the host copy of every tensor right after it was written (on a GPU: when it is complete)."""
+    original = ops._copy_to_host
+
+    def copy_to_host(x: Tensor, entry: Any, *, dense: bool) -> None:
+        original(x, entry, dense=dense)
+        if entry.d2h_done is not None:
+            entry.d2h_done.synchronize()
+        change(entry.buffer.flat(x.dtype))
+
+    with mock.patch.object(ops, "_copy_to_host", copy_to_host):
+        yield

@@ -1,0 +1,42 @@
+"""Policies for tests: at module level, so that they are values, as the compile cache demands."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from graphoffload.saved import Action, SavedTensor
+
+ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """Any of `actions` for each tensor, by a digest of its name and `seed`: all neighbourhoods of decisions come up.
+
+    An action that a tensor may not have is left to the planner.
+    """
+
+    seed: int = 0
+    actions: tuple[Action, ...] = ACTIONS
+
+    def __call__(self, tensor: SavedTensor) -> Action | None:
+        action = self.actions[zlib.crc32(f"{tensor.name}/{self.seed}".encode()) % len(self.actions)]
+        if (action == "offload" and not tensor.eligible) or (action == "recompute" and not tensor.recomputable):
+            return None
+        return action
+
+
+@dataclass(frozen=True)
+class OffloadNonContiguous:
+    """Offload what is not laid out in C order, keep the rest."""
+
+    def __call__(self, tensor: SavedTensor) -> Action | None:
+        expected = 1
+        for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+            if not isinstance(size, int) or not isinstance(stride, int):
+                return "keep"
+            if size != 1 and stride != expected:
+                return "offload" if tensor.eligible else "keep"
+            expected *= size
+        return "keep"
