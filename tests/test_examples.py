@@ -1,0 +1,158 @@
+"""Every example runs as a user would run it, and every block of the docs that claims to run does, with the output shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+# Small enough for a laptop's two cores, large enough to offload something. An example without a line here is a failure.
+ARGUMENTS: dict[str, list[str]] = {
+    "train_gpt.py": ["--steps", "12", "--layers", "2", "--width", "64", "--context", "64", "--min-tensor-bytes", "16384"],
+    "train_hf_llama.py": ["--steps", "6", "--layers", "2", "--inner", "aot_eager"],
+    "explain_plan.py": ["--layers", "2"],
+    "write_a_policy.py": [],
+}
+EXECUTED_DOCS = ["docs/one_tensor.md"]
+
+
+def run_example(name: str, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::FutureWarning", EXAMPLES / name, *arguments],
+        cwd=ROOT.parent, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{name} {' '.join(arguments)}\n{done.stdout}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def losses_in(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"^step +\d+ +loss ([0-9.]+)", text, re.M)]
+
+
+def test_every_example_is_listed() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_example_has_main_and_help(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    assert re.search(r"^def main\(argv: Sequence\[str\] \| None = None\)", text, re.M)
+    assert f"python examples/{name}" in text, "its docstring shows how to run it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+def test_train_gpt(inner: str) -> None:
+    out = run_example("train_gpt.py", *ARGUMENTS["train_gpt.py"], "--inner", inner)
+    assert re.search(r"offload", out), out
+    losses = losses_in(out)
+    assert losses[-1] < losses[0] - 0.2, f"the loss does not fall: {losses}"
+    found = re.search(r"max abs difference ([0-9.e+-]+), relative error ([0-9.e+-]+)", out)
+    assert found, out
+    if inner == "aot_eager":
+        assert float(found[1]) == 0.0, "offloading moves bits, it changes none"
+    assert float(found[2]) <= 1e-4
+
+
+@pytest.mark.slow
+def test_train_hf_llama() -> None:
+    out = run_example("train_hf_llama.py", *ARGUMENTS["train_hf_llama.py"])
+    losses = losses_in(out)
+    assert losses[-1] < losses[0], losses
+    assert "self_attn" in out
+    held = re.search(r"host memory held for activations: (\d+) bytes", out)
+    assert held, out
+    assert int(held[1]) > 0, "nothing went to the host"
+
+
+def test_explain_plan() -> None:
+    out = run_example("explain_plan.py", *ARGUMENTS["explain_plan.py"])
+    path = Path(out.rsplit("as JSON: ", 1)[1].strip())
+    data = json.loads(path.read_text())
+    path.unlink()
+    assert "offload" in out
+    assert data["plans"], "the report holds no plan"
+
+
+@pytest.mark.slow
+def test_write_a_policy() -> None:
+    out = run_example("write_a_policy.py")
+    first, second = out.split("== policy object")
+    for part in (first, second):
+        assert "recompute" in part
+        assert "offload" in part
+    losses = re.findall(r"^loss ([0-9.]+)", out, re.M)
+    assert len(losses) == 2
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5), "a policy moves bytes, not results"
+
+
+# Documents that run: ```python run blocks share one namespace; a ```text block right behind one is what it prints.
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code with the line it starts on, and what the page says that it prints."""
+
+    line: int
+    code: str
+    printed: str | None
+
+
+def blocks_of(text: str) -> list[Block]:
+    fence = re.compile(r"^```python run\n(.*?)^```\n(?:\s*^```text\n(.*?)^```$)?", re.M | re.S)
+    return [Block(text[: m.start()].count("\n") + 2, m[1], m[2]) for m in fence.finditer(text)]
+
+
+RUNNER = """
+import contextlib, io, json, sys
+name, blocks = json.loads(sys.stdin.read())
+space, printed = {"__name__": "__main__"}, []
+for line, code in blocks:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile("\\n" * (line - 1) + code, name, "exec"), space)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
+def printed_by(name: str, blocks: list[Block]) -> list[str]:
+    """What each block prints when the page is run from top to bottom in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUNNER],
+        input=json.dumps([name, [(block.line, block.code) for block in blocks]]),
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{name}: a block fails\n{done.stderr[-4000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXECUTED_DOCS)
+def test_document_runs(name: str) -> None:
+    """To accept what a page prints now: GRAPHOFFLOAD is right, the page is wrong; paste the text that the failure shows."""
+    blocks = blocks_of((ROOT / name).read_text())
+    assert blocks, f"{name} has no ```python run block"
+    for block, printed in zip(blocks, printed_by(name, blocks), strict=True):
+        if block.printed is not None:
+            assert printed == block.printed, f"{name}:{block.line} prints\n{printed}"
+
+
+def test_document_runner_notices(tmp_path: Path) -> None:
+    """A page that lies about its output, and one that fails, are both noticed."""
+    page = "# P\n\n```python run\nx = 1\nprint(x)\n```\n\n```text\n2\n```\n\n```python run\nprint(x + 1)\n```\n"
+    blocks = blocks_of(page)
+    assert [(b.line, b.printed) for b in blocks] == [(4, "2\n"), (12, None)]
+    assert printed_by("page", blocks) == ["1\n", "2\n"]
+    with pytest.raises(AssertionError, match=r"page\.md(.|\n)*line 3(.|\n)*ZeroDivisionError"):
+        printed_by("page.md", [Block(3, "1 / 0", None)])
