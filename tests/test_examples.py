@@ -140,7 +140,7 @@ def printed_by(name: str, blocks: list[Block]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXECUTED_DOCS)
 def test_document_runs(name: str) -> None:
-    """To accept what a page prints now: GRAPHOFFLOAD is right, the page is wrong; paste the text that the failure shows."""
+    """To accept what a page prints now, once you have checked it: paste the text that the failure shows into the page."""
     blocks = blocks_of((ROOT / name).read_text())
     assert blocks, f"{name} has no ```python run block"
     for block, printed in zip(blocks, printed_by(name, blocks), strict=True):
@@ -152,7 +152,7 @@ def test_document_runner_notices(tmp_path: Path) -> None:
     """A page that lies about its output, and one that fails, are both noticed."""
     page = "# P\n\n```python run\nx = 1\nprint(x)\n```\n\n```text\n2\n```\n\n```python run\nprint(x + 1)\n```\n"
     blocks = blocks_of(page)
-    assert [(b.line, b.printed) for b in blocks] == [(4, "2\n"), (12, None)]
+    assert [(b.line, b.printed) for b in blocks] == [(4, "2\n"), (13, None)]
     assert printed_by("page", blocks) == ["1\n", "2\n"]
     with pytest.raises(AssertionError, match=r"page\.md(.|\n)*line 3(.|\n)*ZeroDivisionError"):
         printed_by("page.md", [Block(3, "1 / 0", None)])
