@@ -129,7 +129,7 @@ def test_release_of_other_memory_is_refused(plan: str) -> None:
     """A temporary in place of the source: the race of F6, caught before the memory is reused."""
     x = values(4, 6)
     handle = OPS.offload(x, plan, 0)
-    with pytest.raises(RuntimeStateError, match=r"x of layer: release was given memory at 0x\w+, but offload copies from 0x\w+"):
+    with pytest.raises(RuntimeStateError, match=r"x of layer: release was given memory at 0x\w+, but offload copies"):
         OPS.release(x.clone(), handle, plan, 0)
 
 

@@ -167,7 +167,8 @@ def test_recompute_under_inductor(name: str, policy: str) -> None:
     """Recomputed values are as accurate as kept ones, and recomputed dropout draws the same numbers."""
     case = ZOO[name]
     with observe() as seen:
-        results = run_case(case, graphoffload.OffloadBackend(config(POLICIES[policy], "inductor")), "cpu", seeds=tuple(range(5)))
+        backend = graphoffload.OffloadBackend(config(POLICIES[policy], "inductor"))
+        results = run_case(case, backend, "cpu", seeds=tuple(range(5)))
     assert seen.plans
     if case.reference == "eager":
         exact = [float64_step(case, "cpu", seed=seed) for seed in range(5)]

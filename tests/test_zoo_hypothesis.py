@@ -85,9 +85,8 @@ class Chain(nn.Module):
         return torch.tanh(self.linears["last"](found[-1])), *found[-self.outputs :]
 
 
-STEPS = st.builds(
-    Step, st.sampled_from([*UNARY, *BINARY, "linear", "linear", "linear"]), st.sampled_from([0, 0, 0, 1, 2, 5]), st.integers(0, 5)
-)
+NAMES = st.sampled_from([*UNARY, *BINARY, "linear", "linear", "linear"])
+STEPS = st.builds(Step, NAMES, st.sampled_from([0, 0, 0, 1, 2, 5]), st.integers(0, 5))
 CHAINS = st.tuples(st.lists(STEPS, min_size=2, max_size=9).map(tuple), st.integers(1, 3))
 DTYPES = st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16])
 

@@ -1,0 +1,253 @@
+"""Bad input: an error or a named warning that says what, which, the numbers and the remedy, and that loses nothing."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import CheckpointPolicy
+
+import graphoffload
+from graphoffload import errors
+from graphoffload.errors import ConfigError, GraphOffloadError, HostMemoryError, PatternError, PatternWarning, TagError
+from graphoffload.testing import ZOO, assert_equal_bits, compiled, keep_all, observe, run_case, run_step
+from graphoffload.testing.structure import Selective, tag_everything
+
+CASE = ZOO["attention"]
+OPTIONS: dict[str, Any] = {"inner": "aot_eager", "policy": "offload", "min_tensor_bytes": 0}
+
+
+def backend(**options: Any) -> Any:
+    return graphoffload.OffloadBackend(graphoffload.OffloadConfig(**{**OPTIONS, **options}))
+
+
+def compile_error(case_or_module: Any = CASE, **options: Any) -> GraphOffloadError:
+    """The error that a compile raises, out of torch's wrapper; afterwards the same module still trains."""
+    module = case_or_module.fresh("cpu") if case_or_module is CASE else case_or_module
+    arguments = CASE.example("cpu") if case_or_module is CASE else ZOO["selective"].example("cpu")
+    with pytest.raises(BackendCompilerFailed) as info:
+        run_step(compiled(module, backend(**options)), arguments)
+    error = info.value.inner_exception
+    assert isinstance(error, GraphOffloadError), repr(error)
+    expected = run_step(compiled(module, keep_all()), arguments)
+    assert_equal_bits(run_step(compiled(module, backend(policy="keep")), arguments), expected)
+    return error
+
+
+def says(error: BaseException, *parts: str) -> None:
+    """The message holds every part."""
+    for part in parts:
+        assert part in str(error), f"{part!r} is missing in: {error}"
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"device_bugdet": "1GiB"}, ("device_bugdet", "device_budget", "Known:", "policy", "torch._inductor.config")),
+        ({"max_autotune_gem": True}, ("max_autotune_gem", "max_autotune_gemm")),
+        ({"device_budget": "40 Gigs"}, ("device_budget='40 Gigs'", "GiB")),
+        ({"device_budget": "much"}, ("device_budget='much'", "does not parse", "40GiB")),
+        ({"device_budget": "140%"}, ("140%", "100 %")),
+        ({"device_budget": -1}, ("device_budget=-1",)),
+        ({"device_budget": 3.5j}, ("device_budget=3.5j", "complex")),
+        ({"host_budget": True}, ("host_budget=True", "bool")),
+        ({"max_slowdown": "fast"}, ("max_slowdown='fast'",)),
+        ({"max_slowdown": -0.1}, ("max_slowdown=-0.1",)),
+        ({"max_slowdown": 0.1, "device_budget": "1GiB"}, ("max_slowdown=0.1", "device_budget", "one of the two")),
+        ({"policy": "offlaod"}, ("policy='offlaod'", '"offload"', "recompute")),
+        ({"policy": 3}, ("policy=3", "int")),
+        ({"policy": {"*.mlp": "drop"}}, ("'*.mlp'", "'drop'", "keep, recompute, offload")),
+        ({"policy": lambda tensor: "keep"}, ("lambda", "frozen dataclass")),
+        ({"offload_modules": 7}, ("offload_modules=7", "int")),
+        ({"min_tensor_bytes": "tiny"}, ("min_tensor_bytes='tiny'",)),
+        ({"offload_fraction": 1.5}, ("offload_fraction=1.5",)),
+        ({"verify": "sometimes"}, ("verify='sometimes'", "graph", "checksum", "off")),
+        ({"inner": "onnx"}, ("inner='onnx'", "inductor", "aot_eager")),
+        ({"hardware": "h2000-sxm"}, ("h2000-sxm", "h200-sxm")),
+        ({"max_inflight_bytes": 0}, ("max_inflight_bytes=0",)),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_are_checked_at_once(options: dict[str, Any], parts: tuple[str, ...]) -> None:
+    """Unknown option, wrong type, out of range: before anything is traced."""
+    with pytest.raises(ConfigError) as info:
+        graphoffload.OffloadConfig.from_options(options)
+    says(info.value, *parts)
+
+
+def test_a_bad_option_of_torch_compile_reaches_the_user() -> None:
+    """Through torch.compile(options=...) the same message comes, from the name's function."""
+    from graphoffload.backend import graphoffload as by_name
+
+    module = CASE.fresh("cpu")
+    torch._dynamo.reset()
+    with pytest.raises((BackendCompilerFailed, ConfigError)) as info:
+        torch.compile(module, backend=by_name, options={"device_bugdet": "1GiB"})(*CASE.example("cpu"))
+    says(info.value, "device_bugdet", "device_budget")
+
+
+def test_a_bad_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value came from somewhere the user may have forgotten."""
+    monkeypatch.setenv("GRAPHOFFLOAD_DEVICE_BUDGET", "lots")
+    with pytest.raises(ConfigError) as info:
+        graphoffload.OffloadConfig.from_options({})
+    says(info.value, "GRAPHOFFLOAD_DEVICE_BUDGET", "lots")
+    monkeypatch.delenv("GRAPHOFFLOAD_DEVICE_BUDGET")
+    monkeypatch.setenv("GRAPHOFFLOAD_DEVICE_BUGDET", "1GiB")
+    with pytest.raises(ConfigError) as info:
+        graphoffload.OffloadConfig.from_options({})
+    says(info.value, "GRAPHOFFLOAD_DEVICE_BUGDET", "GRAPHOFFLOAD_DEVICE_BUDGET")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"offload_modules": ("*.kk",)}, {"policy": {"*.kk": "offload"}}, {"offload_modules": ("core_atn",)}],
+    ids=["module", "policy", "boundary"],
+)
+def test_a_pattern_that_matches_nothing(options: dict[str, Any]) -> None:
+    """A silent no-op is what users of other tools complain of first: an error that names near misses."""
+    error = compile_error(**options)
+    assert isinstance(error, PatternError)
+    says(error, "*.kk" if "kk" in str(options) else "core_atn", "k" if "kk" in str(options) else "core_attn")
+
+
+def test_a_pattern_that_matches_nothing_in_a_fragment() -> None:
+    """With graph breaks each graph is a part: one warning after the first backward, and the step goes on."""
+    case = ZOO["graph_break"]
+    expected = run_case(case, keep_all(), "cpu")
+    with pytest.warns(PatternWarning, match="nowhere") as caught:
+        got = run_case(case, backend(policy={"*.nowhere": "recompute", "*": "offload"}), "cpu")
+    assert len([w for w in caught if w.category is PatternWarning]) == 1
+    assert_equal_bits(got[0], expected[0])
+
+
+def test_contradictory_tags() -> None:
+    """MUST_SAVE against a policy that recomputes the very same tensors."""
+    error = compile_error(Selective(tag_everything(CheckpointPolicy.MUST_SAVE)), policy={"inside": "recompute", "*": "keep"})
+    assert isinstance(error, TagError)
+    says(error, "MUST_SAVE", "inside", "recompute")
+
+
+def test_too_little_host_memory() -> None:
+    """What policy="offload" names does not fit: the numbers, and what to lower or raise."""
+    error = compile_error(host_budget="1KiB")
+    assert isinstance(error, HostMemoryError)
+    says(error, "1.00 KiB", "KiB", "host_budget")
+
+
+def test_no_host_memory_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operating system refuses: an error at that step, and the next one is right."""
+    from graphoffload.runtime import host_memory
+
+    module = compiled(CASE.fresh("cpu"), backend())
+    expected = run_step(module, CASE.example("cpu"))
+    graphoffload.release_host_memory()
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise MemoryError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "HostBuffer", refuse)
+        with pytest.raises(HostMemoryError, match=r"No host memory for .*asked for.*host_budget"):
+            run_step(module, CASE.example("cpu"))
+    gc.collect()
+    assert graphoffload.host_memory().in_use_bytes == 0
+    assert_equal_bits(run_step(module, CASE.example("cpu")), expected)
+
+
+def test_a_backward_that_never_comes() -> None:
+    """Copies for nothing, step after step: a warning that says how many bytes, once; training is not stopped."""
+    module = compiled(CASE.fresh("cpu"), backend())
+    with pytest.warns(errors.BackwardNeverCameWarning) as caught:
+        for seed in range(40):
+            module(*CASE.example("cpu", seed=seed))
+        run_step(module, CASE.example("cpu"))
+    (warning,) = [w for w in caught if w.category is errors.BackwardNeverCameWarning]
+    says(warning.message, "no_grad", "iB")  # type: ignore[arg-type]
+
+
+def test_a_single_forward_without_backward_is_no_reason_to_warn() -> None:
+    """A shape probe or a skipped step is normal."""
+    module = compiled(CASE.fresh("cpu"), backend())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.BackwardNeverCameWarning)
+        module(*CASE.example("cpu"))
+        for _ in range(3):
+            run_step(module, CASE.example("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("9.9.0", True), ("9.9.0+cu999", True), ("2.13.0", False), ("2.11.0+cpu", False)]
+)
+def test_a_torch_that_was_not_tested(version: str, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer torch is used, with a warning that names it and the tested ones."""
+    from graphoffload import compat
+
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compat.check_torch()
+    found = [w for w in caught if w.category is errors.UntestedTorchWarning]
+    assert bool(found) == warned
+    for warning in found:
+        says(warning.message, "9.9.0", "2.11", "2.13")  # type: ignore[arg-type]
+
+
+class Doubles(nn.Module):
+    """An inference graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * 2.0
+
+
+def test_an_inference_graph_is_untouched(caplog: pytest.LogCaptureFixture) -> None:
+    """No plan that moves anything, no warning, nothing above DEBUG."""
+    x = torch.ones(4, 4)
+    with (
+        warnings.catch_warnings(),
+        caplog.at_level(logging.DEBUG, logger="graphoffload"),
+        observe() as seen,
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("error", errors.GraphOffloadWarning)
+        assert torch.equal(compiled(Doubles(), backend())(x), Doubles()(x))
+    assert seen.copied_bytes == seen.planned_bytes == 0
+    ours = [record for record in caplog.records if record.name.split(".")[0] == "graphoffload"]
+    assert all(record.levelno <= logging.DEBUG for record in ours)
+    assert [record for record in ours if "inference" in record.getMessage()]
+
+
+def test_nothing_eligible_is_said() -> None:
+    """Everything is below min_tensor_bytes: policy="offload" does nothing, and that is a named warning."""
+    with pytest.warns(errors.NotOffloadedWarning, match="min_tensor_bytes") as caught, observe() as seen:
+        run_case(CASE, backend(min_tensor_bytes="1GiB"), "cpu")
+    assert seen.copied_bytes == 0
+    says(caught[0].message, "1.00 GiB")  # type: ignore[arg-type]
+
+
+def test_torchs_own_memory_budget_is_named() -> None:
+    """activation_memory_budget below 1 would recompute behind our back, and re-draw dropout."""
+    import torch._functorch.config as functorch_config
+
+    case = ZOO["dropout"]
+    expected = run_case(case, keep_all(), "cpu")
+    with (
+        functorch_config.patch(activation_memory_budget=0.5),
+        pytest.warns(errors.FallbackWarning, match="activation_memory_budget"),
+    ):
+        got = run_case(case, backend(), "cpu")
+    assert_equal_bits(got[0], expected[0])
+
+
+def test_suppressed_errors_are_named() -> None:
+    """suppress_errors turns every error above into silent eager training."""
+    import torch._dynamo.config as dynamo_config
+
+    with dynamo_config.patch(suppress_errors=True), pytest.warns(errors.FallbackWarning, match="suppress_errors"):
+        run_case(CASE, backend(), "cpu")

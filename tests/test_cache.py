@@ -1,0 +1,205 @@
+"""torch's compile caches: nothing that changes a plan may hit an old one, and a hit still tells what was decided.
+
+torch's key holds the partitioner's uuid(), not module names nor annotations; on a hit the partitioner is not called at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import graphoffload
+from graphoffload.runtime import registry
+from graphoffload.saved import Action, Plan, SavedTensor
+from graphoffload.testing import compiled, draw, observe, run_step
+
+WIDTH = 16
+
+
+class Named(nn.Module):
+    """The same computation under any module names, with or without annotations."""
+
+    def __init__(self, names: tuple[str, ...] = ("alpha", "beta"), annotated: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self.names, self.annotated = names, annotated
+        for name in names:
+            self.add_module(name, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+@dataclass(frozen=True)
+class ByModule:
+    """Offload what a module of this name produces."""
+
+    module: str
+
+    def __call__(self, tensor: SavedTensor) -> Action | None:
+        return "offload" if self.module in tensor.module and tensor.eligible else "keep"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Empty caches of torch and of graphoffload for each test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("GRAPHOFFLOAD_CACHE_DIR", str(tmp_path / "graphoffload"))
+    registry.forget()
+    yield
+    registry.forget()
+
+
+def run(module: nn.Module | None = None, **options: Any) -> tuple[Plan, int, int]:
+    """One training step in a new compile: (plan, bytes copied, hits of torch's cache)."""
+    counters.clear()
+    torch.manual_seed(0)
+    module = Named() if module is None else module
+    config = graphoffload.OffloadConfig(**{"policy": "offload", "min_tensor_bytes": 0, "verify": "checksum", **options})
+    with observe() as seen:
+        inputs = (draw(4, WIDTH, device="cpu", dtype=torch.float32, seed=0, requires_grad=True),)
+        run_step(compiled(module, graphoffload.OffloadBackend(config)), inputs)
+    (plan,) = seen.plans
+    hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    return plan, seen.copied_bytes, hits
+
+
+@pytest.mark.slow
+def test_the_same_again_hits_and_still_has_its_report() -> None:
+    """Same everything in a new compile: a hit, with the same plan shown and the same copies made."""
+    first, copied, hits = run()
+    assert hits == 0
+    assert copied == first.offloaded_bytes > 0
+    again, copied_again, hits = run()
+    assert hits > 0, "no cache hit: the other tests of this file would prove nothing"
+    assert (again.key, again.decisions, again.transfers) == (first.key, first.decisions, first.transfers)
+    assert copied_again == copied
+
+
+CHANGES: dict[str, Callable[[], tuple[Plan, int, int]]] = {
+    "policy": lambda: run(policy="keep"),
+    "policy_object": lambda: run(policy=ByModule("beta")),
+    "policy_mapping": lambda: run(policy={"*beta*": "offload", "*": "keep"}),
+    "min_tensor_bytes": lambda: run(min_tensor_bytes="1GiB"),
+    "offload_fraction": lambda: run(offload_fraction=0.5),
+    "offload_modules": lambda: run(offload_modules=("beta",)),
+    "verify": lambda: run(verify="graph"),
+}
+
+
+@pytest.mark.slow
+def test_a_changed_configuration_never_reuses_a_plan() -> None:
+    """Each change after the same first compile, all against one warm cache."""
+    first, copied, _ = run()
+    keys = {first.key}
+    for name, change in CHANGES.items():
+        plan, moved, _ = change()
+        assert plan.key not in keys, name
+        keys.add(plan.key)
+        assert moved == plan.offloaded_bytes, name
+        assert moved == copied if name == "verify" else moved < copied, name
+
+
+@pytest.mark.slow
+def test_a_policy_object_with_another_field_is_another_policy() -> None:
+    """Equal classes, different values; and an equal value in a new object is the same."""
+    alpha, _, _ = run(policy=ByModule("alpha"))
+    beta, _, _ = run(policy=ByModule("beta"))
+    again, _, hits = run(policy=ByModule("alpha"))
+    assert hits > 0
+    assert alpha.key == again.key != beta.key
+    assert {t.module.split(".")[0] for t in beta.saved.tensors if beta.action(t.name) == "offload"} == {"beta"}
+
+
+@pytest.mark.slow
+def test_changed_module_names_never_reuse_a_plan() -> None:
+    """The same graph text, the names exchanged: the plan follows the names."""
+    policy = {"*alpha*": "offload", "*": "keep"}
+    first, _, _ = run(Named(("alpha", "beta")), policy=policy)
+    swapped, copied, _ = run(Named(("beta", "alpha")), policy=policy)
+    assert first.key != swapped.key
+    assert copied == swapped.offloaded_bytes
+    where = [[plan.action(t.name) for t in plan.saved.tensors] for plan in (first, swapped)]
+    assert where[0] != where[1]
+    assert {t.module.split(".")[0] for t in swapped.saved.tensors if swapped.action(t.name) == "offload"} >= {"alpha"}
+
+
+@pytest.mark.slow
+def test_a_changed_annotation_never_reuses_a_plan() -> None:
+    """A boundary name moved from one module to the other: torch's key does not see it."""
+    found = []
+    for marked in ("alpha", "beta"):
+        module = Named()
+        graphoffload.mark_boundary(module.get_submodule(marked), name="chosen")
+        found.append(run(module, policy={"chosen": "offload", "*": "keep"})[0])
+    first, second = found
+    assert first.key != second.key
+    assert [first.action(t.name) for t in first.saved.tensors] != [second.action(t.name) for t in second.saved.tensors]
+
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+import graphoffload
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Sigmoid())
+config = graphoffload.OffloadConfig(policy=sys.argv[1], min_tensor_bytes=0, verify="checksum")
+model.compile(backend=graphoffload.OffloadBackend(config))
+model(torch.ones(4, 16)).sum().backward()
+print(json.dumps({
+    "plans": [json.loads(plan.to_json()) for plan in graphoffload.last_plans()],
+    "hits": counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"],
+    "copied": graphoffload.stats()["d2h_bytes"],
+    "checked": graphoffload.stats()["checked"],
+    "grad": model[0].weight.grad.double().sum().item(),
+}))
+"""
+
+
+def in_a_process(policy: str, tmp_path: Path, **environment: str) -> dict[str, Any]:
+    """What SCRIPT prints, in a process of its own with the caches of `own_cache`."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    done = subprocess.run(
+        [sys.executable, str(script), policy],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_a_second_process_hits_and_still_has_its_report(tmp_path: Path) -> None:
+    """The plan comes from the store beside torch's cache; a lost store costs a compile, never a wrong step."""
+    first = in_a_process("offload", tmp_path)
+    assert first["hits"] == 0
+    assert first["copied"] > 0
+    second = in_a_process("offload", tmp_path)
+    assert second["hits"] > 0
+    for what in ("plans", "copied", "checked", "grad"):
+        assert second[what] == first[what], what
+    lost = in_a_process("offload", tmp_path, GRAPHOFFLOAD_CACHE_DIR=str(tmp_path / "empty"))
+    for what in ("plans", "copied", "checked", "grad"):
+        assert lost[what] == first[what], what
+    other = in_a_process("keep", tmp_path)
+    assert (other["copied"], other["grad"]) == (0, first["grad"])

@@ -1,0 +1,163 @@
+"""torch.utils.checkpoint and its tags: binding ones bind, advice is taken where nothing speaks against it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import graphoffload
+from graphoffload.errors import TagError
+from graphoffload.saved import Plan
+from graphoffload.testing import ZOO, Observed, Result, assert_equal_bits, compiled, draw, keep_all, observe, run_step
+
+WIDTH = 16
+TANH = torch.ops.aten.tanh.default
+
+
+class OnlyTanh:
+    """A selective policy that tags tanh and leaves the rest to `otherwise`."""
+
+    def __init__(self, tag: CheckpointPolicy, otherwise: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE) -> None:
+        self.tag, self.otherwise = tag, otherwise
+
+    def __call__(self, _ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return self.tag if op == TANH else self.otherwise
+
+
+class Region(nn.Module):
+    """Three linears; the middle one, with a tanh and a product of its result, in a selective checkpoint region."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.policy = policy
+
+    def inside(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.second(x))
+        return torch.exp(-y * y) * y.sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sigmoid(self.first(x))
+        if self.policy is None:
+            x = checkpoint(self.inside, x, use_reentrant=False)
+        else:
+            context = partial(create_selective_checkpoint_contexts, self.policy)
+            x = checkpoint(self.inside, x, use_reentrant=False, context_fn=context)
+        out: Tensor = self.third(x)
+        return out
+
+
+def run(policy: Any, **options: Any) -> tuple[Result, Observed]:
+    """One step of Region; equal to keep-all to the bit."""
+    inputs = (draw(4, WIDTH, device="cpu", dtype=torch.float32, seed=0, requires_grad=True),)
+    torch.manual_seed(0)
+    expected = run_step(compiled(Region(policy), keep_all()), inputs)
+    config = graphoffload.OffloadConfig(inner="aot_eager", min_tensor_bytes=0, verify="checksum", **options)
+    torch.manual_seed(0)
+    with observe() as seen:
+        got = run_step(compiled(Region(policy), graphoffload.OffloadBackend(config)), inputs)
+    assert_equal_bits(got, expected)
+    return got, seen
+
+
+def action_of_tanh(seen: Observed) -> str:
+    (plan,) = seen.plans
+    (tensor,) = [tensor for tensor in plan.saved.tensors if "tanh" in tensor.op]
+    return plan.action(tensor.name)
+
+
+def saved_ops(plan: Plan) -> set[str]:
+    return {tensor.op for tensor in plan.saved.tensors if plan.action(tensor.name) != "recompute"}
+
+
+@pytest.mark.parametrize("policy", ["auto", "keep", "offload", "recompute"])
+def test_must_save_is_never_recomputed(policy: str) -> None:
+    """Saved: kept, or offloaded where the policy says so."""
+    _, seen = run(OnlyTanh(CheckpointPolicy.MUST_SAVE), policy=policy)
+    assert action_of_tanh(seen) == ("offload" if policy == "offload" else "keep")
+
+
+def test_must_cpu_offload_is_offloaded() -> None:
+    """No released torch acts on this tag; we do, also under "auto" where everything would fit."""
+    _, seen = run(OnlyTanh(CheckpointPolicy.MUST_CPU_OFFLOAD))
+    assert action_of_tanh(seen) == "offload"
+    assert seen.copied_bytes == 4 * WIDTH * 4
+
+
+def test_must_recompute_is_recomputed() -> None:
+    """Binding also against policy="keep"? No policy asks for it here: "auto" obeys the tag."""
+    _, seen = run(OnlyTanh(CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE))
+    (plan,) = seen.plans
+    assert not {op for op in saved_ops(plan) if "tanh" in op}
+    assert seen.copied_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("tag", "expected"),
+    [
+        (CheckpointPolicy.PREFER_SAVE, "keep"),
+        (CheckpointPolicy.PREFER_RECOMPUTE, "recompute"),
+        (CheckpointPolicy.PREFER_CPU_OFFLOAD, "offload"),
+    ],
+    ids=lambda value: str(value).rsplit(".", maxsplit=1)[-1],
+)
+def test_advice_is_taken_where_nothing_speaks_against_it(tag: CheckpointPolicy, expected: str) -> None:
+    """Without a budget, a slowdown or a policy the user's advice is all there is."""
+    _, seen = run(OnlyTanh(tag))
+    (plan,) = seen.plans
+    found = [tensor.name for tensor in plan.saved.tensors if "tanh" in tensor.op]
+    if expected == "recompute":
+        assert all(plan.action(name) == "recompute" for name in found)
+    else:
+        assert [plan.action(name) for name in found] == [expected]
+    assert (seen.copied_bytes > 0) == (expected == "offload")
+
+
+def test_a_policy_wins_over_advice() -> None:
+    """PREFER_RECOMPUTE with policy="offload": what the policy names is done."""
+    _, seen = run(OnlyTanh(CheckpointPolicy.PREFER_RECOMPUTE), policy="offload")
+    assert seen.copied_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint_reentrant"])
+def test_a_plain_region_stays_recomputed(name: str) -> None:
+    """Under "auto" without a number, as torch.compile itself would."""
+    case = ZOO[name]
+    config = graphoffload.OffloadConfig(inner="aot_eager", min_tensor_bytes=0)
+    with observe() as seen:
+        run_step(compiled(case.fresh("cpu"), graphoffload.OffloadBackend(config)), case.example("cpu"))
+    (plan,) = seen.plans
+    inside = [tensor for tensor in plan.saved.tensors if "inside" in tensor.module and "gelu" in tensor.op]
+    assert all(plan.action(tensor.name) == "recompute" for tensor in inside)
+    assert not [t for t in plan.saved.tensors if "inside.first" in t.module and plan.action(t.name) != "recompute"]
+    assert [t for t in plan.saved.tensors if "before" in t.module and plan.action(t.name) == "keep"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "policy"),
+    [
+        (CheckpointPolicy.MUST_SAVE, {"*second": "recompute"}),
+        (CheckpointPolicy.MUST_RECOMPUTE, {"*second": "offload"}),
+        (CheckpointPolicy.MUST_CPU_OFFLOAD, {"*second": "keep"}),
+        (CheckpointPolicy.MUST_CPU_OFFLOAD, {"*second": "recompute"}),
+    ],
+    ids=str,
+)
+def test_contradictory_wishes_are_an_error(tag: CheckpointPolicy, policy: dict[str, str]) -> None:
+    """A binding tag and a pattern that names the same tensor otherwise: neither may be ignored in silence."""
+
+    def everything(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return tag
+
+    with pytest.raises(BackendCompilerFailed) as info:
+        run(everything, policy=policy)
+    error = info.value.inner_exception
+    assert isinstance(error, TagError)
+    for part in (tag.name, "*second", next(iter(policy.values()))):
+        assert part in str(error)
