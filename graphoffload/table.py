@@ -121,7 +121,7 @@ def summary_line(plan: Plan, *, device_bytes: int | None = None, hint: str = "")
 
     Args:
         plan: decisions for one graph; its own `summary` is not read.
-        device_bytes: memory of the device, for "31.2 of 139 GiB"; None when unknown.
+        device_bytes: memory of the device, for "31.2 of 139.0 GiB"; None when unknown.
         hint: what another option would do, such as "max_slowdown=0.01 would save 13 GiB".
     """
     predicted, amounts = plan.prediction, totals(folded_rows([plan]))
@@ -243,14 +243,15 @@ def _tensors(count: int) -> str:
 
 
 def _peak(peak_bytes: int, device_bytes: int | None) -> str:
-    """ "predicted peak 31.2 of 139 GiB", or "" without a prediction."""
+    """ "predicted peak 31.2 of 139.0 GiB", or "" without a prediction."""
     if not peak_bytes:
         return ""
+    peak = format_bytes(peak_bytes)
     if device_bytes is None:
-        return f"predicted peak {format_bytes(peak_bytes)}"
-    if peak_bytes >= 2**30:
-        return f"predicted peak {peak_bytes / 2**30:.1f} of {device_bytes / 2**30:.0f} GiB"
-    return f"predicted peak {format_bytes(peak_bytes)} of {device_bytes / 2**30:.0f} GiB"
+        return f"predicted peak {peak}"
+    device = format_bytes(device_bytes)
+    number, unit = peak.split()
+    return f"predicted peak {number if device.endswith(f' {unit}') else peak} of {device}"
 
 
 def percent(fraction: float) -> str:
@@ -260,6 +261,7 @@ def percent(fraction: float) -> str:
 
 
 def bound(slowdown: float | None) -> str:
+    """ " (bound +0.1 %)"; "" without one."""
     return "" if slowdown is None else f" (bound {percent(slowdown)})"
 
 
