@@ -17,6 +17,8 @@ from graphoffload.testing import (
     Result,
     Scattered,
     assert_equal_bits,
+    case_steps,
+    compile_case,
     differences,
     float64_step,
     keep_all,
@@ -147,13 +149,13 @@ def assert_as_accurate(name: str, results: list[Result]) -> None:
 def test_offload_under_inductor(name: str) -> None:
     """Equal to the bit to the twin (the same graphs, copies replaced by device clones), and as accurate as keep-all."""
     case, seeds = ZOO[name], tuple(range(5))
-    backend = graphoffload.OffloadBackend(config("offload", "inductor"))
+    module = compile_case(case, graphoffload.OffloadBackend(config("offload", "inductor")), "cpu")
     with observe() as seen:
-        results = run_case(case, backend, "cpu", seeds=seeds)
+        results = case_steps(case, module, "cpu", seeds=seeds)
     assert seen.copied_bytes > 0
     assert seen.counters["checked"] == seen.counters["reloads"] == seen.counters["offloads"] > 0
     with twin_copies(), observe() as twin:
-        clones = run_case(case, backend, "cpu", seeds=seeds)
+        clones = case_steps(case, module, "cpu", seeds=seeds)
     assert twin.counters["offloads"] == seen.counters["offloads"]
     for got, clone in zip(results, clones, strict=True):
         assert_equal_bits(got, clone)

@@ -13,6 +13,8 @@ from graphoffload.testing.case import Case, draw, draw_ints, weighted_loss
 from graphoffload.testing.compare import (
     Result,
     assert_equal_bits,
+    case_steps,
+    compile_case,
     compiled,
     differences,
     float64_step,
@@ -26,6 +28,7 @@ from graphoffload.testing.policies import OffloadNonContiguous, Scattered
 from graphoffload.testing.zoo import ZOO
 
 __all__ = [
-    "ZOO", "Case", "Observed", "OffloadNonContiguous", "Result", "Scattered", "assert_equal_bits", "compiled", "differences", "draw",
-    "draw_ints", "float64_step", "keep_all", "observe", "run_case", "run_step", "weighted_loss", "whole_gradient_error",
+    "ZOO", "Case", "Observed", "OffloadNonContiguous", "Result", "Scattered", "assert_equal_bits", "case_steps",
+    "compile_case", "compiled", "differences", "draw", "draw_ints", "float64_step", "keep_all", "observe", "run_case",
+    "run_step", "weighted_loss", "whole_gradient_error",
 ]  # fmt: skip

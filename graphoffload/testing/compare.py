@@ -177,11 +177,28 @@ def compiled(module: nn.Module, backend: Any, *, dynamic: bool | None = None) ->
     return module
 
 
+def compile_case(case: Case, backend: Any, device: torch.device | str, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """A fresh module of the case, compiled as the case wants it. `backend` None leaves it eager."""
+    module = case.fresh(device, dtype)
+    return module if backend is None else compiled(module, backend, dynamic=True if case.dynamic else None)
+
+
+def case_steps(
+    case: Case,
+    module: nn.Module,
+    device: torch.device | str,
+    *,
+    seeds: tuple[int, ...] = (0,),
+    dtype: torch.dtype | None = None,
+) -> list[Result]:
+    """A step for each seed, from the buffers that a fresh module has."""
+    for name, buffer in case.fresh(device, dtype).named_buffers():
+        module.get_buffer(name).copy_(buffer)
+    return [run_step(module, case.example(device, dtype, seed=seed), case.loss, seed, autocast=case.autocast) for seed in seeds]
+
+
 def run_case(
     case: Case, backend: Any, device: torch.device | str, *, seeds: tuple[int, ...] = (0,), dtype: torch.dtype | None = None
 ) -> list[Result]:
     """One compile of a fresh module, and a step for each seed. `backend` None runs eager."""
-    module = case.fresh(device, dtype)
-    if backend is not None:
-        module = compiled(module, backend, dynamic=True if case.dynamic else None)
-    return [run_step(module, case.example(device, dtype, seed=seed), case.loss, seed, autocast=case.autocast) for seed in seeds]
+    return case_steps(case, compile_case(case, backend, device, dtype=dtype), device, seeds=seeds, dtype=dtype)

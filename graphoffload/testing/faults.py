@@ -1,7 +1,7 @@
 """Break an operation on purpose. A test that still passes inside one of these is no test.
 
-    with reloads(lambda y: y.zero_()): ...       # what backward gets is zeros
-    with offloads(lambda x: x + 1): ...          # what goes to the host is something else
+with reloads(lambda y: y.zero_()): ...       # what backward gets is zeros
+with offloads(lambda x: x + 1): ...          # what goes to the host is something else
 """
 
 from __future__ import annotations

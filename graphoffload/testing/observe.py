@@ -1,4 +1,4 @@
-"""What a run really did: its plans and the copies it made. A test of gradients that looks at nothing else would pass a no-op."""
+"""What a run really did: its plans and its copies. A test of gradients that looks at nothing else would pass a no-op."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphoffload.saved import Plan
 
 @dataclass(slots=True)
 class Observed:
-    """Filled when `observe` ends: the plans compiled (or found in a cache) meanwhile, and what each counter of stats() grew by."""
+    """Filled when `observe` ends: plans compiled (or found in a cache) meanwhile, and what each counter of stats() grew by."""
 
     plans: tuple[Plan, ...] = ()
     counters: dict[str, int] = field(default_factory=dict)
