@@ -102,7 +102,7 @@ def _or_say_so(make: Callable[[], str]) -> str:
 
 def _drawing(plan: Plan, first: GraphModule | None, second: GraphModule | None, title: str) -> str:
     """SVG of a joint graph (`second` None), or of forward and backward together, or of what there is of them."""
-    actions = {tensor.name: plan.action(tensor.name) for tensor in plan.saved.tensors}
+    actions: dict[str, str] = {tensor.name: "keep" for tensor in plan.saved.tensors}
     actions |= {decision.name: decision.action for decision in plan.decisions}
     modules = {tensor.name: tensor.module for tensor in plan.saved.tensors if tensor.module}
     try:
