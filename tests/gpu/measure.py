@@ -1,0 +1,265 @@
+"""The protocol by which every figure is measured.
+
+A step is forward and backward; gradients stay allocated and are zeroed outside the timed region, as in training with
+set_to_none=False, so that what is allocated between steps ("static") is the same before every step:
+
+    static = memory_allocated() before the step: parameters, gradients, the batch, and whatever else lives
+    peak over static = max_memory_allocated() during the step - static
+    step time = CUDA events around forward and backward;  host time = until the last launch returned
+
+Every variant is compared with compiled keep-all of the same call, in alternating blocks (A B A B ...), because clocks and
+neighbours drift; the ratio of medians carries a 95 % bootstrap interval. Gradients are compared after every single step, as
+one vector in float32, with keep-all's; how far eager is from keep-all says how far bfloat16 rounding alone goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from gpu.models import Workload
+from torch import Tensor, nn
+
+WARM_UP_STEPS = 3
+_CHUNK = 2**26
+
+
+@dataclass(slots=True)
+class Sample:
+    """One step: milliseconds on the device and on the host until launched, bytes before it and the most above that."""
+
+    step_ms: float
+    host_ms: float
+    static_bytes: int | None
+    peak_bytes: int | None
+    loss: float
+
+
+@dataclass(slots=True)
+class GradientCheck:
+    """The whole gradient against keep-all's: |g - k| / |k|, |g|, and the loss."""
+
+    error: float
+    norm: float
+    loss: float
+
+
+@dataclass(slots=True)
+class Row:
+    """Everything that is known about one variant after it ran, or why it did not."""
+
+    variant: str
+    status: str = "ok"
+    compile_s: float = 0.0
+    total_s: float = 0.0
+    graphs: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    baseline: list[Sample] = field(default_factory=list)
+    ratio: float | None = None
+    ratio_interval: tuple[float, float] | None = None
+    gradient_error: float | None = None
+    gradient_norm: float | None = None
+    loss: float | None = None
+    peak_bytes: int | None = None
+    static_growth_bytes: int | None = None
+    pinned_bytes: int | None = None
+    ours: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_ms(self) -> float | None:
+        """Median step time."""
+        return statistics.median(s.step_ms for s in self.samples) if self.samples else None
+
+    @property
+    def spread_ms(self) -> float | None:
+        """Half the distance between the quartiles."""
+        if len(self.samples) < 4:
+            return None
+        low, _, high = statistics.quantiles([s.step_ms for s in self.samples], n=4)
+        return (high - low) / 2
+
+    @property
+    def host_ms(self) -> float | None:
+        """Median host time of a step."""
+        return statistics.median(s.host_ms for s in self.samples) if self.samples else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON types, medians included."""
+        return {**asdict(self), "step_ms": self.step_ms, "spread_ms": self.spread_ms, "host_ms": self.host_ms}
+
+
+class Session:
+    """One workload under one variant, ready to step."""
+
+    def __init__(self, workload: Workload, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self.workload, self.context = workload, context
+        self.parameters = [p for p in workload.module.parameters() if p.requires_grad]
+        self.cuda = self.parameters[0].device.type == "cuda"
+        materialise_gradients(workload.module)
+
+    def step(self) -> Sample:
+        """One timed step. Same random seed each time, so that dropout draws the same masks."""
+        torch._foreach_zero_([p.grad for p in self.parameters])
+        torch.manual_seed(1234)
+        if not self.cuda:
+            return self._step_on_cpu()
+        torch.cuda.synchronize()
+        static = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began = time.perf_counter()
+        start.record()
+        loss = self._run()
+        end.record()
+        host_ms = (time.perf_counter() - began) * 1e3
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - static
+        return Sample(start.elapsed_time(end), host_ms, static, peak, loss.item())
+
+    def _step_on_cpu(self) -> Sample:
+        began = time.perf_counter()
+        loss = self._run()
+        elapsed_ms = (time.perf_counter() - began) * 1e3
+        return Sample(elapsed_ms, elapsed_ms, None, None, loss.item())
+
+    def _run(self) -> Tensor:
+        with self.context():
+            loss = self.workload.loss()
+            loss.backward()
+        return loss.detach()
+
+    def gradients(self, device: torch.device | str | None = None) -> list[Tensor]:
+        """Copies of all gradients."""
+        return [p.grad.detach().to(device or p.device, copy=True) for p in self.parameters]
+
+    def check(self, reference: list[Tensor], loss: float) -> GradientCheck:
+        """The gradients of the latest step against `reference`."""
+        error, norm, whole = compare_gradients([p.grad for p in self.parameters], reference)
+        return GradientCheck(error / whole if whole else error, norm, loss)
+
+    def close(self) -> None:
+        """Free parameters and gradients even where compiled code still refers to them."""
+        for tensor in (*self.workload.module.parameters(), *self.workload.module.buffers()):
+            tensor.grad = None
+            tensor.data = tensor.data.new_empty(0)
+        self.parameters = []
+        self.workload.batch.clear()
+
+
+def materialise_gradients(module: nn.Module) -> None:
+    """Allocate every gradient, zero."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def compare_gradients(found: list[Tensor], reference: list[Tensor]) -> tuple[float, float, float]:
+    """(|found - reference|, |found|, |reference|) over all tensors as one vector, in float32, summed in float64."""
+    assert len(found) == len(reference), (len(found), len(reference))
+    device = found[0].device
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for left, right in zip(found, reference, strict=True):
+        for a, b in zip(left.reshape(-1).split(_CHUNK), right.reshape(-1).split(_CHUNK), strict=True):
+            wide, other = a.float(), b.to(device, non_blocking=True).float()
+            sums[1] += wide.square().sum(dtype=torch.float64)
+            sums[2] += other.square().sum(dtype=torch.float64)
+            sums[0] += (wide - other).square_().sum(dtype=torch.float64)
+    error, norm, whole = sums.sqrt().tolist()
+    return error, norm, whole
+
+
+def bootstrap_ratio(top: list[float], bottom: list[float], *, resamples: int = 4000, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of median(top) / median(bottom), both resampled with replacement."""
+    draw = random.Random(seed)
+    ratios = sorted(
+        statistics.median(draw.choices(top, k=len(top))) / statistics.median(draw.choices(bottom, k=len(bottom)))
+        for _ in range(resamples)
+    )
+    return ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples) - 1]
+
+
+def warm_up(session: Session, steps: int = WARM_UP_STEPS) -> float:
+    """Untimed steps; returns the seconds of the first, which compiles."""
+    began = time.perf_counter()
+    session.step()
+    first_s = time.perf_counter() - began
+    for _ in range(steps - 1):
+        session.step()
+    return first_s
+
+
+def alternate(
+    row: Row, session: Session, baseline: Session | None, reference: list[Tensor], *, steps: int, block: int
+) -> None:
+    """Measure `steps` steps of each side in blocks of `block`, baseline first; every step's gradients are compared."""
+    checks: list[GradientCheck] = []
+    while len(row.samples) < steps:
+        count = min(block, steps - len(row.samples))
+        if baseline is not None:
+            row.baseline += [baseline.step() for _ in range(count)]
+        for _ in range(count):
+            row.samples.append(session.step())
+            checks.append(session.check(reference, row.samples[-1].loss))
+    worst = max(checks, key=lambda c: (c.error != c.error, c.error))
+    row.gradient_error, row.gradient_norm, row.loss = worst.error, worst.norm, worst.loss
+    peaks = [s.peak_bytes for s in row.samples if s.peak_bytes is not None]
+    statics = [s.static_bytes for s in row.samples if s.static_bytes is not None]
+    if peaks:
+        row.peak_bytes, row.static_growth_bytes = max(peaks), statics[-1] - statics[0]
+    compare_times(row, row.baseline)
+
+
+def compare_times(row: Row, baseline: list[Sample]) -> None:
+    """Ratio of medians to `baseline` with its interval."""
+    if not baseline or not row.samples:
+        return
+    ours, theirs = [s.step_ms for s in row.samples], [s.step_ms for s in baseline]
+    row.ratio = statistics.median(ours) / statistics.median(theirs)
+    row.ratio_interval = bootstrap_ratio(ours, theirs)
+
+
+@contextlib.contextmanager
+def many_variants() -> Iterator[None]:
+    """Let one function be compiled for many variants in one process; restores Dynamo's limits."""
+    with torch._dynamo.config.patch(recompile_limit=512, accumulated_recompile_limit=4096):
+        yield
+
+
+def graphs_compiled() -> int:
+    """Graphs that Dynamo has handed to backends so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def pinned_bytes() -> int | None:
+    """Page-locked host bytes: torch's own allocator's and graphoffload's together."""
+    if not torch.cuda.is_available():
+        return None
+    torch_bytes = 0
+    with contextlib.suppress(Exception):
+        torch_bytes = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    with contextlib.suppress(Exception):
+        import graphoffload
+
+        return torch_bytes + int(graphoffload.host_memory().held_bytes)
+    return torch_bytes
+
+
+def tidy() -> None:
+    """Give device and host memory of a finished variant back."""
+    gc.collect()
+    with contextlib.suppress(Exception):
+        from graphoffload.runtime import release_host_memory
+
+        release_host_memory()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        with contextlib.suppress(Exception):
+            torch._C._host_emptyCache()

@@ -1,0 +1,209 @@
+"""The models that are measured, by name, each in its real size and in one that a CPU trains in a second.
+
+    workload = build("llama4k", "cuda")           HF LlamaForCausalLM, 8 layers, batch 4 x 4096, bf16, sdpa
+    workload = build("stack32k", "cuda", tokens=16384)
+    loss = workload.loss()                        one forward; loss.backward() is the rest of the step
+
+The two Llamas share their sizes: hidden 4096, MLP 14336, 32 heads of which 8 for keys and values, vocabulary 32000.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gpu import nets
+from torch import Tensor, nn
+
+Sizes = dict[str, int]
+
+
+@dataclass(slots=True)
+class Workload:
+    """A module in training mode with one batch; `loss()` is a forward through whatever the module is compiled with.
+
+    Attributes:
+        blocks: lists of modules that full checkpointing wraps, by their path.
+        random: forward draws random numbers, so eager and compiled runs differ.
+    """
+
+    name: str
+    module: nn.Module
+    batch: dict[str, Tensor]
+    sizes: Sizes
+    blocks: tuple[str, ...] = ("layers",)
+    random: bool = False
+    hugging_face: bool = False
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self) -> Tensor:
+        """Forward; a Hugging Face output keeps only its loss, so the logits are dropped before backward."""
+        output = self.module(**self.batch, **self.constants)
+        return output.loss if self.hugging_face else output
+
+    @property
+    def tokens(self) -> int:
+        """Samples that one step trains on: tokens, or images."""
+        leading = next(iter(self.batch.values()))
+        return leading.numel() if leading.dtype == torch.int64 else leading.shape[0]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How to make a workload: real and tiny sizes, and a function of (sizes, device)."""
+
+    make: Callable[[Sizes, torch.device], Workload]
+    real: Sizes
+    tiny: Sizes
+    dtype: torch.dtype = torch.bfloat16
+
+
+def _ids(batch: int, tokens: int, vocab: int, device: torch.device, seed: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (batch, tokens), generator=generator).to(device)
+
+
+def _floats(*shape: int, device: torch.device, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device, torch.get_default_dtype())
+
+
+def _hf_llama(s: Sizes, device: torch.device) -> Workload:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=s["vocab"], hidden_size=s["dim"], intermediate_size=s["hidden"], num_hidden_layers=s["layers"],
+        num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], max_position_embeddings=s["tokens"],
+        tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    ids = _ids(s["batch"], s["tokens"], s["vocab"], device)
+    return Workload(
+        "", LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, s, blocks=("model.layers",), hugging_face=True,
+        constants={"use_cache": False},
+    )  # fmt: skip
+
+
+def _hf_qwen(s: Sizes, device: torch.device) -> Workload:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=s["vocab"], hidden_size=s["dim"], intermediate_size=s["hidden"], num_hidden_layers=s["layers"],
+        num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], head_dim=s["dim"] // s["heads"],
+        max_position_embeddings=s["tokens"], tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    ids = _ids(s["batch"], s["tokens"], s["vocab"], device)
+    return Workload(
+        "", Qwen3ForCausalLM(config), {"input_ids": ids, "labels": ids}, s, blocks=("model.layers",), hugging_face=True,
+        constants={"use_cache": False},
+    )  # fmt: skip
+
+
+def _hf_gpt2(s: Sizes, device: torch.device) -> Workload:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=s["vocab"], n_embd=s["dim"], n_layer=s["layers"], n_head=s["heads"], n_positions=s["tokens"],
+        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, use_cache=False, attn_implementation="sdpa",
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    ids = _ids(s["batch"], s["tokens"], s["vocab"], device)
+    return Workload(
+        "", GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}, s, blocks=("transformer.h",), hugging_face=True,
+        random=True, constants={"use_cache": False},
+    )  # fmt: skip
+
+
+def _stack(s: Sizes, device: torch.device) -> Workload:
+    sizes = {key: value for key, value in s.items() if key != "batch"}
+    return Workload("", nets.LlamaStack(**sizes), {"ids": _ids(s["batch"], s["tokens"], s["vocab"], device)}, s)
+
+
+def _vit(s: Sizes, device: torch.device) -> Workload:
+    images = _floats(s["batch"], 3, s["image"], s["image"], device=device, seed=3)
+    labels = _ids(1, s["batch"], s["classes"], device)[0]
+    sizes = {key: value for key, value in s.items() if key != "batch"}
+    return Workload("", nets.VisionTransformer(**sizes), {"images": images, "labels": labels}, s)
+
+
+def _unet(s: Sizes, device: torch.device) -> Workload:
+    shape = (s["batch"], 3, s["image"], s["image"])
+    batch = {"images": _floats(*shape, device=device, seed=3), "noise": _floats(*shape, device=device, seed=4)}
+    return Workload("", nets.UNet(width=s["width"], levels=s["levels"]), batch, s, blocks=("down", "middle", "up"))
+
+
+def _encdec(s: Sizes, device: torch.device) -> Workload:
+    batch = {
+        "source": _ids(s["batch"], s["tokens"], s["vocab"], device, seed=5),
+        "target": _ids(s["batch"], s["tokens"], s["vocab"], device, seed=6),
+    }
+    sizes = {key: value for key, value in s.items() if key != "batch"}
+    return Workload("", nets.EncoderDecoder(**sizes), batch, s, blocks=("encoder", "decoder"))
+
+
+_LLAMA = {"layers": 8, "dim": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000}
+_TINY = {"layers": 2, "dim": 64, "hidden": 128, "heads": 4, "kv_heads": 2, "vocab": 256, "batch": 2, "tokens": 64}
+_TINY_GPT = {"layers": 2, "dim": 64, "heads": 4, "vocab": 256, "batch": 2, "tokens": 64}
+_SMALL = {"layers": 4, "dim": 1024, "hidden": 3584, "heads": 16, "kv_heads": 4, "vocab": 8192, "batch": 4, "tokens": 2048}
+
+MODELS: dict[str, Spec] = {
+    "llama4k": Spec(_hf_llama, {**_LLAMA, "batch": 4, "tokens": 4096}, _TINY),
+    "stack32k": Spec(_stack, {**_LLAMA, "batch": 1, "tokens": 32768}, _TINY),
+    "qwen": Spec(_hf_qwen, {**_LLAMA, "batch": 1, "tokens": 8192}, _TINY),
+    "small": Spec(_stack, _SMALL, _TINY),
+    "gpt2": Spec(
+        _hf_gpt2, {"layers": 24, "dim": 1024, "heads": 16, "vocab": 50304, "batch": 16, "tokens": 1024}, _TINY_GPT
+    ),
+    "vit": Spec(
+        _vit,
+        {"layers": 24, "dim": 1024, "heads": 16, "image": 224, "patch": 14, "classes": 1000, "batch": 64},
+        {"layers": 2, "dim": 32, "heads": 2, "image": 32, "patch": 8, "classes": 10, "batch": 4},
+    ),
+    "unet": Spec(
+        _unet,
+        {"width": 128, "levels": 4, "image": 256, "batch": 16},
+        {"width": 16, "levels": 2, "image": 16, "batch": 2},
+    ),
+    "encdec": Spec(
+        _encdec, {"layers": 6, "dim": 2048, "heads": 16, "vocab": 32000, "batch": 8, "tokens": 2048}, _TINY_GPT
+    ),
+    "moe": Spec(_stack, {**_SMALL, "dim": 2048, "hidden": 2048, "experts": 8, "batch": 4}, {**_TINY, "experts": 3}),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(
+    name: str, device: torch.device | str, *, tiny: bool = False, seed: int = 0, dtype: torch.dtype | None = None, **sizes: int
+) -> Workload:
+    """The workload `name` with parameters drawn from `seed` on `device`; `sizes` override single sizes.
+
+    Raises:
+        KeyError: an unknown name or size; the message lists the known ones.
+    """
+    if name not in MODELS:
+        raise KeyError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+    spec = MODELS[name]
+    chosen = dict(spec.tiny if tiny else spec.real)
+    unknown = sizes.keys() - chosen.keys()
+    if unknown:
+        raise KeyError(f"{name} has no size {sorted(unknown)}; it has {sorted(chosen)}")
+    chosen.update(sizes)
+    device = torch.device(device)
+    torch.manual_seed(seed)
+    with _defaults(dtype or spec.dtype, device):
+        workload = spec.make(chosen, device)
+    workload.name = name
+    workload.module.train()
+    return workload

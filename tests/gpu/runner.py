@@ -1,0 +1,339 @@
+"""Runs variants one after another against compiled keep-all, keeps going when one fails, and writes everything down at once.
+
+    runner = Runner("llama4k", device, Options(steps=10, limit_s=540, out=folder))
+    runner.start();  runner.run("offload:5.8GB");  runner.finish()
+
+A hang cannot eat the call: past its limit the process writes what it has, says where it hung, and exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import measure
+from gpu.measure import Row, Session
+from gpu.models import Workload, build
+from gpu.table import progress_line, show_table
+from gpu.variants import Eligible, Variant, apply, parse
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Options:
+    """How to measure.
+
+    Attributes:
+        solo: one model at a time; the baseline runs before and after instead of in between, and is not resident.
+        limit_s: seconds after which remaining variants are skipped. variant_limit_s: one variant may take this long.
+        tolerance: whole-gradient error above which (and above 1.5 x eager's) a variant is WRONG; None: by dtype.
+        trace: profile one step of each variant of graphoffload.
+    """
+
+    steps: int = 10
+    block: int = 5
+    warm_up: int = measure.WARM_UP_STEPS
+    solo: bool = False
+    limit_s: float = 540.0
+    variant_limit_s: float = 200.0
+    tolerance: float | None = None
+    trace: bool = False
+    tiny: bool = False
+    sizes: dict[str, int] | None = None
+    dtype: torch.dtype | None = None
+    out: Path | None = None
+    quiet: bool = False
+
+
+class Runner:
+    """One call: one model, one baseline, many variants."""
+
+    def __init__(self, model: str, device: torch.device | str, options: Options) -> None:
+        self.model, self.device, self.options = model, torch.device(device), options
+        self.rows: list[Row] = []
+        self.facts: dict[str, Any] = {"model": model, "torch": torch.__version__, "argv": sys.argv}
+        self.began = time.perf_counter()
+        self.eligible = Eligible()
+        self.baseline: Session | None = None
+        self.reference: list[Tensor] = []
+        self.reference_loss = float("nan")
+        self.noise: float | None = None
+        self.repeat_noise = 0.0
+        self.fatal = ""
+        torch._dynamo.config.recompile_limit = 512
+        torch._dynamo.config.accumulated_recompile_limit = 4096
+
+    def elapsed_s(self) -> float:
+        """Seconds since the call began."""
+        return time.perf_counter() - self.began
+
+    def say(self, text: str) -> None:
+        """A progress line with the time."""
+        if not self.options.quiet:
+            print(f"[{self.elapsed_s():6.1f} s] {text}", flush=True)
+
+    def fresh(self) -> Workload:
+        """The model from the same seed."""
+        return build(
+            self.model, self.device, tiny=self.options.tiny, dtype=self.options.dtype, **(self.options.sizes or {})
+        )
+
+    def session(self, variant: Variant) -> Session:
+        """A fresh model under a variant; gradients exist before anything is planned."""
+        workload = self.fresh()
+        measure.materialise_gradients(workload.module)
+        return Session(workload, apply(variant, workload, self.eligible))
+
+    def start(self) -> None:
+        """Compile and measure keep-all, keep its gradients, and learn how far rounding alone goes."""
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            self.facts["device"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+        self.say(f"{self.model} on {self.facts.get('device', 'cpu')}, torch {torch.__version__}: building keep-all")
+        row = Row("keep-all before")
+        session = self.session(parse("keep"))
+        row.compile_s = measure.warm_up(session, self.options.warm_up)
+        row.samples = [session.step() for _ in range(self.options.steps)]
+        self.reference = session.gradients("cpu" if self.options.solo else None)
+        self.reference_loss = row.samples[-1].loss
+        session.step()
+        self.repeat_noise = session.check(self.reference, 0.0).error
+        self._eager_noise(session)
+        self._finish_keep_row(row, session)
+        self.facts.update(
+            sizes=session.workload.sizes, eager_noise=self.noise, repeat_noise=self.repeat_noise, tokens=session.workload.tokens
+        )
+        self.say(
+            f"gradients of two keep-all steps differ by {self.repeat_noise:.2g}, of eager by "
+            + (f"{self.noise:.2g}" if self.noise is not None else "(unknown)")
+        )
+        if self.options.solo:
+            session.close()
+            measure.tidy()
+        else:
+            self.baseline = session
+
+    def _eager_noise(self, session: Session) -> None:
+        if session.workload.random:
+            return
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                session.step()
+            self.noise = session.check(self.reference, 0.0).error
+        except Exception as error:
+            self.say(f"eager step for the noise failed: {_first_line(error)}")
+        measure.tidy()
+
+    def _finish_keep_row(self, row: Row, session: Session) -> None:
+        check = session.check(self.reference, 0.0)
+        _, row.gradient_norm, _ = measure.compare_gradients(self.reference, self.reference)
+        row.gradient_error = self.repeat_noise if row.variant.endswith("before") else check.error
+        row.loss = row.samples[-1].loss
+        row.peak_bytes = max((s.peak_bytes for s in row.samples if s.peak_bytes is not None), default=None)
+        self._add(row)
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.say(progress_line(row))
+        self.write()
+
+    def run(self, text: str) -> Row:
+        """Measure one variant; whatever goes wrong ends up in its row."""
+        row = Row(text)
+        if self.fatal or self.elapsed_s() > self.options.limit_s:
+            row.status = f"SKIPPED: {self.fatal or 'out of time'}"
+            self._add(row)
+            return row
+        watchdog = threading.Timer(self.options.variant_limit_s, self._hung, args=(text,))
+        watchdog.daemon = True
+        watchdog.start()
+        began = time.perf_counter()
+        try:
+            self._measure(parse(text), row)
+        except Exception as error:
+            row.status = f"FAILED: {type(error).__name__}: {_first_line(error)}"
+            row.ours["traceback"] = traceback.format_exc()[-6000:]
+            error.__traceback__ = None
+        finally:
+            watchdog.cancel()
+        row.total_s = time.perf_counter() - began
+        with contextlib.suppress(Exception):
+            measure.tidy()
+        self._notice_dead_device()
+        self._add(row)
+        return row
+
+    def _measure(self, variant: Variant, row: Row) -> None:
+        if self.options.solo:
+            torch._dynamo.reset()
+        forget_plans()
+        session = self.session(variant)
+        try:
+            graphs = measure.graphs_compiled()
+            row.compile_s = measure.warm_up(session, self.options.warm_up)
+            row.graphs = measure.graphs_compiled() - graphs
+            before = our_stats() if variant.ours else {}
+            measure.alternate(
+                row, session, self.baseline, self.reference, steps=self.options.steps, block=self.options.block
+            )
+            row.pinned_bytes = measure.pinned_bytes()
+            if variant.ours:
+                self._measure_ours(variant, row, session, before)
+            self._judge(variant, row, session)
+        finally:
+            session.close()
+
+    def _measure_ours(self, variant: Variant, row: Row, session: Session, before: dict[str, int]) -> None:
+        now = our_stats()
+        row.ours["per_step"] = {name: (now[name] - before.get(name, 0)) / self.options.steps for name in now}
+        row.ours["plans"] = our_plans()
+        row.ours["config"] = repr(session.workload.module._compiled_call_impl)[:200] if row.ours["plans"] == [] else ""
+        moved = int(row.ours["per_step"].get("d2h_bytes", 0))
+        if variant.kind == "offload" and variant.argument == "all" and not variant.options:
+            self.eligible.note(session.workload, moved)
+        if moved:
+            row.ours["twin_error"] = twin_error(session, self.reference)
+        if self.options.trace and self.device.type == "cuda":
+            self._trace(row, session)
+
+    def _trace(self, row: Row, session: Session) -> None:
+        from gpu import overlap
+
+        name = "".join(letter if letter.isalnum() else "_" for letter in row.variant)[:40]
+        path = self.options.out / f"trace_{name}.json.gz" if self.options.out else None
+        timeline = overlap.profile(session.step, path)
+        row.ours["timeline"] = timeline.to_dict()
+        for line in timeline.lines():
+            self.say(f"    {line}")
+
+    def _judge(self, variant: Variant, row: Row, session: Session) -> None:
+        """Set the status: gradients first, then whether anything was compiled at all."""
+        tolerance = self.options.tolerance
+        if tolerance is None:
+            tolerance = 1e-4 if session.parameters[0].dtype == torch.float32 else 1e-2
+        limit = max(tolerance, 1.5 * (self.noise or 0.0))
+        comparable = variant.compiled or not session.workload.random
+        twin = row.ours.get("twin_error")
+        error = row.gradient_error
+        if comparable and error is not None and not error <= limit:
+            row.status = f"WRONG: gradient error {error:.3g} > {limit:.3g}"
+        elif twin is not None and not twin <= max(5 * self.repeat_noise, 1e-6):
+            row.status = f"WRONG: {twin:.3g} from its synchronous twin (keep-all repeats to {self.repeat_noise:.3g})"
+        elif variant.compiled and row.graphs == 0:
+            row.status = "NOT COMPILED: another variant's code ran"
+        elif not comparable:
+            row.status = "ok (other random numbers)"
+
+    def _notice_dead_device(self) -> None:
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except Exception as error:
+                self.fatal = f"the device is unusable: {_first_line(error)}"
+
+    def _hung(self, text: str) -> None:
+        print(f"[{self.elapsed_s():6.1f} s] {text} took more than {self.options.variant_limit_s:.0f} s: giving up", flush=True)
+        faulthandler.dump_traceback(file=sys.stdout, all_threads=True)
+        row = Row(text, status=f"HUNG: more than {self.options.variant_limit_s:.0f} s")
+        self.rows.append(row)
+        self.write()
+        show_table(self.rows, self.facts)
+        sys.stdout.flush()
+        os._exit(3)
+
+    def finish(self) -> None:
+        """Keep-all once more, the table, and the JSON."""
+        if not self.fatal and self.elapsed_s() < self.options.limit_s + 20 and len(self.rows) > 1:
+            row = Row("keep-all after")
+            session = self.baseline
+            if session is None:
+                torch._dynamo.reset()
+                session = self.session(parse("keep"))
+                row.compile_s = measure.warm_up(session, self.options.warm_up)
+            row.samples = [session.step() for _ in range(self.options.steps)]
+            if self.rows[0].samples:
+                measure.compare_times(row, self.rows[0].samples)
+            self._finish_keep_row(row, session)
+        if self.options.solo:
+            self._ratios_to_both_ends()
+        self.write()
+        if not self.options.quiet:
+            show_table(self.rows, self.facts)
+
+    def _ratios_to_both_ends(self) -> None:
+        ends = [s for row in self.rows if row.variant.startswith("keep-all") for s in row.samples]
+        for row in self.rows[1:]:
+            measure.compare_times(row, ends)
+
+    def write(self) -> None:
+        """Everything so far, as JSON."""
+        if self.options.out is None:
+            return
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        content = {**self.facts, "rows": [row.to_dict() for row in self.rows]}
+        tiny = "_tiny" if self.options.tiny else ""
+        (self.options.out / f"{self.model}{tiny}.json").write_text(json.dumps(content, indent=1, default=str))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0][:300]
+
+
+def forget_plans() -> None:
+    """So that last_plans() shows the next variant's alone."""
+    with contextlib.suppress(Exception):
+        from graphoffload.runtime import registry
+
+        registry.forget()
+
+
+def our_stats() -> dict[str, int]:
+    """graphoffload's counters."""
+    import graphoffload
+
+    stats = graphoffload.stats()
+    return {name: value for name, value in dict(stats).items() if isinstance(value, (int, float))}
+
+
+def our_plans() -> list[dict[str, Any]]:
+    """What the variant's plans say, without their tables."""
+    import graphoffload
+
+    return [
+        {
+            "graph": plan.graph,
+            "summary": plan.summary,
+            "notes": list(plan.notes),
+            "offloaded_bytes": plan.offloaded_bytes,
+            "recomputed_bytes": plan.recomputed_bytes,
+            "saved_bytes": plan.saved.saved_bytes,
+            "transfers": len(plan.transfers),
+            "prediction": {name: getattr(plan.prediction, name) for name in plan.prediction.__dataclass_fields__},
+            "predicted_slowdown": plan.prediction.predicted_slowdown,
+            "lower_bound_slowdown": plan.prediction.lower_bound_slowdown,
+        }
+        for plan in graphoffload.last_plans()
+    ]
+
+
+def twin_error(session: Session, reference: list[Tensor]) -> float | None:
+    """How far a step is from the same graphs with synchronous copies: only copies differ, so only races and layouts can."""
+    from graphoffload.runtime import twin_copies
+
+    try:
+        found = session.gradients(reference[0].device)
+        with twin_copies():
+            session.step()
+        return session.check(found, 0.0).error
+    except torch.cuda.OutOfMemoryError:
+        return None

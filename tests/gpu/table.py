@@ -1,0 +1,74 @@
+"""The short table at the end of a call, and one line for each variant while it runs. GB are decimal, as in the benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu.measure import Row
+
+
+def _gb(nbytes: float | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e9:.3f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def progress_line(row: Row) -> str:
+    """What just came out."""
+    if not row.samples:
+        return f"{row.variant}: {row.status}"
+    interval = f" [{row.ratio_interval[0]:.4f}, {row.ratio_interval[1]:.4f}]" if row.ratio_interval else ""
+    return (
+        f"{row.variant}: {row.status}; {_number(row.step_ms, '.1f')} ms, x{_number(row.ratio, '.4f')}{interval}, "
+        f"peak over static {_gb(row.peak_bytes)} GB, gradient error {_number(row.gradient_error, '.2g')}, "
+        f"first step {row.compile_s:.1f} s"
+    )
+
+
+HEADER = (
+    "variant", "step ms", "+-", "x keep", "95 %", "host ms", "peak GB", "saved GB", "copied GB", "saved/copied", "pinned GB",
+    "predicted GB, ms", "bound", "grad err", "twin err", "grad norm", "loss", "1st s", "status",
+)  # fmt: skip
+
+
+def _prediction(row: Row) -> tuple[str, str]:
+    plans = row.ours.get("plans") or []
+    if not plans:
+        return "-", "-"
+    static = row.samples[-1].static_bytes or 0
+    peak = max(plan["prediction"]["predicted_peak_bytes"] for plan in plans) - static
+    time_ms = sum(plan["prediction"]["predicted_time_s"] for plan in plans) * 1e3
+    bounds = [plan["lower_bound_slowdown"] for plan in plans]
+    return f"{_gb(peak)}, {time_ms:.0f}", "-" if None in bounds else f"{max(bounds):+.3f}"
+
+
+def _cells(row: Row, keep_peak: int | None) -> tuple[str, ...]:
+    if not row.samples:
+        return (row.variant, *("" for _ in HEADER[2:]), row.status)
+    saved = None if keep_peak is None or row.peak_bytes is None else keep_peak - row.peak_bytes
+    copied = row.ours.get("per_step", {}).get("d2h_bytes")
+    share = f"{saved / copied:.4f}" if saved is not None and copied else "-"
+    predicted, bound = _prediction(row)
+    interval = f"{row.ratio_interval[0]:.4f}-{row.ratio_interval[1]:.4f}" if row.ratio_interval else "-"
+    return (
+        row.variant, _number(row.step_ms, ".1f"), _number(row.spread_ms, ".1f"), _number(row.ratio, ".4f"), interval,
+        _number(row.host_ms, ".1f"), _gb(row.peak_bytes), _gb(saved), _gb(copied), share, _gb(row.pinned_bytes), predicted,
+        bound, _number(row.gradient_error, ".2g"), _number(row.ours.get("twin_error"), ".2g"),
+        _number(row.gradient_norm, ".6g"), _number(row.loss, ".6g"), f"{row.compile_s:.0f}", row.status,
+    )  # fmt: skip
+
+
+def show_table(rows: list[Row], facts: dict[str, Any]) -> None:
+    """Print all rows, columns aligned."""
+    keep_peak = rows[0].peak_bytes if rows else None
+    lines = [HEADER, *(_cells(row, keep_peak) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER) - 1)]
+    noise = facts.get("eager_noise")
+    print(
+        f"\n{facts['model']} {facts.get('sizes', '')} on {facts.get('device', 'cpu')}, torch {facts['torch']}; "
+        f"eager's gradient error {_number(noise, '.2g')}, keep-all repeats to {_number(facts.get('repeat_noise'), '.2g')}"
+    )
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) + "  " + line[-1])

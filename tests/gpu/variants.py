@@ -1,0 +1,245 @@
+"""What can be measured, and how a name such as "offload:5.8GB" turns a workload into it.
+
+    eager                  no compiler
+    keep                   torch.compile, everything kept: the baseline's twin, so its ratio is the noise of the call
+    budget:0.5             torch.compile with torch's activation_memory_budget
+    checkpoint             every layer checkpointed, compiled          checkpoint-eager   the same, eager
+    selective              checkpointed, but outputs of GEMMs, convolutions and attention kept; compiled
+    save_on_cpu            torch.autograd.graph.save_on_cpu(pin_memory=True), eager
+    torch-offload          torch's own offload pass, everything that it accepts; torch-offload-async: on its side stream
+    ours-keep, recompute   graphoffload with policy="keep" or "recompute"
+    offload:all            graphoffload with policy="offload"
+    offload:5.8GB          the same, earliest produced first, until about that many bytes go
+    auto, auto:40GiB       device_budget "auto" or absolute (run with --solo: else the baseline's memory counts as well)
+    over:11.5GB            device_budget = what is allocated between steps + this; no reserve. For "peak over static at most"
+    slowdown:0.02          max_slowdown
+    ours:{"policy": ...}   any options of OffloadConfig as JSON
+Any of ours takes further options: offload:all+max_inflight_bytes=2GiB+verify=checksum
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu.models import Workload
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+PLAIN = ("eager", "keep", "checkpoint", "checkpoint-eager", "selective", "save_on_cpu", "torch-offload", "torch-offload-async")
+OURS = ("ours-keep", "recompute", "offload", "auto", "over", "slowdown", "ours")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A parsed name: `kind` with its argument, and options of OffloadConfig given after "+"."""
+
+    text: str
+    kind: str
+    argument: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def ours(self) -> bool:
+        """Whether graphoffload compiles it."""
+        return self.kind in OURS
+
+    @property
+    def compiled(self) -> bool:
+        """Whether any compiler is involved."""
+        return self.kind not in ("eager", "checkpoint-eager", "save_on_cpu")
+
+
+def split_names(text: str) -> list[str]:
+    """Names separated by commas; a comma inside braces or brackets belongs to its name."""
+    names, depth, current = [], 0, ""
+    for letter in text:
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            names.append(current)
+            current = ""
+        else:
+            current += letter
+    return [name.strip() for name in (*names, current) if name.strip()]
+
+
+def parse(text: str) -> Variant:
+    """The variant that a name means.
+
+    Raises:
+        ValueError: unknown kind, or an argument that does not fit; the message lists the known kinds.
+    """
+    kind, _, argument = text.partition(":")
+    options: dict[str, Any] = {}
+    if kind == "ours":
+        return Variant(text, kind, "", tuple(json.loads(argument or "{}").items()))
+    parts = text.split("+")
+    kind, _, argument = parts[0].partition(":")
+    for part in parts[1:]:
+        key, _, value = part.partition("=")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    if kind not in (*PLAIN, *OURS, "budget"):
+        raise ValueError(f"unknown variant {text!r}; known: {', '.join((*PLAIN, 'budget:X', *OURS))}")
+    if kind in ("budget", "slowdown"):
+        float(argument)
+    if kind in ("offload", "over") and not argument:
+        raise ValueError(f"{kind} needs a size, such as {kind}:5.8GB" + (" or offload:all" if kind == "offload" else ""))
+    if options and kind not in OURS:
+        raise ValueError(f"{text!r}: only variants of graphoffload take options")
+    return Variant(text, kind, argument, tuple(options.items()))
+
+
+class Inductor:
+    """Inductor as a backend object equal to itself alone, so that Dynamo never reuses another variant's code for it."""
+
+    def __init__(self, **functorch: Any) -> None:
+        self.functorch = functorch
+        self.inductor: dict[str, Any] = {}
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch._functorch.config.patch(self.functorch):
+            return compile_fx(graph, inputs, config_patches=self.inductor)
+
+
+def _tag_everything(graph: torch.fx.Graph) -> None:
+    """Mark every node for torch's own offload pass; it takes what it can."""
+    for node in graph.nodes:
+        node.meta["should_offload"] = True
+
+
+_KEPT_OPS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+)  # fmt: skip
+
+
+def keep_expensive(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Selective checkpointing's usual policy: keep what is expensive to compute again."""
+    packet = getattr(op, "overloadpacket", op)
+    return CheckpointPolicy.MUST_SAVE if packet in _KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+selective_contexts = functools.partial(create_selective_checkpoint_contexts, keep_expensive)
+
+
+class Checkpointed(nn.Module):
+    """A layer under torch.utils.checkpoint."""
+
+    def __init__(self, layer: nn.Module, *, selective: bool) -> None:
+        super().__init__()
+        self.layer, self.selective = layer, selective
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.selective:
+            return checkpoint(self.layer, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
+        return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
+
+
+def wrap_blocks(workload: Workload, *, selective: bool) -> None:
+    """Checkpoint every layer: by the model's own switch where it has one."""
+    if workload.hugging_face and not selective:
+        workload.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    for path in workload.blocks:
+        layers = workload.module.get_submodule(path)
+        for index, layer in enumerate(layers):
+            layers[index] = Checkpointed(layer, selective=selective)
+
+
+class Eligible:
+    """Bytes that policy="offload" moves, by model and sizes: asked once a call, from a plan or from a compiled step."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def note(self, workload: Workload, nbytes: int) -> None:
+        """Remember what a run of offload:all was seen to move."""
+        self.known[_key(workload)] = nbytes
+
+    def ask(self, workload: Workload, options: dict[str, Any]) -> int:
+        """Bytes, from explain; it traces but does not train."""
+        key = _key(workload)
+        if key not in self.known:
+            import graphoffload
+
+            config = graphoffload.OffloadConfig(policy="offload", **options)
+            report = graphoffload.explain(workload.module, config)(**workload.batch, **workload.constants)
+            self.known[key] = report.offloaded_bytes
+        return self.known[key]
+
+
+def _key(workload: Workload) -> str:
+    return f"{workload.name} {sorted(workload.sizes.items())}"
+
+
+def our_options(variant: Variant, workload: Workload, eligible: Eligible) -> dict[str, Any]:
+    """Options of OffloadConfig for a variant of ours. Gradients must exist already: "over" counts them."""
+    from graphoffload.units import parse_size
+
+    extra = dict(variant.options)
+    kind, argument = variant.kind, variant.argument
+    if kind in ("ours-keep", "recompute"):
+        return {"policy": kind.removeprefix("ours-"), **extra}
+    if kind == "offload":
+        if argument == "all":
+            return {"policy": "offload", **extra}
+        whole = eligible.ask(workload, {k: v for k, v in extra.items() if k in ("min_tensor_bytes", "offload_modules")})
+        share = parse_size(argument, field="offload") / max(whole, 1)
+        return {"policy": "offload", "offload_fraction": min(share, 1.0), **extra}
+    if kind == "auto":
+        return {"device_budget": argument or "auto", **extra}
+    if kind == "slowdown":
+        return {"max_slowdown": float(argument), **extra}
+    if kind == "over":
+        static = torch.cuda.memory_allocated() if torch.cuda.is_available() else _own_bytes(workload.module)
+        return {"device_budget": static + parse_size(argument, field="over"), "reserve": 0, **extra}
+    return extra
+
+
+def _own_bytes(module: nn.Module) -> int:
+    """Parameters with their gradients, and buffers."""
+    parameters = sum(p.numel() * p.element_size() * (2 if p.grad is not None else 1) for p in module.parameters())
+    return parameters + sum(b.numel() * b.element_size() for b in module.buffers())
+
+
+def apply(variant: Variant, workload: Workload, eligible: Eligible) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Compile the workload's module in place as the variant says; returns the context that its steps run in."""
+    kind, module = variant.kind, workload.module
+    backend: Any = None
+    if variant.ours:
+        import graphoffload
+
+        backend = graphoffload.OffloadBackend(graphoffload.OffloadConfig(**our_options(variant, workload, eligible)))
+    elif kind in ("checkpoint", "checkpoint-eager", "selective"):
+        wrap_blocks(workload, selective=kind == "selective")
+        backend = Inductor() if variant.compiled else None
+    elif kind == "budget":
+        backend = Inductor(activation_memory_budget=float(variant.argument))
+    elif kind.startswith("torch-offload"):
+        backend = Inductor(
+            enable_activation_offloading=True,
+            activation_offload_separate_stream=kind.endswith("async"),
+            enable_autograd_cache=False,
+        )
+        backend.inductor = {"joint_custom_post_pass": _tag_everything, "fx_graph_cache": False}
+    elif kind == "keep":
+        backend = Inductor()
+    if backend is not None:
+        module.compile(backend=backend, dynamic=False)
+    if kind == "save_on_cpu":
+        return functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
+    return contextlib.nullcontext
