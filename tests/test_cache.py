@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import graphoffload
 from graphoffload.runtime import registry
 from graphoffload.saved import Action, Plan, SavedTensor
 from graphoffload.testing import compiled, draw, observe, run_step
+from graphoffload.testing.structure import tag_everything
 
 WIDTH = 16
 
@@ -148,6 +151,61 @@ def test_a_changed_annotation_never_reuses_a_plan() -> None:
     first, second = found
     assert first.key != second.key
     assert [first.action(t.name) for t in first.saved.tensors] != [second.action(t.name) for t in second.saved.tensors]
+
+
+class Region(nn.Module):
+    """A checkpoint region between two layers: its body is a subgraph, which the text of the outer graph does not show."""
+
+    def __init__(self, *, inside: str = "inside", op: str = "tanh", policy: Any = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inside, self.op, self.policy = inside, op, policy
+        self.add_module(inside, nn.Linear(WIDTH, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        y: Tensor = getattr(torch, self.op)(self.get_submodule(self.inside)(x))
+        return y * y
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = {} if self.policy is None else {"context_fn": partial(create_selective_checkpoint_contexts, self.policy)}
+        out: Tensor = self.last(checkpoint(self.body, self.first(x), use_reentrant=False, **extra))
+        return out
+
+
+REGIONS = {
+    "as it is": Region,
+    "another operation": partial(Region, op="sigmoid"),
+    "another module name": partial(Region, inside="other"),
+    "tagged to save": partial(Region, policy=tag_everything(CheckpointPolicy.MUST_SAVE)),
+    "tagged to offload": partial(Region, policy=tag_everything(CheckpointPolicy.MUST_CPU_OFFLOAD)),
+    "tagged to recompute": partial(Region, policy=tag_everything(CheckpointPolicy.MUST_RECOMPUTE)),
+}
+
+
+def test_what_is_inside_a_checkpoint_region_is_part_of_the_key() -> None:
+    """Body, module names and tags of a region; the same region twice is the same."""
+    keys = {name: run(build(), inner="aot_eager", policy="auto")[0].key for name, build in REGIONS.items()}
+    assert len(set(keys.values())) == len(REGIONS), keys
+    again = {name: run(build(), inner="aot_eager", policy="auto")[0].key for name, build in REGIONS.items()}
+    assert again == keys
+
+
+def test_two_models_alive_at_once_keep_their_own_plans() -> None:
+    """Forward of one, forward of the other, backward of both: nothing that the ops look up may have been overwritten."""
+    inputs = (draw(4, WIDTH, device="cpu", dtype=torch.float32, seed=0, requires_grad=True),)
+    config = graphoffload.OffloadConfig(policy="offload", inner="aot_eager", min_tensor_bytes=0, verify="checksum")
+    torch._dynamo.reset()
+    modules = [build() for build in REGIONS.values()]
+    for module in modules:
+        module.compile(backend=graphoffload.OffloadBackend(config))
+    losses = [module(*inputs).sum() for module in modules]
+    for loss in reversed(losses):
+        loss.backward()
+    found = [[parameter.grad.clone() for parameter in module.parameters()] for module in modules]
+    for module, grads in zip(modules, found, strict=True):
+        module.zero_grad()
+        type(module).forward(module, *inputs).sum().backward()
+        torch.testing.assert_close(grads, [parameter.grad for parameter in module.parameters()])
 
 
 SCRIPT = """

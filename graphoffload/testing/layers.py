@@ -77,6 +77,23 @@ class Counted(nn.Module):
         return torch.tanh(self.first(x)) * self.steps
 
 
+class CountedView(nn.Module):
+    """Backward needs what was computed from a view of a buffer, before forward wrote to it."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("steps", torch.ones(2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = (self.steps.view(2)[1] * 2.0).exp()
+        y = torch.tanh(self.first(x)) * scale
+        self.steps.add_(1)
+        return y
+
+
 class Norms(nn.Module):
     """Layer norm, RMS norm, GELU, SiLU: cheap to recompute."""
 
@@ -215,6 +232,7 @@ LAYERS = (
     Case(name="channels_last", build=of(ChannelsLast), inputs=_image, why="dense, but not in C order"),
     Case(name="batch_norm", build=of(BatchNorms), inputs=activations(6, WIDTH), why="buffers mutated in forward"),
     Case(name="counted_buffer", build=of(Counted), inputs=_ROWS, reference="eager", why="torch alone gets this one wrong"),
+    Case(name="counted_view", build=of(CountedView), inputs=_ROWS, reference="eager", why="the same through a view"),
     Case(name="norms", build=of(Norms), inputs=_ROWS, why="cheap pointwise between products"),
     Case(name="embedding_loss", build=of(EmbeddingLoss), inputs=_tokens, why="integer inputs, log-softmax"),
     Case(name="tied_weights", build=of(TiedEmbedding), inputs=_tokens, why="one parameter used twice"),
