@@ -40,6 +40,7 @@ class SavedTensor:
         recomputable: whether it may be recomputed; `why_not_recompute` says why not.
         tag: a CheckpointPolicy tag of the user, None without one.
         device: such as "cuda:0".
+        saved_by_ops: backward operations that read it, each with its innermost module: "aten.mm.default@model.layers.0.mlp".
     """
 
     name: str
@@ -62,6 +63,7 @@ class SavedTensor:
     why_not_recompute: str = ""
     tag: Tag | None = None
     device: str = "cpu"
+    saved_by_ops: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON types."""
@@ -177,6 +179,7 @@ class Plan:
     saved: SavedTable = SavedTable()
     torch_version: str = ""
     device: str = "cpu"
+    checksum: bool = False
     summary: str = ""
 
     def action(self, name: str) -> Action:
