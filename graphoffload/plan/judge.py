@@ -1,0 +1,106 @@
+"""What a goal asks of a plan, and how two proposals compare. Every solver sees instances through a Judge only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphoffload.plan.arrays import Arrays
+from graphoffload.plan.simulator import Evaluation, evaluate
+from graphoffload.saved import Action
+
+
+@dataclass(frozen=True, slots=True)
+class MeetBudget:
+    """Least time with a peak, the program's reserve added, of at most this many bytes."""
+
+    device_budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WithinSlowdown:
+    """Least peak at a time of at most (1 + max_slowdown) times keep-all's."""
+
+    max_slowdown: float
+
+
+Goal = MeetBudget | WithinSlowdown
+Score = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Actions, the window they run in, and their score: (by how much limits are broken, cost, tie-break); less is better."""
+
+    actions: tuple[Action, ...]
+    window_bytes: int | None
+    score: Score
+    solver: str
+
+    @property
+    def feasible(self) -> bool:
+        """Within all limits."""
+        return self.score[0] <= 0.0
+
+
+class Judge:
+    """Evaluates proposals for one goal, remembers them, and counts: `budget` evaluations are what a solver may spend.
+
+    Score, budget goal: (bytes over the budget, time, peak). Slowdown goal: (seconds over the limit, peak, time). Bytes over the
+    host budget count as broken limit in both.
+    """
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        goal: Goal,
+        *,
+        host_budget_bytes: int | None = None,
+        window_bytes: int | None = None,
+        budget: int = 400,
+    ) -> None:
+        self.arrays, self.goal, self.budget = arrays, goal, budget
+        self.host_budget_bytes, self.window_bytes = host_budget_bytes, window_bytes
+        self.keep = tuple(arrays.program.keep_actions())
+        self.count = 0
+        self._known: dict[tuple[tuple[Action, ...], int | None], tuple[Evaluation, Score]] = {}
+        least_time_s = self.look(self.keep)[0].time_s
+        slack = goal.max_slowdown if isinstance(goal, WithinSlowdown) else 0.0
+        self.limit_s = max((1.0 + slack) * arrays.compute_s, least_time_s) * (1.0 + 1e-9)
+        self._known.clear()
+
+    @property
+    def limit_bytes(self) -> int:
+        """Peak that the budget allows, the reserve taken off; a large number without one."""
+        if isinstance(self.goal, MeetBudget):
+            return self.goal.device_budget_bytes - self.arrays.program.reserve_bytes
+        return 1 << 62
+
+    @property
+    def exhausted(self) -> bool:
+        """No evaluations left."""
+        return self.count >= self.budget
+
+    def look(self, actions: Sequence[Action], window_bytes: int | None = None) -> tuple[Evaluation, Score]:
+        """Evaluation and score; a window given for the whole solve wins."""
+        window_bytes = self.window_bytes if self.window_bytes is not None else window_bytes
+        key = (tuple(actions), window_bytes)
+        if key not in self._known:
+            self.count += 1
+            result = evaluate(self.arrays, actions, max_inflight_bytes=window_bytes)
+            if len(self._known) > 4000:
+                self._known.clear()
+            self._known[key] = (result, self._score(result) if hasattr(self, "limit_s") else (0.0, 0.0, 0.0))
+        return self._known[key]
+
+    def propose(self, actions: Sequence[Action], solver: str, window_bytes: int | None = None) -> Proposal:
+        """Actions with their score."""
+        window_bytes = self.window_bytes if self.window_bytes is not None else window_bytes
+        return Proposal(tuple(actions), window_bytes, self.look(actions, window_bytes)[1], solver)
+
+    def _score(self, result: Evaluation) -> Score:
+        broken = max(0.0, result.host_bytes - self.host_budget_bytes) if self.host_budget_bytes is not None else 0.0
+        if isinstance(self.goal, MeetBudget):
+            return broken + max(0, result.peak_bytes - self.limit_bytes), result.time_s, result.peak_bytes
+        over_s = max(0.0, result.time_s - self.limit_s)
+        return broken + over_s, result.peak_bytes, result.time_s

@@ -1,0 +1,173 @@
+"""solve(): from a goal to the best plan that the solvers find, its lower bound and a reason for every candidate.
+
+    keep-all fits? ── yes ──▶ keep all
+        │ no
+    exhaustive (few assignments)   greedy: all actions, recompute only, offload only   LP rounding ──▶ greedy repairs
+        └──────────────┬───────────────────┴──────────────┘
+                    the judge ──▶ local search from the best two ──▶ Solution, or BudgetError with the least feasible budget
+
+Every proposal is scored by the simulator, so a bad estimate in a solver costs quality, never truth. The gap to the lower bound
+says how much can be lost at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from graphoffload.errors import BudgetError
+from graphoffload.hardware import HardwareProfile
+from graphoffload.plan.arrays import arrays_of
+from graphoffload.plan.greedy import greedy
+from graphoffload.plan.held import describe, held_at
+from graphoffload.plan.judge import Goal, Judge, MeetBudget, Proposal, WithinSlowdown
+from graphoffload.plan.local import exhaustive, improve, windows
+from graphoffload.plan.program import Program
+from graphoffload.plan.reasons import reasons_for
+from graphoffload.plan.relax import Relaxation, Relaxed
+from graphoffload.plan.simulator import Timeline, timeline_of
+from graphoffload.saved import Action
+from graphoffload.units import format_bytes
+
+__all__ = ["Goal", "MeetBudget", "Solution", "WithinSlowdown", "least_budget_bytes", "solve"]
+
+_SMALL = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A plan for one goal.
+
+    Attributes:
+        max_inflight_bytes: window that the timeline was made with; None: unbounded.
+        lower_bound_s: no plan within the budgets is faster (budget goal; None for the other).
+        lower_bound_peak_bytes: no plan within the slowdown has a smaller peak (slowdown goal; None for the other).
+        solver: who proposed it. reasons: one a candidate, keeps included. evaluations: simulations it took.
+    """
+
+    actions: tuple[Action, ...]
+    timeline: Timeline
+    solver: str
+    reasons: tuple[str, ...]
+    max_inflight_bytes: int | None = None
+    lower_bound_s: float | None = None
+    lower_bound_peak_bytes: int | None = None
+    evaluations: int = 0
+
+
+def solve(
+    program: Program,
+    hardware: HardwareProfile,
+    goal: Goal,
+    *,
+    host_budget_bytes: int | None = None,
+    max_inflight_bytes: int | None = None,
+) -> Solution:
+    """The best plan found for `goal`.
+
+    Raises:
+        BudgetError: no plan was found within the budgets; the message has the least budget found feasible and what holds it up.
+    """
+    arrays = arrays_of(program, hardware)
+    small = len(program.candidates) <= _SMALL
+    judge = Judge(
+        arrays, goal, host_budget_bytes=host_budget_bytes, window_bytes=max_inflight_bytes, budget=6000 if small else 260
+    )
+    keep = judge.propose(judge.keep, "fits")
+    if isinstance(goal, MeetBudget) and keep.feasible:
+        return _solution(judge, keep, None)
+    relaxed = Relaxation(arrays, goal, host_budget_bytes, judge.limit_s).solve()
+    best = exhaustive(judge)
+    if best is not None:
+        best = windows(judge, best)
+    else:
+        found = sorted([windows(judge, keep), *_proposals(judge, relaxed)], key=lambda p: p.score)
+        best = min((improve(judge, start, small=small) for start in found[: 2 if small else 1]), key=lambda p: p.score)
+    if not best.feasible and isinstance(goal, MeetBudget):
+        _raise_infeasible(judge, goal, relaxed)
+    return _solution(judge, best, relaxed)
+
+
+def _proposals(judge: Judge, relaxed: Relaxed) -> Iterator[Proposal]:
+    """What each solver makes of the goal."""
+    if isinstance(judge.goal, MeetBudget):
+        target_bytes = max(0, judge.limit_bytes)
+        starts: list[tuple[str, Sequence[Action], tuple[Action, ...]]] = [
+            ("greedy", judge.keep, ("offload", "recompute")),
+            ("greedy recompute", judge.keep, ("recompute",)),
+            ("greedy offload", judge.keep, ("offload",)),
+            ("lp", round_down(judge, relaxed), ("offload", "recompute")),
+        ]
+        for name, start, allowed in starts:
+            actions = greedy(judge, start, target_bytes, allowed=allowed)
+            yield windows(judge, judge.propose(actions, name))
+        return
+    yield judge.propose(round_down(judge, relaxed), "lp")
+    low, high = 0, judge.look(judge.keep)[0].peak_bytes
+    for _ in range(6):
+        middle = (low + high) // 2
+        actions = greedy(judge, judge.keep, middle, limit_s=judge.limit_s)
+        yield judge.propose(actions, "greedy")
+        peak = judge.look(actions)[0].peak_bytes
+        low, high = (low, min(middle, peak)) if peak <= middle else (middle, high)
+
+
+def round_down(judge: Judge, relaxed: Relaxed) -> tuple[Action, ...]:
+    """Whole numbers from the relaxation's fractions, per class: earliest layers offload, the next recompute, the last keep.
+
+    Rounded to the nearest whole, so limits may be broken a little; greedy and local search repair.
+    """
+    actions = list(judge.keep)
+    for index, fold in enumerate(relaxed.classes):
+        offload = min(fold.count, int(relaxed.offload[index] + 0.5))
+        recompute = min(fold.count - offload, int(relaxed.recompute[index] + relaxed.offload[index] + 0.5) - offload)
+        for rank, member in enumerate(fold.members):
+            choices = judge.arrays.program.candidates[member].actions
+            if len(choices) > 1:
+                wanted: Action = "offload" if rank < offload else "recompute" if rank < offload + recompute else "keep"
+                actions[member] = wanted if wanted in choices else "keep"
+    return tuple(actions)
+
+
+def _solution(judge: Judge, best: Proposal, relaxed: Relaxed | None) -> Solution:
+    result = judge.look(best.actions, best.window_bytes)[0]
+    timeline = timeline_of(judge.arrays, result)
+    bound = relaxed.value if relaxed is not None else None
+    budget_goal = isinstance(judge.goal, MeetBudget)
+    return Solution(
+        actions=best.actions,
+        timeline=timeline,
+        solver=best.solver,
+        reasons=reasons_for(judge.arrays, best.actions, result, fits=best.solver == "fits"),
+        max_inflight_bytes=best.window_bytes,
+        lower_bound_s=(judge.arrays.compute_s if bound is None else min(bound, timeline.time_s)) if budget_goal else None,
+        lower_bound_peak_bytes=None if budget_goal else min(int(bound or 0.0), timeline.peak_bytes),
+        evaluations=judge.count,
+    )
+
+
+def least_budget_bytes(
+    program: Program, hardware: HardwareProfile, *, host_budget_bytes: int | None = None, max_inflight_bytes: int | None = None
+) -> Solution:
+    """The plan with the least peak that is found at any time; its peak plus the reserve is the least feasible budget."""
+    return solve(
+        program, hardware, WithinSlowdown(1e6), host_budget_bytes=host_budget_bytes, max_inflight_bytes=max_inflight_bytes
+    )
+
+
+def _raise_infeasible(judge: Judge, goal: MeetBudget, relaxed: Relaxed) -> None:
+    arrays, program = judge.arrays, judge.arrays.program
+    least = least_budget_bytes(
+        program, arrays.hardware, host_budget_bytes=judge.host_budget_bytes, max_inflight_bytes=judge.window_bytes
+    )
+    timeline = least.timeline
+    result = judge.look(least.actions, least.max_inflight_bytes)[0]
+    held = describe(held_at(arrays, least.actions, result, timeline.peak_step))
+    reserve = f" and {format_bytes(program.reserve_bytes)} in reserve" if program.reserve_bytes else ""
+    proof = "no plan can meet it" if relaxed.value is None else "no plan was found that meets it"
+    raise BudgetError(
+        f"device_budget {format_bytes(goal.device_budget_bytes)}: {proof}. The least feasible one found is "
+        f"{format_bytes(timeline.peak_bytes + program.reserve_bytes)} ({timeline.peak_bytes + program.reserve_bytes} bytes) at "
+        f"{timeline.slowdown:+.1%} time; its peak is at {program.step_name(timeline.peak_step)!r} and holds {held}{reserve}. "
+        f"Raise device_budget to that, or make the batch or sequence smaller."
+    )
