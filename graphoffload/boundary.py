@@ -51,7 +51,7 @@ def mark_boundary(module: ModuleT, name: str = "core_attn") -> ModuleT:
     module = getattr(module, "_orig_mod", module)
     if "forward" in vars(module):
         raise ConfigError(
-            f"mark_boundary({type(module).__name__}, {name!r}): forward was replaced on this instance (a hook library does that), "
+            f"mark_boundary({type(module).__name__}, {name!r}): forward was replaced on this instance (by a hook library?), "
             "so the mark would not be seen. Mark the module first, then replace its forward."
         )
     names: tuple[str, ...] = getattr(module, _NAMES, ())

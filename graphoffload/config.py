@@ -295,7 +295,7 @@ def _hardware(name: str, value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return value
     raise ConfigError(
-        f'{name}={value!r} is a {type(value).__name__}; give "measure", a profile\'s name such as "h200-sxm", or a HardwareProfile.'
+        f'{name}={value!r} is a {type(value).__name__}; give "measure", a name such as "h200-sxm", or a HardwareProfile.'
     )
 
 

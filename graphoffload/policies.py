@@ -1,9 +1,11 @@
-"""What the user wants for each saved activation: policies, tags and limits become wishes, before anything is planned.
+"""Policies: what a user may say about each saved activation, checked, and made into values.
 
     policy "auto"                          no wish: the planner decides
     policy "keep" | "offload" | "recompute"   the same wish for every activation that may have it
     policy {"*.mlp": "recompute", ...}     first match wins, the rest is planned; `modules.py` says what a pattern matches
     policy MyPolicy(...) or my_function    called with each SavedTensor; returns an action, or None to let the planner decide
+
+wishes.py turns a policy, the user's tags and the limits into what each activation may become.
 
 A policy is a *value*: torch's compile cache must be able to tell two of them apart, and pickles the partitioner that holds
 one. So a callable is a module-level function or an instance of a frozen dataclass; a lambda or closure is refused.
@@ -18,10 +20,12 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from graphoffload.errors import ConfigError
+from graphoffload.modules import Resolution, selects
 from graphoffload.saved import Action, SavedTensor
 
 ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
@@ -158,3 +162,49 @@ def _source_digest(value: types.FunctionType | type) -> str:
         source = "".join(f"{f.__code__.co_code.hex()}{f.__code__.co_consts!r}{f.__code__.co_names!r}" for f in codes)
         source = re.sub(r" at 0x[0-9a-fA-F]+", "", source)
     return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class PatternPolicy:
+    """{pattern: action} as a policy: the first pattern that selects an activation decides, the rest is left to the planner.
+
+    `resolution` says what the patterns mean in this graph; policies are asked after it is known which modules there are.
+    """
+
+    pairs: PatternPairs
+    resolution: Resolution
+
+    def match(self, tensor: SavedTensor) -> tuple[str, Action | None] | None:
+        """(pattern, action) that decides; the action is None for "auto". None where no pattern selects the activation."""
+        by_pattern = {selection.pattern: selection for selection in self.resolution.selections}
+        for pattern, word in self.pairs:
+            action = None if word == "auto" else cast("Action", word)
+            if pattern in by_pattern and selects(by_pattern[pattern], tensor, action or "keep"):
+                return pattern, action
+        return None
+
+    def __call__(self, tensor: SavedTensor, /) -> Action | None:
+        found = self.match(tensor)
+        return found[1] if found else None
+
+
+def patterns_of(policy: object, offload_modules: Sequence[str] | None = None) -> tuple[str, ...]:
+    """All patterns of a configuration, for modules.resolve: those of a mapping policy, then those of offload_modules."""
+    pairs = policy if isinstance(policy, tuple) else ()
+    return tuple(dict.fromkeys((*(pattern for pattern, _ in pairs), *(offload_modules or ()))))
+
+
+def ask(policy: Callable[[SavedTensor], Action | None], tensor: SavedTensor) -> Action | None:
+    """The answer of a policy object or function for one activation.
+
+    Raises:
+        ConfigError: it answered with something that is no action and not None.
+    """
+    answer = policy(tensor)
+    if answer is None or answer in ACTIONS:
+        return answer
+    name = getattr(policy, "__qualname__", type(policy).__qualname__)
+    raise ConfigError(
+        f"policy {name} answered {answer!r} ({type(answer).__name__}) for {tensor.name} of module "
+        f"{tensor.module or 'unknown'!r}; an answer is one of {', '.join(ACTIONS)}, or None to let the planner decide."
+    )
