@@ -56,6 +56,7 @@ _MLP_NORM = (
 
 _ATTENTION_OPS = ("*scaled_dot_product*", "*flash_attn*", "*flash_attention*", "*efficient_attention*", "*flex_attention*")
 _UNFUSED_OPS = ("aten.bmm*", "aten.baddbmm*", "aten.matmul*", "aten.*softmax*")
+_UNFUSED_READERS = (*_UNFUSED_OPS, "aten.native_dropout_backward*")
 _MASKS = ("aten.native_dropout*", "aten.gt.*", "aten.bernoulli*")
 _UNFUSED_PRODUCTS = (*_UNFUSED_OPS, *_MASKS, "*getitem*", "aten.exp.*", "aten.amax.*", "aten.sum.*", "aten.div.*")
 _MATRIX_OPS = ("*.mm.*", "*.addmm.*", "*.bmm.*", "*grouped_mm*", "*grouped_gemm*", "*.gmm*")
@@ -155,7 +156,7 @@ def _core_attention(
     if any(_any(_ATTENTION_OPS, op) for op in ops) if ops is not None else bodies:
         rules.append(BodyRule(needed=_ATTENTION_OPS, produced=_ATTENTION_OPS))
     if any(_any((*_UNFUSED_OPS, *_ATTENTION_OPS), op) for op in inside) if inside is not None else bodies:
-        rules.append(BodyRule(_UNFUSED_OPS, _UNFUSED_PRODUCTS, masks=_MASKS, modules=bodies))
+        rules.append(BodyRule(_UNFUSED_READERS, _UNFUSED_PRODUCTS, masks=_MASKS, modules=bodies))
     return modules, tuple(rules)
 
 

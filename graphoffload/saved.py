@@ -40,7 +40,8 @@ class SavedTensor:
         recomputable: whether it may be recomputed; `why_not_recompute` says why not.
         tag: a CheckpointPolicy tag of the user, None without one.
         device: such as "cuda:0".
-        saved_by_ops: backward operations that read it, each with its innermost module: "aten.mm.default@model.layers.0.mlp".
+        saved_by_ops: backward operations that need it, each with its innermost module: "aten.mm.default@model.layers.0.mlp".
+            What the partitioner recomputes in between is looked through.
     """
 
     name: str

@@ -80,6 +80,16 @@ class Wish:
     allowed: tuple[Action, ...] = ("keep", "recompute", "offload")
     warning: str = ""
 
+    @property
+    def may_offload(self) -> bool:
+        """Whether the planner may offload it."""
+        return "offload" in self.allowed
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the planner may recompute it."""
+        return "recompute" in self.allowed
+
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
@@ -103,18 +113,25 @@ def resolve_table(table: SavedTable, config: Settings) -> Resolution:
     return resolve(patterns_of(config.policy, config.offload_modules), [*paths, *ops], names, ops)
 
 
-def wishes(table: SavedTable, config: Settings, resolution: Resolution | None = None) -> tuple[Wish, ...]:
+def wishes(
+    table: SavedTable, config: Settings, resolution: Resolution | None = None, *, fragment: bool = False
+) -> tuple[Wish, ...]:
     """One Wish for each activation, in the table's order.
 
     Args:
         resolution: what the configuration's patterns mean in this graph (modules.resolve); by default from the table alone.
-            Unmatched patterns select nothing here: the caller raises or warns with `resolution.error()`.
+        fragment: the graph is a part of the model (graph breaks, per-block compile): a pattern may match in another part, so
+            one that matches nothing here is not an error; the caller warns with `resolution.error()`.
 
     Raises:
+        PatternError: a pattern that matches nothing in a whole graph.
         TagError: a must_* tag against an explicit pattern of a mapping policy.
         ConfigError: a policy object or function that answers with something else than an action or None.
     """
     resolution = resolve_table(table, config) if resolution is None else resolution
+    error = None if fragment else resolution.error()
+    if error is not None:
+        raise error
     asked = {tensor.name: _asked(tensor, config, resolution) for tensor in table.tensors}
     barred = {tensor.name: _barred(tensor, config, resolution) for tensor in table.tensors}
     _spend_fraction(table, config, asked, barred)
