@@ -1,7 +1,7 @@
 """Local search: change one, exchange two, move a share of a folded group, choose the window; first improvement wins.
 
 For few candidates every single and every pair of changes is tried until none helps, so the result is 2-optimal; that is not
-optimal: three changes that pay only together are missed. For many, the moves are per group of repeated layers (earliest or
+optimal: three changes that pay only together are missed. For many, moves are per group of repeated layers (earliest or
 latest members, one or a share of them) and end with the judge's evaluations. Why the ends: the layers of a group have equal sizes
 and costs, so which of them moves matters only through time, and the ends are the extremes of that.
 """
@@ -9,26 +9,15 @@ and costs, so which of them moves matters only through time, and the ends are th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, product
+from itertools import combinations
+from random import Random
 
 from graphoffload.plan.judge import Judge, Proposal
 from graphoffload.plan.program import Program
 from graphoffload.saved import Action
 
 _PAIRS = 14
-_EXHAUSTIVE = 2200
 Move = tuple[tuple[int, Action], ...]
-
-
-def exhaustive(judge: Judge) -> Proposal | None:
-    """The best of all assignments where there are few; None where there are many."""
-    choices = [candidate.actions for candidate in judge.arrays.program.candidates]
-    count = 1
-    for choice in choices:
-        count *= len(choice)
-        if count > _EXHAUSTIVE:
-            return None
-    return min((judge.propose(actions, "exhaustive") for actions in product(*choices)), key=lambda p: p.score)
 
 
 def groups_of(program: Program) -> dict[str, list[int]]:
@@ -117,6 +106,21 @@ def improve(judge: Judge, start: Proposal, *, small: bool) -> Proposal:
         if improved and best.window_bytes is None and not best.feasible:
             best = windows(judge, best)
     return windows(judge, best)
+
+
+def kicks(judge: Judge, start: Proposal, *, rounds: int = 12, width: int = 3) -> Proposal:
+    """Iterated local search: change a few at random (always the same random numbers), improve, keep what is better."""
+    program, random, best = judge.arrays.program, Random(0), start
+    movable = [k for k, candidate in enumerate(program.candidates) if len(candidate.actions) > 1]
+    for _ in range(rounds if len(movable) > width else 0):
+        if judge.exhausted:
+            break
+        actions = list(best.actions)
+        for index in random.sample(movable, width):
+            actions[index] = random.choice(program.candidates[index].actions)
+        found = improve(judge, judge.propose(actions, "kick", best.window_bytes), small=True)
+        best = min(best, found, key=lambda p: p.score)
+    return best
 
 
 def windows(judge: Judge, start: Proposal) -> Proposal:

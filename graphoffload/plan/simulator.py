@@ -15,6 +15,8 @@ The model, exactly:
 * A reload's first use is the first consumer that must run: its own backward uses, or a recompute chain that reads it. From
   the last use to the first, each copy ends no later than its need and than the next one's start; it is issued before the
   backward step that runs at that moment. Need times are those of compute without stalls or slowdown: early rather than late.
+  Where the channel is behind that schedule, a reload is issued at the last step that starts before the channel is free for it:
+  its memory is taken when its copy can run and not before, and no copy starts later for it.
 * A recompute chain runs right before the first use of what it makes, after the chains of what it reads.
 * Compute that overlaps a copy takes (1 + compute_slowdown_while_copying) times as long.
 
@@ -237,26 +239,39 @@ def _backward(
         np.add.at(times, [first[k] for k in again], arrays.recompute_s[again])
         out.recompute_s = float(arrays.recompute_s[again].sum())
     sums = [0.0, *np.cumsum(times).tolist()]
-    next_start_s = float("inf")
-    for index in sorted(copies, key=lambda k: (first[k], k), reverse=True):
+    latest, next_start_s = dict[int, int](), float("inf")
+    order = sorted(copies, key=lambda k: (first[k], k))
+    for index in reversed(order):
         next_start_s = min(sums[first[index]], next_start_s) - arrays.h2d_s[index] * early
-        position = max(0, bisect_right(sums, next_start_s + _TIME_EPSILON_S, 0, first[index] + 1) - 1)
-        out.loads.append((index, position, first[index]))
-    out.loads.reverse()
-    done_steps = issued = 0
+        latest[index] = max(0, bisect_right(sums, next_start_s + _TIME_EPSILON_S, 0, first[index] + 1) - 1)
+    done_steps = waited = 0
     done_s: list[float] = []
-    for rank, (index, _, need) in enumerate(out.loads):
-        while issued < len(out.loads) and out.loads[issued][1] <= need:
-            later, position, _ = out.loads[issued]
-            clock.run(sums[position] - sums[done_steps])
-            done_steps = position
-            start_s = max(clock.now_s, clock.busy_until_s)
-            done_s.append(clock.copy(arrays.h2d_s[later]))
-            out.h2d.append((start_s, done_s[-1], later))
-            issued += 1
+
+    def wait_for_next() -> None:
+        nonlocal done_steps, waited
+        need = first[order[waited]]
         clock.run(sums[need] - sums[done_steps])
         done_steps = need
-        clock.wait(done_s[rank], index, arrays.forward_steps + need)
+        clock.wait(done_s[waited], order[waited], arrays.forward_steps + need)
+        waited += 1
+
+    for rank, index in enumerate(order):
+        while True:
+            free_s = clock.busy_until_s - (early - 1.0) * arrays.h2d_s[index]
+            work_s = max(0.0, free_s - clock.now_s) / clock.factor + _TIME_EPSILON_S
+            position = bisect_right(sums, sums[done_steps] + work_s, done_steps) - 1
+            position = min(max(position, latest[index], done_steps), first[index])
+            if waited == rank or first[order[waited]] > position:
+                break
+            wait_for_next()
+        clock.run(sums[position] - sums[done_steps])
+        done_steps = position
+        start_s = max(clock.now_s, clock.busy_until_s)
+        done_s.append(clock.copy(arrays.h2d_s[index]))
+        out.h2d.append((start_s, done_s[-1], index))
+        out.loads.append((index, position, first[index]))
+    while waited < len(order):
+        wait_for_next()
     clock.run(sums[steps] - sums[done_steps])
     clock.close()
 

@@ -2,7 +2,7 @@
 
     keep-all fits? ── yes ──▶ keep all
         │ no
-    exhaustive (few assignments)   greedy: all actions, recompute only, offload only   LP rounding ──▶ greedy repairs
+    exact (few assignments)   greedy: all actions, recompute only, offload only   LP rounding ──▶ greedy repairs
         └──────────────┬───────────────────┴──────────────┘
                     the judge ──▶ local search from the best two ──▶ Solution, or BudgetError with the least feasible budget
 
@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from graphoffload.errors import BudgetError
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.arrays import arrays_of
+from graphoffload.plan.exact import exact
 from graphoffload.plan.greedy import greedy
 from graphoffload.plan.held import describe, held_at
 from graphoffload.plan.judge import Goal, Judge, MeetBudget, Proposal, WithinSlowdown
-from graphoffload.plan.local import exhaustive, improve, windows
+from graphoffload.plan.local import improve, kicks, windows
 from graphoffload.plan.program import Program
 from graphoffload.plan.reasons import reasons_for
 from graphoffload.plan.relax import Relaxation, Relaxed
@@ -32,6 +33,8 @@ from graphoffload.units import format_bytes
 __all__ = ["Goal", "MeetBudget", "Solution", "WithinSlowdown", "least_budget_bytes", "solve"]
 
 _SMALL = 24
+_FEWEST = 260
+_WORK = 300_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +74,32 @@ def solve(
     arrays = arrays_of(program, hardware)
     small = len(program.candidates) <= _SMALL
     judge = Judge(
-        arrays, goal, host_budget_bytes=host_budget_bytes, window_bytes=max_inflight_bytes, budget=6000 if small else 260
+        arrays,
+        goal,
+        host_budget_bytes=host_budget_bytes,
+        window_bytes=max_inflight_bytes,
+        budget=6000 if small else _evaluations(program),
     )
     keep = judge.propose(judge.keep, "fits")
     if isinstance(goal, MeetBudget) and keep.feasible:
         return _solution(judge, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, judge.limit_s).solve()
-    best = exhaustive(judge)
-    if best is not None:
-        best = windows(judge, best)
-    else:
-        found = sorted([windows(judge, keep), *_proposals(judge, relaxed)], key=lambda p: p.score)
+    best, proven = exact(judge)
+    if best is None or not proven:
+        found = [windows(judge, start) for start in (keep, best) if start is not None]
+        found = sorted([*found, *_proposals(judge, relaxed)], key=lambda p: p.score)
         best = min((improve(judge, start, small=small) for start in found[: 2 if small else 1]), key=lambda p: p.score)
+        best = kicks(judge, best) if small else best
+    best = windows(judge, best)
     if not best.feasible and isinstance(goal, MeetBudget):
         _raise_infeasible(judge, goal, relaxed)
     return _solution(judge, best, relaxed)
+
+
+def _evaluations(program: Program) -> int:
+    """Simulations that a solve may spend: few for large instances, so that 80 layers cost little more than 8."""
+    size = len(program.forward) + len(program.backward) + len(program.candidates)
+    return max(_FEWEST, min(5 * _FEWEST, _WORK // size))
 
 
 def _proposals(judge: Judge, relaxed: Relaxed) -> Iterator[Proposal]:

@@ -150,3 +150,11 @@ def test_refuses_what_a_candidate_cannot_do() -> None:
 def test_an_instance_that_cannot_be_meant_is_refused(bad: Candidate, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         Program(steps("f", 2), steps("b", 2), candidates=(bad,))
+
+
+def test_a_late_channel_takes_memory_one_reload_after_the_other() -> None:
+    """Copies of 3 s for steps of 1 s: each reload is issued when the one before it is done, not all at backward's start."""
+    timeline = simulate(chain(layers=4, nbytes=3), ["offload"] * 4, link())
+    assert [(s.candidate, s.reload_at) for s in timeline.schedule] == [(3, 0), (2, 0), (1, 1), (0, 2)]
+    assert timeline.memory[4:] == (16, 16, 16, 13)
+    assert [(i.start_s - timeline.lanes.forward_end_s) for i in timeline.lanes.h2d] == [0.0, 3.0, 6.0, 9.0]

@@ -1,0 +1,158 @@
+"""solve() on instances whose answer is known, its messages, folding, and the link-filling rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from graphoffload.errors import BudgetError
+from graphoffload.hardware import PROFILES
+from graphoffload.plan.bound import lower_bound_peak_bytes, lower_bound_s
+from graphoffload.plan.fill import fill_link
+from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
+from graphoffload.plan.simulator import simulate
+from graphoffload.plan.solvers import MeetBudget, WithinSlowdown, least_budget_bytes, solve
+from tests.plan.instances import stack, toy
+
+H200 = PROFILES["h200-sxm"]
+
+
+def ladder(layers: int = 6, *, again_s: float = 0.5, nbytes: int = 2) -> Program:
+    """Each forward step of 1 s makes one tensor for its mirror of 1 s."""
+    forward = tuple(Step(f"f{i}", 1.0) for i in range(layers))
+    backward = tuple(Step(f"b{i}", 1.0) for i in range(layers))
+    candidates = tuple(
+        Candidate(f"x{i}", nbytes, i, i, (layers - 1 - i,), recompute=Recompute(again_s), group="x") for i in range(layers)
+    )
+    return Program(forward, backward, (Buffer("logits", 3, layers - 1, layers),), candidates, static_bytes=10)
+
+
+def test_what_fits_is_kept_and_says_so() -> None:
+    found = solve(ladder(), toy(), MeetBudget(10 + 12 + 3))
+    assert found.actions == ("keep",) * 6
+    assert set(found.reasons) == {"fits"}
+    assert found.timeline.slowdown == 0.0
+    assert found.lower_bound_s == found.timeline.time_s == 12.0
+
+
+def test_the_reserve_is_taken_off_the_budget() -> None:
+    program = dataclasses.replace(ladder(), reserve_bytes=4)
+    assert solve(program, toy(), MeetBudget(29)).actions == ("keep",) * 6
+    tight = solve(program, toy(), MeetBudget(28))
+    assert tight.actions != ("keep",) * 6
+    assert tight.timeline.peak_bytes <= 24
+
+
+def test_a_hidden_copy_beats_recomputation_and_a_slow_link_loses_to_it() -> None:
+    fast = solve(ladder(), toy(2.0), MeetBudget(21))
+    assert "recompute" not in fast.actions
+    assert fast.timeline.time_s == pytest.approx(12.0)
+    assert fast.actions[0] == "offload", "what is produced first has most time to travel"
+    assert "hidden" in fast.reasons[0]
+    slow = solve(ladder(), toy(0.01), MeetBudget(21))
+    assert "offload" not in slow.actions
+    assert slow.timeline.time_s == pytest.approx(13.0)
+    assert slow.actions.count("recompute") == 2
+
+
+def test_a_chain_is_priced_with_what_it_reads() -> None:
+    """Offloading `inner` hides and making `big` again costs 0.1 s; but together b0 waits 4 s for `inner`."""
+    forward = tuple(Step(f"f{i}", 4.0) for i in range(4))
+    backward = tuple(Step(f"b{i}", 4.0) for i in range(4))
+    candidates = (
+        Candidate("inner", 4, 0, 1, (3,), recompute=None),
+        Candidate("big", 4, 1, 1, (0,), can_offload=False, recompute=Recompute(0.1, reads=(0,))),
+        Candidate("other", 4, 2, 2, (1,), recompute=Recompute(1.0)),
+    )
+    found = solve(Program(forward, backward, (Buffer("logits", 20, 3, 3),), candidates), toy(1.0), MeetBudget(24))
+    assert found.timeline.time_s == pytest.approx(33.0)
+    assert found.actions == ("offload", "keep", "recompute")
+
+
+def test_a_budget_that_cannot_be_met_names_the_least_and_what_holds_it() -> None:
+    with pytest.raises(BudgetError, match=r"device_budget 12 B: no plan can meet it.*\((\d+) bytes\)") as raised:
+        solve(ladder(), toy(), MeetBudget(12))
+    text = str(raised.value)
+    least = least_budget_bytes(ladder(), toy()).timeline.peak_bytes
+    assert f"({least} bytes)" in text
+    assert "parameters and other static memory 10 B" in text
+    assert "logits 3 B" in text
+    assert "Raise device_budget" in text
+    assert solve(ladder(), toy(), MeetBudget(least)).timeline.peak_bytes == least
+    with pytest.raises(BudgetError):
+        solve(ladder(), toy(), MeetBudget(least - 1))
+
+
+def test_waiting_for_memory_meets_a_budget_that_free_running_copies_miss() -> None:
+    """Nothing can be recomputed and a copy takes 3 steps: only a window of outstanding copies keeps the forward small."""
+    program = ladder()
+    fixed = tuple(dataclasses.replace(c, recompute=None, last_forward_use=c.produced_at) for c in program.candidates)
+    program = dataclasses.replace(program, candidates=fixed, buffers=())
+    free = simulate(program, ["offload"] * 5 + ["keep"], toy(2 / 3))
+    found = solve(program, toy(2 / 3), MeetBudget(10 + 8))
+    assert free.peak_bytes > 18 >= found.timeline.peak_bytes
+    assert found.max_inflight_bytes is not None
+    assert found.timeline.stall_s > 0
+
+
+def test_fixed_actions_and_the_host_budget_bind() -> None:
+    program = ladder()
+    first = dataclasses.replace(program.candidates[0], fixed="recompute")
+    program = dataclasses.replace(program, candidates=(first, *program.candidates[1:]))
+    found = solve(program, toy(2.0), MeetBudget(19), host_budget_bytes=2)
+    assert found.actions[0] == "recompute"
+    assert found.reasons[0] == "fixed to recompute"
+    assert found.timeline.host_bytes <= 2
+    within = solve(program, toy(2.0), WithinSlowdown(0.0))
+    assert within.timeline.time_s == pytest.approx(12.5), "a binding tag is paid even where no slowdown is allowed"
+
+
+def test_more_time_never_buys_less_memory_and_less_budget_never_more_peak() -> None:
+    program = stack(8)
+    keep = simulate(program, program.keep_actions(), H200)
+    peaks = [solve(program, H200, WithinSlowdown(share)).timeline.peak_bytes for share in (0.0, 0.01, 0.02, 0.05, 0.1, 0.3)]
+    assert peaks == sorted(peaks, reverse=True)
+    least = peaks[-1]
+    last = keep.peak_bytes
+    for part in range(1, 11):
+        budget = keep.peak_bytes - (keep.peak_bytes - least) * part // 10
+        found = solve(program, H200, MeetBudget(budget))
+        assert found.timeline.peak_bytes <= min(budget, last)
+        assert found.lower_bound_s is not None
+        assert found.timeline.time_s - found.lower_bound_s <= 0.05 * keep.time_s, "at most 5 points from the bound"
+        last = found.timeline.peak_bytes
+
+
+def test_many_layers_cost_little_more_than_few() -> None:
+    """Plans for 80 layers take at most 3 x those for 8 layers plus a second, at every budget tried."""
+    spent: dict[int, float] = {}
+    for layers in (8, 80):
+        program = stack(layers)
+        keep = simulate(program, program.keep_actions(), H200).peak_bytes
+        saved = keep - program.static_bytes
+        begin = time.process_time()
+        for share in (0.7, 0.35):
+            solve(program, H200, MeetBudget(program.static_bytes + int(saved * share)))
+        spent[layers] = (time.process_time() - begin) / 2
+    assert spent[80] <= 3 * spent[8] + 1.0, spent
+
+
+def test_bound_is_exact_where_nothing_is_split_and_says_when_there_is_no_plan() -> None:
+    program = ladder(again_s=0.5)
+    assert lower_bound_s(program, toy(1e-6), device_budget_bytes=21) == pytest.approx(13.0, rel=1e-4)
+    assert lower_bound_s(program, toy(), device_budget_bytes=9) == float("inf")
+    assert lower_bound_s(program, toy()) == pytest.approx(12.0, rel=1e-4)
+    assert lower_bound_peak_bytes(program, toy(1e-6), max_slowdown=1.0 / 12) == pytest.approx(21, abs=1)
+
+
+def test_filling_the_link_takes_the_earliest_and_stops_when_copies_no_longer_hide() -> None:
+    program = ladder(nbytes=2)
+    assert fill_link(program, toy(1.0)) == ("offload", "offload", "keep", "keep", "keep", "keep")
+    assert simulate(program, fill_link(program, toy(1.0)), toy(1.0)).stalls == ()
+    assert fill_link(program, toy(1.0), need_bytes=5) == ("offload",) * 3 + ("keep",) * 3
+    assert fill_link(program, toy(1e-3)) == ("keep",) * 6
+    kept = dataclasses.replace(program.candidates[0], can_offload=False)
+    program = dataclasses.replace(program, candidates=(kept, *program.candidates[1:]))
+    assert fill_link(program, toy(1.0))[:3] == ("keep", "offload", "offload")
