@@ -108,7 +108,9 @@ def test_a_graph_break_inside_is_survived() -> None:
 
 
 @pytest.mark.parametrize("kind", [Attn, OwnReduce])
-@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "copy", "pickle"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "copy", "pickle"]
+)
 def test_the_mark_follows_a_copy(kind: type[nn.Module], how: Any) -> None:
     """Same names, same weights, same type; and the copy is a module of its own."""
     module = mark_boundary(mark_boundary(kind(), "one"), "two")
@@ -172,12 +174,16 @@ def test_bad_modules() -> None:
         mark_boundaries({}, {})  # type: ignore[type-var]
     module = Attn()
     module.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match=r"mark_boundary\(Attn, 'x'\): forward was replaced on this instance.*Mark the module first"):
+    with pytest.raises(
+        ConfigError, match=r"mark_boundary\(Attn, 'x'\): forward was replaced on this instance.*Mark the module first"
+    ):
         mark_boundary(module, "x")
 
 
 def test_a_torch_without_annotate(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says which torch, and what works without."""
     monkeypatch.delattr(torch.fx.traceback, "annotate")
-    with pytest.raises(GraphOffloadError, match=r"torch .* has no torch.fx.traceback.annotate.*Install torch>=2.11.*offload_modules"):
+    with pytest.raises(
+        GraphOffloadError, match=r"torch .* has no torch.fx.traceback.annotate.*Install torch>=2.11.*offload_modules"
+    ):
         mark_boundary(Attn())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -104,7 +105,7 @@ def test_ancestors_go_outwards(path: str) -> None:
     found = ancestors(path)
     assert found[0] == path
     assert len(found) == path.count(".") + 1
-    assert all(inner.startswith(outer + ".") for inner, outer in zip(found, found[1:], strict=False))
+    assert all(inner.startswith(outer + ".") for inner, outer in itertools.pairwise(found))
 
 
 def tensor(name: str = "x", **facts: Any) -> SavedTensor:
@@ -141,7 +142,9 @@ def test_a_star_selects_what_has_no_module() -> None:
 def test_operations_and_boundaries() -> None:
     """ "op:" globs on the producer, boundary names before Megatron names."""
     ops = {"layers.0.mlp": ["aten.silu.default"]}
-    found = resolve(["op:aten.silu*", "op:silu", "op:aten.gelu*", "core_attn"], ["layers.0.mlp"], {"core_attn": ["layers.0.mlp"]}, ops)
+    found = resolve(
+        ["op:aten.silu*", "op:silu", "op:aten.gelu*", "core_attn"], ["layers.0.mlp"], {"core_attn": ["layers.0.mlp"]}, ops
+    )
     assert found.unmatched == ("op:aten.gelu*",)
     silu = tensor(op="aten.silu.default", module="layers.0.mlp", boundaries=("core_attn",))
     assert selects(found["op:aten.silu*"], silu)
@@ -317,7 +320,7 @@ BYTES = {
     # input and reciprocal deviation; mean too where the norm is a LayerNorm.
     "attn_norm": {"llama": WIDTH + ONE, "gpt2": WIDTH + 2 * ONE, "qwen3_moe": WIDTH + ONE, "megatron": WIDTH + 2 * ONE},
     "qkv_linear": {"llama": WIDTH, "gpt2": WIDTH, "qwen3_moe": WIDTH, "megatron": WIDTH},
-    # q, k, v, output, one logsumexp a head and token (4 x ONE), a mask of 2 x 16 x 16; Megatron: no mask, q, k, v in one storage.
+    # q, k, v, output, one logsumexp a head and token (4 x ONE), a mask of 2 x 16 x 16; Megatron: no mask, q, k, v are one.
     # GPT-2 with dropout: q, k, v, probabilities before and after dropout (2 x 4 x 16 x 16), and the mask of bytes.
     "core_attn": {
         "llama": 4 * WIDTH + 4 * ONE + 2048,
