@@ -159,11 +159,11 @@ class Region(nn.Module):
     def __init__(self, *, inside: str = "inside", op: str = "tanh", policy: Any = None) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.inside, self.op, self.policy = inside, op, policy
+        self.name, self.op, self.policy = inside, op, policy
         self.add_module(inside, nn.Linear(WIDTH, WIDTH))
 
     def body(self, x: Tensor) -> Tensor:
-        y: Tensor = getattr(torch, self.op)(self.get_submodule(self.inside)(x))
+        y: Tensor = getattr(torch, self.op)(self.get_submodule(self.name)(x))
         return y * y
 
     def forward(self, x: Tensor) -> Tensor:

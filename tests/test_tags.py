@@ -15,6 +15,7 @@ import graphoffload
 from graphoffload.errors import TagError
 from graphoffload.saved import Plan
 from graphoffload.testing import ZOO, Observed, Result, assert_equal_bits, compiled, draw, keep_all, observe, run_step
+from graphoffload.testing.structure import Selective, tag_everything
 
 WIDTH = 16
 TANH = torch.ops.aten.tanh.default
@@ -53,15 +54,15 @@ class Region(nn.Module):
         return out
 
 
-def run(policy: Any, **options: Any) -> tuple[Result, Observed]:
+def run(tags: Any, **options: Any) -> tuple[Result, Observed]:
     """One step of Region; equal to keep-all to the bit."""
     inputs = (draw(4, WIDTH, device="cpu", dtype=torch.float32, seed=0, requires_grad=True),)
     torch.manual_seed(0)
-    expected = run_step(compiled(Region(policy), keep_all()), inputs)
+    expected = run_step(compiled(Region(tags), keep_all()), inputs)
     config = graphoffload.OffloadConfig(inner="aot_eager", min_tensor_bytes=0, verify="checksum", **options)
     torch.manual_seed(0)
     with observe() as seen:
-        got = run_step(compiled(Region(policy), graphoffload.OffloadBackend(config)), inputs)
+        got = run_step(compiled(Region(tags), graphoffload.OffloadBackend(config)), inputs)
     assert_equal_bits(got, expected)
     return got, seen
 
@@ -139,25 +140,30 @@ def test_a_plain_region_stays_recomputed(name: str) -> None:
     assert [t for t in plan.saved.tensors if "before" in t.module and plan.action(t.name) == "keep"]
 
 
-@pytest.mark.parametrize(
-    ("tag", "policy"),
-    [
-        (CheckpointPolicy.MUST_SAVE, {"*second": "recompute"}),
-        (CheckpointPolicy.MUST_RECOMPUTE, {"*second": "offload"}),
-        (CheckpointPolicy.MUST_CPU_OFFLOAD, {"*second": "keep"}),
-        (CheckpointPolicy.MUST_CPU_OFFLOAD, {"*second": "recompute"}),
-    ],
-    ids=str,
-)
-def test_contradictory_wishes_are_an_error(tag: CheckpointPolicy, policy: dict[str, str]) -> None:
-    """A binding tag and a pattern that names the same tensor otherwise: neither may be ignored in silence."""
+CONTRADICTIONS = [
+    (CheckpointPolicy.MUST_SAVE, "recompute"),
+    (CheckpointPolicy.MUST_RECOMPUTE, "offload"),
+    (CheckpointPolicy.MUST_RECOMPUTE, "keep"),
+    (CheckpointPolicy.MUST_CPU_OFFLOAD, "keep"),
+    (CheckpointPolicy.MUST_CPU_OFFLOAD, "recompute"),
+]
 
-    def everything(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return tag
 
+@pytest.mark.parametrize(("tag", "action"), CONTRADICTIONS, ids=str)
+def test_contradictory_wishes_are_an_error(tag: CheckpointPolicy, action: str) -> None:
+    """A binding tag and a pattern that names the same tensors otherwise: neither may be ignored in silence."""
+    case = ZOO["selective"]
+    config = graphoffload.OffloadConfig(inner="aot_eager", min_tensor_bytes=0, policy={"inside*": action})
+    module = compiled(Selective(tag_everything(tag)), graphoffload.OffloadBackend(config))
     with pytest.raises(BackendCompilerFailed) as info:
-        run(everything, policy=policy)
+        run_step(module, case.example("cpu"))
     error = info.value.inner_exception
     assert isinstance(error, TagError)
-    for part in (tag.name, "*second", next(iter(policy.values()))):
+    for part in (tag.name, "inside*", action):
         assert part in str(error)
+
+
+def test_the_pattern_for_everything_contradicts_nothing() -> None:
+    """{"*": "offload"} is a default, not a wish for one tensor: tags go before it."""
+    _, seen = run(OnlyTanh(CheckpointPolicy.MUST_SAVE), policy={"*": "recompute"})
+    assert action_of_tanh(seen) == "keep"
