@@ -1,0 +1,134 @@
+"""Races made visible: copies delayed on their streams, compute that lags behind the host, freed memory overwritten.
+
+A missing wait goes unseen while copies are fast, while the host is slow, and while freed memory still holds what it held. Here
+none of this is so. Consecutive steps have different inputs, so that stale memory of the step before is wrong as well.
+
+    reference = twin(case, module)                    the same compiled graphs with synchronous copies
+    found = disturbed(case, module, BEFORE)           must be equal to the bit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphoffload.runtime import copy_hook, release_hook, twin_copies
+from graphoffload.testing import Case, Result, case_steps, differences
+
+DEVICE = "cuda"
+SEEDS = (0, 1, 2, 3)
+CYCLES_PER_MS = 2_000_000  # at 2 GHz; a slower clock only delays longer
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Milliseconds of spinning before and after every copy (fixed, or up to that), and compute's lag behind the host."""
+
+    name: str
+    before_ms: float = 0.0
+    after_ms: float = 0.0
+    random: bool = False
+    lag_ms: float = 0.0
+
+
+BEFORE = Disturbance("spin before copies", before_ms=1.0)
+AFTER = Disturbance("spin after copies", after_ms=1.0)
+RANDOM = Disturbance("random spins", before_ms=2.0, after_ms=1.0, random=True)
+LAG = Disturbance("compute lags behind the host", lag_ms=20.0)
+ALL = (BEFORE, AFTER, RANDOM, LAG)
+
+
+def spin(milliseconds: float) -> None:
+    """Keep the current stream busy."""
+    if milliseconds > 0:
+        torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
+
+
+class Delays:
+    """A copy hook that spins; counts the copies it saw."""
+
+    def __init__(self, disturbance: Disturbance, seed: int = 0) -> None:
+        self.disturbance, self.draw, self.copies = disturbance, random.Random(seed), 0
+
+    def __call__(self, direction: str, when: str, name: str) -> None:
+        self.copies += when == "before"
+        most = self.disturbance.before_ms if when == "before" else self.disturbance.after_ms
+        spin(self.draw.uniform(0.0, most) if self.disturbance.random else most)
+
+
+class Overwriter:
+    """A release hook that overwrites freed memory with NaN (all bits set).
+
+    The source that is being released is still referenced by the graph's code, so each call overwrites the blocks freed since
+    the earlier ones: it takes blocks of those sizes from the allocator, which hands out the freed ones first, and fills them.
+    """
+
+    def __init__(self, blocks: int = 4) -> None:
+        self.blocks, self.sizes, self.filled = blocks, set[int](), 0
+
+    def __call__(self, source: Tensor, name: str) -> None:
+        self.overwrite(source.device)
+        self.sizes.add(source.untyped_storage().nbytes())
+
+    def overwrite(self, device: torch.device | str) -> None:
+        """Fill `blocks` free blocks of each size seen."""
+        for nbytes in self.sizes:
+            taken = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(self.blocks)]
+            for block in taken:
+                block.fill_(0xFF)
+                self.filled += 1
+
+
+@contextlib.contextmanager
+def disturbances(disturbance: Disturbance, *, seed: int = 0, blocks: int = 4) -> Iterator[tuple[Delays, Overwriter]]:
+    """Delays and overwriting switched on."""
+    delays, overwriter = Delays(disturbance, seed), Overwriter(blocks)
+    with copy_hook(delays), release_hook(overwriter):
+        yield delays, overwriter
+
+
+def _lagging(case: Case, lag_ms: float, overwriter: Overwriter | None) -> Case:
+    """The case with compute made late before forward and before backward, and memory overwritten between the two."""
+
+    def inputs(device: Any, dtype: torch.dtype, seed: int) -> tuple[Any, ...]:
+        made = case.inputs(device, dtype, seed)
+        spin(lag_ms)
+        return made
+
+    def loss(output: Any) -> Tensor:
+        if overwriter is not None:
+            overwriter.overwrite(DEVICE)
+        spin(lag_ms)
+        return case.loss(output)
+
+    return dataclasses.replace(case, inputs=inputs, loss=loss)
+
+
+def twin(case: Case, module: torch.nn.Module) -> list[Result]:
+    """Steps of the same compiled module with synchronous copies."""
+    with twin_copies():
+        return case_steps(case, module, DEVICE, seeds=SEEDS)
+
+
+def disturbed(case: Case, module: torch.nn.Module, disturbance: Disturbance, *, seed: int = 0) -> tuple[list[Result], int]:
+    """Steps under a disturbance, and how many copies it delayed."""
+    with disturbances(disturbance, seed=seed) as (delays, overwriter):
+        results = case_steps(_lagging(case, disturbance.lag_ms, overwriter), module, DEVICE, seeds=SEEDS)
+        torch.cuda.synchronize()
+    return results, delays.copies
+
+
+def found_differences(results: list[Result], reference: list[Result]) -> list[str]:
+    """What differs, with the seed."""
+    return [
+        f"seed {seed}: {line}"
+        for seed, got, expected in zip(SEEDS, results, reference, strict=True)
+        for line in differences(got, expected)
+    ]

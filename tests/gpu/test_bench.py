@@ -1,0 +1,88 @@
+"""The measuring tools themselves; these run anywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu.measure import Row, Sample, bootstrap_ratio, compare_gradients
+from gpu.models import MODELS, build
+from gpu.table import progress_line, show_table
+from gpu.variants import parse, split_names
+
+
+def test_names_of_variants() -> None:
+    """A comma inside JSON belongs to its name; options follow a plus."""
+    assert split_names('keep, ours:{"policy": "offload", "verify": "off"},budget:0.5') == [
+        "keep",
+        'ours:{"policy": "offload", "verify": "off"}',
+        "budget:0.5",
+    ]
+    variant = parse("offload:5.8GB+max_inflight_bytes=2GiB+min_tensor_bytes=0")
+    assert (variant.kind, variant.argument) == ("offload", "5.8GB")
+    assert dict(variant.options) == {"max_inflight_bytes": "2GiB", "min_tensor_bytes": 0}
+    assert dict(parse('ours:{"max_slowdown": 0.02}').options) == {"max_slowdown": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "unknown variant 'nothing'; known: eager"),
+        ("offload", "offload needs a size"),
+        ("keep+policy=offload", "only variants of graphoffload take options"),
+        ("slowdown:much", "could not convert"),
+    ],
+)
+def test_bad_names(text: str, message: str) -> None:
+    """Before anything was compiled."""
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_gradient_comparison_leaves_gradients_alone() -> None:
+    """In float32 a conversion is no copy."""
+    a, b = [torch.ones(3), torch.full((2, 2), 2.0)], [torch.ones(3), torch.zeros(2, 2)]
+    assert compare_gradients(a, b) == pytest.approx((4.0, 19**0.5, 3**0.5))
+    assert compare_gradients(a, a)[0] == 0.0
+    assert torch.equal(a[0], torch.ones(3))
+    nan = [torch.full((3,), float("nan")), a[1]]
+    assert compare_gradients(nan, b)[0] != compare_gradients(nan, b)[0]
+
+
+def test_interval_of_a_ratio() -> None:
+    """It holds the true ratio, and shrinks to it without noise."""
+    low, high = bootstrap_ratio([10.2, 10.1, 10.3, 10.15, 10.25], [10.0, 10.1, 9.9, 10.05, 9.95])
+    assert low < 1.02 < high
+    assert bootstrap_ratio([3.0, 3.0], [2.0, 2.0]) == (1.5, 1.5)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("qwen", "small")])
+def test_models_train(name: str) -> None:
+    """Every parameter gets a gradient, and the same seed gives the same loss."""
+    losses = []
+    for _ in range(2):
+        workload = build(name, "cpu", tiny=True, dtype=torch.float32)
+        loss = workload.loss()
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in workload.module.parameters())
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    assert workload.tokens > 0
+
+
+def test_unknown_model_and_size() -> None:
+    """Both lists are in the message."""
+    with pytest.raises(KeyError, match="known: llama4k"):
+        build("gpt5", "cpu")
+    with pytest.raises(KeyError, match="has no size"):
+        build("small", "cpu", tiny=True, width=3)
+
+
+def test_table_of_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    """A variant that failed is a line like any other."""
+    good = Row("keep-all before", samples=[Sample(10.0, 1.0, 10**9, 2 * 10**9, 5.5)] * 4, peak_bytes=2 * 10**9)
+    bad = Row("budget:0.5", status="FAILED: RuntimeError: no")
+    show_table([good, bad], {"model": "small", "torch": "2.11"})
+    out = capsys.readouterr().out
+    assert "2.000" in out
+    assert "FAILED: RuntimeError: no" in out
+    assert progress_line(bad) == "budget:0.5: FAILED: RuntimeError: no"

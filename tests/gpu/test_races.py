@@ -1,0 +1,98 @@
+"""The whole zoo with copies delayed, compute lagging and freed memory overwritten: equal to the bit, each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu import measure
+from gpu.models import Workload, build
+from gpu.races import AFTER, ALL, BEFORE, RANDOM, SEEDS, Disturbance, disturbances, disturbed, found_differences, twin
+from gpu.variants import Eligible, apply, parse
+
+import graphoffload
+from graphoffload.runtime import twin_copies
+from graphoffload.testing import ZOO, compile_case
+
+REPEATS = 20
+INDUCTOR = (
+    "attention", "gqa", "fused_qkv_unbind", "three_blocks", "attention_bf16", "conv_net", "channels_last", "norms",
+    "embedding_loss", "dynamic_batch", "transposes", "double_use", "in_place", "saved_output", "graph_break", "checkpoint",
+)  # fmt: skip
+LAYER_MS = 30.0
+"""Longer than a layer of the 4k Llama takes, forward or backward."""
+
+
+def config(inner: str) -> graphoffload.OffloadConfig:
+    """All that may go; no checksums, for they synchronise; a small window, so that memory is released early."""
+    return graphoffload.OffloadConfig(policy="offload", inner=inner, min_tensor_bytes=0, max_inflight_bytes="64KiB")
+
+
+def check_case(name: str, inner: str) -> None:
+    case = ZOO[name]
+    module = compile_case(case, graphoffload.OffloadBackend(config(inner)), "cuda")
+    reference = twin(case, module)
+    assert not found_differences(twin(case, module), reference), "not even the twin repeats to the bit: nothing can be shown"
+    for disturbance in ALL:
+        for repeat in range(REPEATS // len(SEEDS)):
+            results, copies = disturbed(case, module, disturbance, seed=repeat)
+            assert not case.offloads or copies > 0
+            found = found_differences(results, reference)
+            assert not found, f"{disturbance.name}, repeat {repeat}:\n" + "\n".join(found)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo(name: str) -> None:
+    """Every operation as it is written."""
+    check_case(name, "aot_eager")
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("name", INDUCTOR)
+def test_zoo_under_inductor(name: str) -> None:
+    """Inductor reuses memory, reorders, and chooses layouts of its own."""
+    check_case(name, "inductor")
+
+
+def _draw_batch(workload: Workload, seed: int) -> None:
+    ids = workload.batch["input_ids"]
+    generator = torch.Generator().manual_seed(seed)
+    ids.copy_(torch.randint(0, workload.sizes["vocab"], ids.shape, generator=generator))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("deterministic")
+def test_llama_under_inductor() -> None:
+    """The 4k Llama with more than 5 GB offloaded, every copy delayed by longer than a layer, 20 steps."""
+    if torch.cuda.get_device_properties(0).total_memory < 70 * 2**30:
+        pytest.skip("needs 70 GiB of device memory")
+    workload = build("llama4k", "cuda")
+    measure.materialise_gradients(workload.module)
+    session = measure.Session(workload, apply(parse("offload:5.8GB"), workload, Eligible()))
+    measure.warm_up(session, 2)
+    references = []
+    for seed in (0, 1):
+        _draw_batch(workload, seed)
+        with twin_copies():
+            session.step()
+        references.append(session.gradients())
+        with twin_copies():
+            session.step()
+        assert session.check(references[-1], 0.0).error == 0.0, "not even the twin repeats to the bit: nothing can be shown"
+    before = graphoffload.stats()["d2h_bytes"]
+    modes = (
+        Disturbance(BEFORE.name, before_ms=LAYER_MS),
+        Disturbance(AFTER.name, after_ms=LAYER_MS),
+        Disturbance(RANDOM.name, before_ms=LAYER_MS, after_ms=LAYER_MS, random=True),
+    )
+    for step in range(REPEATS):
+        _draw_batch(workload, step % 2)
+        with disturbances(modes[step % len(modes)], seed=step, blocks=1) as (delays, overwriter):
+            session.step()
+        error = session.check(references[step % 2], 0.0).error
+        assert error == 0.0, f"step {step}, {modes[step % len(modes)].name}: gradients differ from the twin's by {error:.3g}"
+        assert delays.copies > 0
+        assert overwriter.filled > 0
+    assert (graphoffload.stats()["d2h_bytes"] - before) / REPEATS >= 5e9
+    session.close()
+    measure.tidy()
