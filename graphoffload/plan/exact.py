@@ -3,8 +3,8 @@
     time   >= compute + recompute times + slowdown of compute under the copies     of what backward itself needs
     memory >= fixed + kept between its last uses + anything between its own first and last backward use
 
-Both hold for every assignment: chains only make a first use earlier and a last use later, stalls only add time. So the first bound
-in order that is no better than the best simulated score ends the search. Exact for an unbounded window.
+Both hold for every assignment: chains only make a first use earlier and a last use later, stalls only add time. So the first
+bound in order that is no better than the best simulated score ends the search. Exact for an unbounded window.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST = 60_000
 _SHARE = 0.7
 
 
-def exact(judge: Judge) -> tuple[Proposal | None, bool]:
+def search_exactly(judge: Judge) -> tuple[Proposal | None, bool]:
     """The best assignment and whether that is proven; (None, False) where there are too many."""
     arrays = judge.arrays
     choices = [candidate.actions for candidate in arrays.program.candidates]

@@ -103,7 +103,7 @@ class Prices:
         return self.drag * (d2h_s + h2d_s) + max(0.0, late_d2h) + max(0.0, late_h2d)
 
 
-def greedy(
+def greedy_moves(
     judge: Judge,
     actions: Sequence[Action],
     target_bytes: int,

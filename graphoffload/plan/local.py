@@ -2,8 +2,8 @@
 
 For few candidates every single and every pair of changes is tried until none helps, so the result is 2-optimal; that is not
 optimal: three changes that pay only together are missed. For many, moves are per group of repeated layers (earliest or
-latest members, one or a share of them) and end with the judge's evaluations. Why the ends: the layers of a group have equal sizes
-and costs, so which of them moves matters only through time, and the ends are the extremes of that.
+latest members, one or a share) and end with the judge's evaluations. Why the ends: the layers of a group have equal
+sizes and costs, so which of them moves matters only through time, and the ends are the extremes of that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from graphoffload.plan.program import Program
 from graphoffload.saved import Action
 
 _PAIRS = 14
+_ONE = 1_000_000
 Move = tuple[tuple[int, Action], ...]
 
 
@@ -46,7 +47,7 @@ def _small_moves(program: Program, actions: Sequence[Action]) -> Iterator[Move]:
 
 def _folded_moves(program: Program, groups: dict[str, list[int]], actions: Sequence[Action]) -> Iterator[Move]:
     """Shares of groups, largest first: a move of many that helps is worth many of one."""
-    for share in (4, 16, 1 << 30):
+    for share in (4, 16, _ONE):
         for members in groups.values():
             for old, new in (
                 ("recompute", "keep"),
@@ -57,7 +58,7 @@ def _folded_moves(program: Program, groups: dict[str, list[int]], actions: Seque
             ):
                 fit = [k for k in members if actions[k] == old and new in program.candidates[k].actions]
                 count = max(1, len(fit) // share)
-                if not fit or (share != 1 << 30 and count == 1):
+                if not fit or (share != _ONE and count == 1):
                     continue
                 for chosen in (fit[-count:], fit[:count])[: 1 if count == len(fit) else 2]:
                     yield tuple((k, new) for k in chosen)  # type: ignore[misc]

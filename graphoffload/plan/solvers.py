@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from graphoffload.errors import BudgetError
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.arrays import arrays_of
-from graphoffload.plan.exact import exact
-from graphoffload.plan.greedy import greedy
+from graphoffload.plan.exact import search_exactly
+from graphoffload.plan.greedy import greedy_moves
 from graphoffload.plan.held import describe, held_at
 from graphoffload.plan.judge import Goal, Judge, MeetBudget, Proposal, WithinSlowdown
 from graphoffload.plan.local import improve, kicks, windows
@@ -70,6 +70,7 @@ def solve(
 
     Raises:
         BudgetError: no plan was found within the budgets; the message has the least budget found feasible and what holds it up.
+            Or what is fixed to offload exceeds the host budget.
     """
     arrays = arrays_of(program, hardware)
     small = len(program.candidates) <= _SMALL
@@ -81,10 +82,16 @@ def solve(
         budget=6000 if small else _evaluations(program),
     )
     keep = judge.propose(judge.keep, "fits")
+    fixed_bytes = judge.look(judge.keep)[0].host_bytes
+    if host_budget_bytes is not None and fixed_bytes > host_budget_bytes:
+        raise BudgetError(
+            f"host_budget {format_bytes(host_budget_bytes)}: what is fixed to offload needs {format_bytes(fixed_bytes)} of host memory. "
+            f"Raise host_budget to that, or fix fewer tensors."
+        )
     if isinstance(goal, MeetBudget) and keep.feasible:
         return _solution(judge, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, judge.limit_s).solve()
-    best, proven = exact(judge)
+    best, proven = search_exactly(judge)
     if best is None or not proven:
         found = [windows(judge, start) for start in (keep, best) if start is not None]
         found = sorted([*found, *_proposals(judge, relaxed)], key=lambda p: p.score)
@@ -113,14 +120,14 @@ def _proposals(judge: Judge, relaxed: Relaxed) -> Iterator[Proposal]:
             ("lp", round_down(judge, relaxed), ("offload", "recompute")),
         ]
         for name, start, allowed in starts:
-            actions = greedy(judge, start, target_bytes, allowed=allowed)
+            actions = greedy_moves(judge, start, target_bytes, allowed=allowed)
             yield windows(judge, judge.propose(actions, name))
         return
     yield judge.propose(round_down(judge, relaxed), "lp")
     low, high = 0, judge.look(judge.keep)[0].peak_bytes
     for _ in range(6):
         middle = (low + high) // 2
-        actions = greedy(judge, judge.keep, middle, limit_s=judge.limit_s)
+        actions = greedy_moves(judge, judge.keep, middle, limit_s=judge.limit_s)
         yield judge.propose(actions, "greedy")
         peak = judge.look(actions)[0].peak_bytes
         low, high = (low, min(middle, peak)) if peak <= middle else (middle, high)

@@ -109,6 +109,15 @@ def test_fixed_actions_and_the_host_budget_bind() -> None:
     assert within.timeline.time_s == pytest.approx(12.5), "a binding tag is paid even where no slowdown is allowed"
 
 
+def test_more_fixed_to_offload_than_the_host_holds_is_an_error() -> None:
+    program = ladder()
+    program = dataclasses.replace(
+        program, candidates=tuple(dataclasses.replace(c, fixed="offload") for c in program.candidates)
+    )
+    with pytest.raises(BudgetError, match="host_budget 11 B: what is fixed to offload needs 12 B"):
+        solve(program, toy(), WithinSlowdown(0.1), host_budget_bytes=11)
+
+
 def test_more_time_never_buys_less_memory_and_less_budget_never_more_peak() -> None:
     program = stack(8)
     keep = simulate(program, program.keep_actions(), H200)
