@@ -113,7 +113,7 @@ def resolve_table(table: SavedTable, config: Settings) -> Resolution:
     return resolve(patterns_of(config.policy, config.offload_modules), [*paths, *ops], names, ops)
 
 
-def wishes(
+def wishes_for(
     table: SavedTable, config: Settings, resolution: Resolution | None = None, *, fragment: bool = False
 ) -> tuple[Wish, ...]:
     """One Wish for each activation, in the table's order.
@@ -138,11 +138,14 @@ def wishes(
     return tuple(_wish(tensor, asked[tensor.name], barred[tensor.name]) for tensor in table.tensors)
 
 
+wishes = wishes_for  # the name that graphoffload.pipeline imports
+
+
 def check_tags(tensors: Iterable[SavedTensor], config: Settings, resolution: Resolution) -> None:
     """Tags against patterns alone; for tagged operations of the joint graph that never become saved activations.
 
     Raises:
-        TagError: as wishes.
+        TagError: as wishes_for.
     """
     for tensor in tensors:
         _asked(tensor, config, resolution)

@@ -396,3 +396,20 @@ def test_attention_in_no_attention_module() -> None:
     assert sum(t.nbytes or 0 for t in table.tensors if selects(resolution["core_attn"], t)) == 2 * WIDTH + 4 * ONE
     _, plain = trace(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(2, 64))
     assert "core_attn" in plain.unmatched
+
+
+def test_with_routed_experts_dense_layers_are_not_meant() -> None:
+    """A model whose first layer is dense: the names mean the experts, and neither the dense MLP nor the shared experts."""
+    paths = [
+        "layers.0.mlp.gate_proj",
+        "layers.0.mlp.act_fn",
+        "layers.1.mlp.experts.0.gate_proj",
+        "layers.1.mlp.experts.0.act_fn",
+        "layers.1.mlp.shared_experts.gate_proj",
+    ]
+    found = resolve(["expert_fc1", "moe_act", "shared_experts"], paths)
+    assert found["expert_fc1"].modules == {"layers.1.mlp.experts.0.gate_proj"}
+    assert found["moe_act"].modules == {"layers.1.mlp.experts.0.act_fn"}
+    assert found["shared_experts"].modules == {"layers.1.mlp.shared_experts"}
+    dense = resolve(["expert_fc1", "moe_act"], paths[:2])
+    assert dense["expert_fc1"].modules == {"layers.0.mlp.gate_proj"}

@@ -14,7 +14,7 @@ from graphoffload.errors import ConfigError, PatternError, TagError
 from graphoffload.modules import resolve
 from graphoffload.policies import ACTIONS, PatternPolicy, Policy, patterns_of
 from graphoffload.saved import Action, SavedTable, SavedTensor
-from graphoffload.wishes import Wish, check_tags, wishes, without_effect
+from graphoffload.wishes import Wish, check_tags, wishes_for, without_effect
 
 MIB = 2**20
 
@@ -27,12 +27,12 @@ def tensor(name: str, module: str = "layers.0.mlp", at: int = 0, mib: int = 4, *
 
 def one(fact: SavedTensor, **options: Any) -> Wish:
     """The wish for one activation; patterns of other modules do not count as missing."""
-    (wish,) = wishes(SavedTable((fact,)), OffloadConfig(**options), fragment=True)
+    (wish,) = wishes_for(SavedTable((fact,)), OffloadConfig(**options), fragment=True)
     return wish
 
 
 def actions(table: SavedTable, **options: Any) -> dict[str, Action | None]:
-    return {wish.name: wish.action for wish in wishes(table, OffloadConfig(**options))}
+    return {wish.name: wish.action for wish in wishes_for(table, OffloadConfig(**options))}
 
 
 def by_bytes(fact: SavedTensor) -> Any:
@@ -203,14 +203,14 @@ def test_limits_hold_for_policies_and_planner_but_not_for_binding_tags() -> None
         tensor("tagged", "head", mib=0, tag="must_offload"),
     ))  # fmt: skip
     for policy, inside in (("offload", "offload"), ("auto", None)):
-        found = {w.name: w for w in wishes(table, OffloadConfig(policy=policy, offload_modules=["*.attn"]))}
+        found = {w.name: w for w in wishes_for(table, OffloadConfig(policy=policy, offload_modules=["*.attn"]))}
         assert found["inside"].action == inside
         assert found["inside"].may_offload
         assert found["tagged"].action == "offload"
         assert not found["outside"].may_offload
         assert not found["small"].may_offload
         assert found["outside"].may_recompute
-    found = {w.name: w for w in wishes(table, OffloadConfig(policy="offload", offload_modules=["*.attn"]))}
+    found = {w.name: w for w in wishes_for(table, OffloadConfig(policy="offload", offload_modules=["*.attn"]))}
     assert "outside offload_modules=*.attn" in found["outside"].reason
     assert "min_tensor_bytes" in found["small"].reason
 
@@ -233,7 +233,7 @@ def test_offload_fraction_takes_the_earliest() -> None:
     }
     assert set(actions(table, policy="offload", offload_fraction=0.0).values()) == {"keep"}
     assert set(actions(table, policy="offload", offload_fraction=1.0).values()) == {"offload"}
-    (wish, *_) = wishes(SavedTable((tensor("x"),)), OffloadConfig(policy="offload", offload_fraction=0.25))
+    (wish, *_) = wishes_for(SavedTable((tensor("x"),)), OffloadConfig(policy="offload", offload_fraction=0.25))
     assert "beyond offload_fraction=0.25" in wish.reason
 
 
@@ -243,7 +243,7 @@ def test_offload_fraction_is_never_exceeded(sizes: list[int], fraction: float, i
     table = SavedTable(
         tuple(tensor(f"t{i}", at=i, mib=n, eligible=i not in ineligible, why_not="no") for i, n in enumerate(sizes))
     )
-    result = wishes(table, OffloadConfig(policy="offload", offload_fraction=fraction))
+    result = wishes_for(table, OffloadConfig(policy="offload", offload_fraction=fraction))
     gone = sum(table[w.name].nbytes or 0 for w in result if w.action == "offload")
     assert gone <= fraction * table.eligible_bytes
     assert [w.name for w in result] == [t.name for t in table.tensors]
@@ -255,8 +255,8 @@ def test_a_pattern_without_a_match_is_an_error_in_a_whole_graph() -> None:
     """In a fragment it may match elsewhere."""
     table, config = SavedTable((tensor("x"),)), OffloadConfig(policy={"*.mpl": "keep"})
     with pytest.raises(PatternError, match=r"'\*\.mpl' matches no module.*'\*\.mlp'"):
-        wishes(table, config)
-    assert wishes(table, config, fragment=True)[0].action is None
+        wishes_for(table, config)
+    assert wishes_for(table, config, fragment=True)[0].action is None
 
 
 def test_patterns_that_select_nothing_are_told() -> None:
@@ -267,3 +267,16 @@ def test_patterns_that_select_nothing_are_told() -> None:
     resolution = resolve(patterns_of(config.policy, config.offload_modules), ["layers.0.mlp", "layers.0.down"])
     (text,) = without_effect(table, config, resolution)
     assert text == "pattern '*.down' (recompute) selects nothing: no saved activation is produced inside it."
+
+
+def test_offload_fraction_goes_by_production_not_by_place_in_the_table() -> None:
+    """Two equal ones, half of the bytes: the one that is produced first."""
+    table = SavedTable((tensor("late", at=3), tensor("first", at=1)))
+    assert actions(table, policy="offload", offload_fraction=0.5) == {"late": "keep", "first": "offload"}
+
+
+@pytest.mark.parametrize(("nbytes", "action"), [(MIB - 1, "keep"), (MIB, "offload")])
+def test_min_tensor_bytes_is_the_smallest_that_goes(nbytes: int, action: Action) -> None:
+    """Smaller tensors stay; equal ones go."""
+    assert one(tensor("x", nbytes=nbytes), policy="offload").action == action
+    assert one(tensor("x", nbytes=nbytes), policy="offload", min_tensor_bytes=nbytes).action == "offload"
