@@ -18,13 +18,16 @@ ANYWHERE = ("test_bench.py", "test_reader_of_traces", "test_seeds_alternate")
 """Files and tests of the tools alone."""
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip this folder where there is no GPU."""
+    """Skip this folder where there is no GPU, but for the tests of its tools."""
     for item in items:
-        if HERE in Path(item.path).parents and item.path.name not in ANYWHERE and item.name not in ANYWHERE:
-            item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU: streams and device memory are real only there"))
+        if HERE not in Path(item.path).parents:
+            continue
+        if item.path.name in ANYWHERE or item.name in ANYWHERE:
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name not in ("gpu", "skip")]
+        elif not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU: streams and device memory are real only there"))
 
 
 @pytest.fixture
