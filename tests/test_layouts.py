@@ -143,16 +143,17 @@ def test_reload_of_another_shape_is_refused(plan: str) -> None:
 
 
 class Permuted(nn.Module):
-    """Saves a 4-d tensor in one permutation, behind operations that let the compiler choose its layout."""
+    """Saves a 4-d tensor in one permutation, behind a product whose layout the compiler may choose."""
 
     def __init__(self, order: tuple[int, ...]) -> None:
         super().__init__()
-        self.weight, self.order = nn.Parameter(torch.linspace(0.1, 1.0, 8).reshape(8, 1) * torch.ones(8, 8)), order
+        self.order, last = order, (2, 3, 4, 8)[order[-1]]
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 64).reshape(8, 8))
+        self.mix = nn.Parameter(torch.linspace(-1.0, 1.0, last * 2).reshape(last, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(x @ self.weight).permute(self.order)
-        z = torch.bmm(y.flatten(0, 1), y.flatten(0, 1).transpose(1, 2))
-        return torch.sin(z) * z + y.sum()
+        y = (x @ self.weight).permute(self.order)
+        return y.cos() @ self.mix
 
 
 class AllPermutations(nn.Module):
