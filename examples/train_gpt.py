@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import graphoffload
 
-CONSOLE = Console()
+CONSOLE = Console(soft_wrap=True, highlight=False)
 # Offload and keep-all differ under Inductor by fusion only, that is by rounding; anything larger is a bug.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -165,12 +165,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1024 if gpu else 128)
     parser.add_argument("--heads", type=int, default=16 if gpu else 4)
     parser.add_argument("--context", type=int, default=2048 if gpu else 128)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8 if gpu else 4)
     parser.add_argument("--lr", type=float, default=3e-4 if gpu else 2e-3)
     parser.add_argument("--policy", default="offload", help="auto, keep, offload or recompute; nothing is short on a CPU")
     parser.add_argument("--device-budget", help='such as "40GiB" or "80%%"; with --policy auto')
     parser.add_argument("--max-slowdown", type=float, help="such as 0.02; with --policy auto")
-    parser.add_argument("--min-tensor-bytes", type=int, default=2**20 if gpu else 2**16)
+    parser.add_argument("--min-tensor-bytes", type=int, default=2**20 if gpu else 2**15)
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager"])
     args = parser.parse_args(argv)
     if args.device_budget or args.max_slowdown is not None:
@@ -183,6 +183,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Compare gradients, train, print. Returns losses, step times (seconds) and both gradient errors."""
     args = parse(argv)
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # so small a model is as fast on one thread, and far faster on a busy machine
     torch.manual_seed(0)
     data = corpus()
     model = GPT(args.layers, args.width, args.heads, args.context).to(args.device)

@@ -19,8 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="graphoffload-test-cache-")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that outnumber the cores wait for each other, 50 times as long
 for _name in [name for name in os.environ if name.startswith("GRAPHOFFLOAD_")]:
     del os.environ[_name]
 
