@@ -1,0 +1,14 @@
+"""The graph passes: the only code that writes to an `fx.Graph`. One pass a file, one contract for all:
+
+    (graphs, plan, *, ...) -> graphs
+
+A pass changes the pair of graphs in place and returns it; what a plan does not ask for stays as it is, so an empty plan changes
+nothing. In order:
+
+    tag.py       the joint graph's recompute tags, so that torch's partitioner saves and recomputes what was decided
+    offload.py   forward: offload behind the producer, release where the copy is done; the handle is saved in its place
+    reload.py    backward: reload ahead of the first consumer, wait right before it, views taken anew
+"""
+
+if __name__ == "passes":  # found through the repository root: a second copy of graphoffload.passes, with its own classes
+    raise ImportError("import graphoffload.passes, not passes: the folder is packaged under graphoffload.")

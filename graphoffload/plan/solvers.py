@@ -85,7 +85,7 @@ def solve(
     fixed_bytes = judge.look(judge.keep)[0].host_bytes
     if host_budget_bytes is not None and fixed_bytes > host_budget_bytes:
         raise BudgetError(
-            f"host_budget {format_bytes(host_budget_bytes)}: what is fixed to offload needs {format_bytes(fixed_bytes)} of host memory. "
+            f"host_budget {format_bytes(host_budget_bytes)}: what is fixed to offload needs {format_bytes(fixed_bytes)}. "
             f"Raise host_budget to that, or fix fewer tensors."
         )
     if isinstance(goal, MeetBudget) and keep.feasible:

@@ -1,0 +1,102 @@
+"""What recomputing a saved activation means: the operations to run again, and what they read.
+
+    a (saved) ──▶ norm ──▶ mul ──▶ x (saved)        chain of x: norm, mul        reads: a
+                  w (parameter) ─┘
+
+The chain goes up from the activation to what is saved anyway and to graph inputs. It is refused where running an operation again
+would not give the same bits or has an effect: randomness that is not drawn from a saved seed, inputs that the forward writes to
+(their value is another one by then), collectives, operations that mutate, and operations nobody told us anything about.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+_PURE_NAMESPACES = ("aten", "prims", "inductor_prims")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """`nodes`: names of operations to run again, in order; `reads`: names of SavedTensors; `why_not`: "" when it is sound."""
+
+    nodes: tuple[str, ...]
+    reads: tuple[str, ...]
+    why_not: str = ""
+
+
+def chain_of(targets: tuple[Node, ...], owner: Mapping[Node, str], own: str, mutated: frozenset[Node]) -> Chain:
+    """The chain that recomputes one saved activation.
+
+    Args:
+        targets: forward nodes of the activation's storage that backward receives.
+        owner: forward node -> name of the SavedTensor whose storage it lives in.
+        own: name of this SavedTensor.
+        mutated: placeholders that the forward writes to.
+    """
+    nodes: set[Node] = set()
+    reads: dict[str, None] = {}
+    pending = list(targets)
+    while pending:
+        node = pending.pop()
+        if node in nodes:
+            continue
+        if node.op == "placeholder":
+            if node in mutated:
+                return Chain((), (), f"its recomputation reads {node.name}, which forward writes to")
+            continue
+        if node.op != "call_function":
+            continue
+        if owner.get(node, own) != own:
+            reads[owner[node]] = None
+            continue
+        if "inductor_seed" in str(node.target):
+            continue
+        why_not = _refusal(node)
+        if why_not:
+            return Chain((), (), why_not)
+        nodes.add(node)
+        pending.extend(node.all_input_nodes)
+    return Chain(tuple(node.name for node in sorted(nodes)), tuple(reads))
+
+
+def _refusal(node: Node) -> str:
+    target = node.target
+    if target is operator.getitem or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+        return ""
+    if not isinstance(target, torch._ops.OpOverload):
+        return f"its recomputation runs {getattr(target, '__name__', target)}, whose effects are unknown"
+    if target.namespace not in _PURE_NAMESPACES:
+        return f"its recomputation runs {target}, whose effects are unknown"
+    if target._schema.is_mutable:
+        return f"its recomputation runs {target}, which writes to its arguments"
+    if "batch_norm" in str(target):
+        return f"its recomputation runs {target}, which updates running statistics"
+    if torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node):
+        return f"its recomputation draws random numbers ({target})"
+    return ""
+
+
+def _draws_nothing(node: Node) -> bool:
+    """Attention with a dropout probability of 0 carries the tag but draws nothing."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if "attention" not in str(node.target):
+        return False
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.name == "dropout_p":
+            return value == 0.0
+    return node.kwargs.get("dropout_p", 0.0) == 0.0
+
+
+def mutated_placeholders(forward: Graph, positions: frozenset[int]) -> frozenset[Node]:
+    """Placeholders that the forward writes to: those that AOTAutograd names, and targets of in-place operations in the graph."""
+    placeholders = forward.find_nodes(op="placeholder")
+    found = {node for at, node in enumerate(placeholders) if at in positions}
+    for node in forward.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            found.update(arg for arg in node.all_input_nodes if arg.op == "placeholder")
+    return frozenset(found)

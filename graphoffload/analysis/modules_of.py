@@ -1,0 +1,26 @@
+"""Module paths and boundary names of graph nodes, from the metadata that tracing leaves on them."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from graphoffload.boundary import boundaries_of
+from graphoffload.modules import clean_path
+
+
+def module_stack(node: Node) -> tuple[str, ...]:
+    """Paths of the modules around the operation, outermost first; of the forward operation for one that autograd added."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = (clean_path(entry[0] if isinstance(entry, tuple) else str(entry)) for entry in stack.values())
+    return tuple(dict.fromkeys(path for path in paths if path))
+
+
+def module_path(node: Node) -> str:
+    """Path of the innermost module, "" when tracing left none."""
+    stack = module_stack(node)
+    return stack[-1] if stack else ""
+
+
+def boundary_names(node: Node) -> tuple[str, ...]:
+    """Names given by mark_boundary around the operation."""
+    return boundaries_of(node.meta)

@@ -1,0 +1,191 @@
+"""From a partitioned pair of graphs to the SavedTable: every saved activation by storage, where it is born and used, and whether
+it may leave the device.
+
+What may not leave, and why:
+    graph inputs and their views       they belong to the caller; the bytes would not be freed
+    aliases of a model output          the caller holds the memory, and may write to it
+    symbols, opaque and non-strided    not bytes in one block of memory
+    outputs of collectives             a wait on them must stay where it is
+    random state                       tiny, and read by value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
+from graphoffload.analysis.storages import concrete, covers_storage, fake, group_by_storage, storage_id, storage_nbytes
+from graphoffload.compat import tag_of
+from graphoffload.saved import SavedTable, SavedTensor, Tag
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPair:
+    """A forward and a backward graph as a partitioner returns them; the first `num_fwd_outputs` outputs are the model's."""
+
+    forward: GraphModule
+    backward: GraphModule
+    num_fwd_outputs: int
+
+
+def graph_outputs(module: GraphModule) -> list[Node | None]:
+    """Arguments of the output node; what is not a node is None."""
+    output = next(iter(reversed(module.graph.nodes)))
+    return [value if isinstance(value, Node) else None for value in output.args[0]]
+
+
+def saved_placeholders(pair: GraphPair) -> Iterator[tuple[Node, Node]]:
+    """(forward node, backward placeholder) of every saved value, in the order of the forward outputs."""
+    placeholders = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
+    for node in graph_outputs(pair.forward)[pair.num_fwd_outputs :]:
+        if node is not None and node.name in placeholders:
+            yield node, placeholders[node.name]
+
+
+def real_uses(node: Node) -> list[Node]:
+    """Operations that read a value's memory: its users, looking through views of it."""
+    tensor = fake(node)
+    assert tensor is not None
+    identity, found, pending, seen = storage_id(tensor), [], [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            value = fake(user)
+            if value is not None and storage_id(value) == identity and user.op == "call_function":
+                pending.append(user)
+            else:
+                found.append(user)
+    return found
+
+
+def needed_by(placeholder: Node, forward_names: Collection[str]) -> list[Node]:
+    """Backward operations that need a saved value, looking through operations that torch recomputes in between."""
+    pending, found, seen = list(real_uses(placeholder)), dict[Node, None](), set[Node]()
+    while pending:
+        user = pending.pop(0)
+        if user in seen or user.op != "call_function":
+            continue
+        seen.add(user)
+        if user.name in forward_names:
+            pending.extend(user.users)
+        else:
+            found[user] = None
+    return list(found)
+
+
+def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
+    """All saved activations of a pair, by storage, in order of production.
+
+    Args:
+        pair: the partitioned graphs; read, never written.
+        tags_from: nodes of the joint graph as the user's tags arrived, before anything of ours was added.
+    """
+    tags = {node.name: tag_of(node.meta) for node in tags_from}
+    forward_at = {node: at for at, node in enumerate(pair.forward.graph.nodes)}
+    backward_at = {node: at for at, node in enumerate(pair.backward.graph.nodes)}
+    outputs = {
+        storage_id(value)
+        for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs]
+        if node is not None and (value := fake(node)) is not None
+    }
+    inputs = set(group_by_storage(pair.forward.graph.find_nodes(op="placeholder")))
+    members = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
+    saved: dict[int, list[tuple[Node, Node]]] = {}
+    for node, placeholder in saved_placeholders(pair):
+        value = fake(node)
+        if value is not None and storage_id(value) not in inputs:
+            saved.setdefault(storage_id(value), []).append((node, placeholder))
+    names = {node.name for node in pair.forward.graph.nodes}
+    tensors = [
+        _describe(pairs, members[identity], forward_at, backward_at, identity in outputs, tags, names)
+        for identity, pairs in saved.items()
+    ]
+    return SavedTable(tuple(sorted(tensors, key=lambda tensor: tensor.produced_at)))
+
+
+def _describe(
+    pairs: list[tuple[Node, Node]],
+    members: list[Node],
+    forward_at: dict[Node, int],
+    backward_at: dict[Node, int],
+    is_output: bool,
+    tags: dict[str, Tag | None],
+    forward_names: Collection[str],
+) -> SavedTensor:
+    base, why_not = _base(pairs, members)
+    if is_output:
+        why_not = "shares memory with an output of the model"
+    value = fake(base)
+    assert value is not None
+    readers = [user for _, placeholder in pairs for user in real_uses(placeholder)]
+    uses = sorted({backward_at[user] for user in readers})
+    needing = list(dict.fromkeys(user for _, placeholder in pairs for user in needed_by(placeholder, forward_names)))
+    stacks = dict.fromkeys(path for user in needing for path in module_stack(user))
+    names = dict.fromkeys(name for user in needing for name in boundary_names(user))
+    last_use = max((forward_at[u] for m in members for u in m.users if u.op != "output"), default=forward_at[base])
+    tag = next((tags[m.name] for m in members if tags.get(m.name)), None)
+    return SavedTensor(
+        name=base.name,
+        views=tuple(node.name for node, _ in pairs),
+        nbytes=storage_nbytes(value),
+        dtype=str(value.dtype).removeprefix("torch."),
+        shape=tuple(_plain(size) for size in value.shape),
+        strides=tuple(_plain(stride) for stride in value.stride()),
+        op=str(members[0].target) if not isinstance(members[0].target, str) else members[0].target,
+        module=module_path(base),
+        saved_by=tuple(stacks),
+        boundaries=tuple(names),
+        produced_at=forward_at[base],
+        last_forward_use=last_use,
+        first_backward_use=uses[0] if uses else 0,
+        backward_uses=tuple(uses),
+        eligible=not why_not,
+        why_not=why_not,
+        tag=tag,
+        saved_by_ops=tuple(dict.fromkeys(f"{user.target}@{module_path(user)}" for user in needing)),
+        device=str(value.device),
+    )
+
+
+def _plain(value: int | torch.SymInt) -> int | str:
+    known = concrete(value)
+    return str(value) if known is None else known
+
+
+def _base(pairs: list[tuple[Node, Node]], members: list[Node]) -> tuple[Node, str]:
+    """The node whose memory is copied for a group of saved views, and why it cannot be ("" when it can)."""
+    root = members[0]
+    why_not = _refusal(root)
+    saved = [node for node, _ in pairs]
+    dtypes = {fake(node).dtype for node in (root, *saved)}  # type: ignore[union-attr]
+    candidates = [node for node in members if covers_storage(fake(node))]  # type: ignore[arg-type]
+    if len(dtypes) > 1:
+        return root, "saved views of one storage have different dtypes"
+    if candidates:
+        return candidates[0], why_not
+    if len(saved) == 1:
+        return saved[0], why_not  # a part of a larger storage: that part alone is copied
+    return root, why_not or "several saved views, and no value covers their storage"
+
+
+def _refusal(node: Node) -> str:
+    value = fake(node)
+    assert value is not None
+    target = str(node.target)
+    if type(value).__name__ not in ("FakeTensor", "Parameter"):
+        return f"is a {type(value).__name__}, not a plain tensor"
+    if value.device.type == "meta":
+        return "has no memory (meta device)"
+    if concrete(value.numel()) == 0:
+        return "is empty"
+    if "c10d" in target or "wait_tensor" in target:
+        return "is the output of a collective"
+    if "rng_state" in target or "rng_state" in node.name:
+        return "is random-number state"
+    return ""

@@ -1,0 +1,80 @@
+"""Which graph nodes share memory: nodes grouped by the storage of their fake tensors.
+
+A fake tensor's storage is shared exactly where the real one's will be (torch itself finds donated buffers that way), so several
+saved views of one storage are one copy, and a view of an input or of a model output is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+
+def fake(node: Node) -> torch.Tensor | None:
+    """The fake tensor of a node's value; None for tuples, symbols and opaque values."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of a fake tensor's storage while that tensor lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def concrete(value: int | torch.SymInt) -> int | None:
+    """The int, or None when it is symbolic."""
+    return int(value) if is_concrete_int(value) else None
+
+
+def tensor_nbytes(tensor: torch.Tensor) -> int | None:
+    """Bytes of a fake tensor's elements; None when a size is symbolic. The one size function for graph nodes."""
+    count = concrete(tensor.numel())
+    return None if count is None else count * tensor.element_size()
+
+
+def storage_nbytes(tensor: torch.Tensor) -> int | None:
+    """Bytes of a fake tensor's whole storage; None when symbolic."""
+    return concrete(tensor.untyped_storage().nbytes())
+
+
+def group_by_storage(nodes: Iterable[Node]) -> dict[int, list[Node]]:
+    """Nodes with a tensor value by storage, in graph order."""
+    groups: dict[int, list[Node]] = {}
+    for node in nodes:
+        tensor = fake(node)
+        if tensor is not None:
+            groups.setdefault(storage_id(tensor), []).append(node)
+    return groups
+
+
+def covers_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor starts its storage, fills it, and has neither gaps nor overlaps."""
+    if concrete(tensor.storage_offset()) != 0:
+        return False
+    expected: int | torch.SymInt = 1
+    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if concrete(size) != 1]
+    by_hint = sorted(dims, key=lambda dim: _hint(dim[0]))
+    for stride, size in by_hint:
+        if not _same(stride, expected):
+            return False
+        expected = expected * size
+    return _same(tensor.untyped_storage().nbytes(), expected * tensor.element_size())
+
+
+def _hint(value: int | torch.SymInt) -> int:
+    if isinstance(value, int):
+        return value
+    hint = value.node.hint
+    return int(hint) if hint is not None else 2**62
+
+
+def _same(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
+    """Equality that never adds a guard: symbolic values are equal when their expressions are."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    left_expr = left.node.expr if isinstance(left, torch.SymInt) else left
+    right_expr = right.node.expr if isinstance(right, torch.SymInt) else right
+    return bool(left_expr - right_expr == 0)

@@ -1,0 +1,172 @@
+"""The torch.compile backend: Inductor (or no compiler at all) behind our partitioner.
+
+    Dynamo ─▶ OffloadBackend ─▶ compile_fx / aot_autograd ─▶ OffloadPartitioner ─▶ forward and backward graph ─▶ inner compiler
+
+The key that identifies a plan is computed here, from Dynamo's graph, since torch asks for it before it traces the joint graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch.fx import GraphModule
+
+from graphoffload import compat
+from graphoffload.config import OffloadConfig, split_options
+from graphoffload.errors import ConfigError, FallbackWarning, warn
+from graphoffload.limits import resolve_limits
+from graphoffload.log import log, say
+from graphoffload.partitioner import OffloadPartitioner, graph_key
+from graphoffload.report import summary_line
+from graphoffload.runtime import registry
+
+_graphs = itertools.count()
+_configs_with_breaks: set[str] = set()
+
+
+class OffloadBackend:
+    """`torch.compile(model, backend=OffloadBackend(config))`. Equal configurations make equal backends."""
+
+    def __init__(self, config: OffloadConfig | None = None, **fields: Any) -> None:
+        """Take a configuration, or its fields (sizes as in OffloadConfig); the environment fills what is not given."""
+        if config is not None and fields:
+            raise ConfigError(f"OffloadBackend takes a config or fields, not both; got a config and {sorted(fields)}.")
+        self.config = config if config is not None else OffloadConfig.from_options(fields)
+        self.__name__ = "graphoffload"
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        """Compile one Dynamo graph. `options` and `mode` of torch.compile change this backend's configuration."""
+        config = self.config
+        if kwargs.get("options"):
+            own, inner = split_options(kwargs["options"])
+            config = config.with_options(**own)
+            config = config.with_options(inductor_options=(*config.inductor_options, *inner.items()))
+        if kwargs.get("mode"):
+            config = config.with_options(mode=kwargs["mode"])
+        return compile_graph(gm, example_inputs, config)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OffloadBackend) and self.config == other.config
+
+    def __hash__(self) -> int:
+        return hash(self.config)
+
+    def __repr__(self) -> str:
+        return f"OffloadBackend({self.config!r})"
+
+
+def graphoffload(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """The backend by name: `torch.compile(model, backend="graphoffload", options={...})`."""
+    config = OffloadConfig.from_options(options)
+    return compile_graph(gm, example_inputs, config.with_options(mode=mode) if mode else config)
+
+
+def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Callable[..., Any]:
+    """Compile one Dynamo graph with a configuration; a graph that needs no gradient goes to the inner compiler as it is."""
+    compat.check_torch()
+    _warn_of_fallbacks()
+    if not _needs_gradient(example_inputs):
+        log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
+        return _inner(gm, example_inputs, config, None)
+    limits = resolve_limits(config, example_inputs)
+    base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
+    known = registry.stored(base)
+    key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
+    partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_is_fragment(gm, config))
+    compiled = _inner(gm, example_inputs, config, partitioner)
+    _after_compile(base, key)
+    return compiled
+
+
+def _after_compile(base: str, key: str) -> None:
+    plan = registry.of_key(key)
+    if plan is None:  # torch's compile cache answered, and the partitioner did not run
+        plan = registry.stored(base)
+        if plan is None:
+            return  # nothing was partitioned: no output of the graph needs a gradient
+        registry.register(plan, store=False)
+        say(f"{plan.graph}: {summary_line(plan)} (from the compile cache)")
+    registry.remember(base, plan)
+
+
+def _needs_gradient(inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+
+
+def _device_name(inputs: Sequence[Any]) -> str:
+    device = next((value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"), None)
+    return torch.cuda.get_device_name(device) if device is not None else "cpu"
+
+
+def _is_fragment(gm: GraphModule, config: OffloadConfig) -> bool:
+    """Whether this graph is only part of what the user compiled, so that a pattern may well match in another part."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    digest = config.digest()
+    if reason is None or getattr(reason, "graph_break", False):
+        _configs_with_breaks.add(digest)
+    return digest in _configs_with_breaks
+
+
+def _inner(
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, partitioner: OffloadPartitioner | None
+) -> Callable[..., Any]:
+    if config.inner == "aot_eager":
+        return _aot_eager(gm, example_inputs, partitioner)
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = _inductor_patches(config)
+    if partitioner is None:
+        return compile_fx(gm, list(example_inputs), config_patches=patches)
+    patches["custom_partitioner_fn"] = partitioner
+    return compile_fx(gm, list(example_inputs), inner_compile=compile_in_order, config_patches=patches)
+
+
+def compile_in_order(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's inner compile; a graph with our ops is compiled without the pass that would undo their placement."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    if any("graphoffload." in str(node.target) for node in gm.graph.nodes):
+        with inductor_config.patch(reorder_for_peak_memory=False):
+            return compile_fx_inner(gm, example_inputs, **kwargs)
+    return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def _inductor_patches(config: OffloadConfig) -> dict[str, Any]:
+    patches: dict[str, Any] = {}
+    if config.mode and config.mode != "default":
+        patches.update(torch._inductor.list_mode_options(config.mode))
+    patches.update(dict(config.inductor_options))
+    if patches.get("custom_partitioner_fn") is not None:
+        raise ConfigError(
+            'options={"custom_partitioner_fn": ...} beside backend="graphoffload": the backend is a partitioner itself. '
+            'Use one of them; graphoffload inside Inductor is torch.compile(m, options={"custom_partitioner_fn": '
+            "graphoffload.OffloadPartitioner(config)})."
+        )
+    return patches
+
+
+def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: OffloadPartitioner | None) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    chosen = partitioner if partitioner is not None else min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=chosen, keep_inference_input_mutations=True)
+    return backend(gm, list(example_inputs))  # type: ignore[no-any-return]
+
+
+def _warn_of_fallbacks() -> None:
+    if torch._dynamo.config.suppress_errors:
+        warn(
+            FallbackWarning,
+            "torch._dynamo.config.suppress_errors is on: an error in planning would silently run the model in eager, with every "
+            "activation kept. Set it to False to see errors.",
+            stacklevel=4,
+        )

@@ -1,0 +1,88 @@
+"""What differs between torch releases, and nothing else. Tested: 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch._guards import TracingContext
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphoffload.errors import GraphOffloadError, UntestedTorchWarning, warn
+from graphoffload.saved import Tag
+
+OLDEST_TESTED = (2, 11)
+NEWEST_TESTED = (2, 13)
+
+TAGS: dict[CheckpointPolicy, Tag] = {
+    CheckpointPolicy.MUST_SAVE: "must_save",
+    CheckpointPolicy.PREFER_SAVE: "prefer_save",
+    CheckpointPolicy.MUST_RECOMPUTE: "must_recompute",
+    CheckpointPolicy.PREFER_RECOMPUTE: "prefer_recompute",
+    CheckpointPolicy.MUST_CPU_OFFLOAD: "must_offload",
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: "prefer_offload",
+}
+
+_checked = False
+
+
+def torch_version() -> str:
+    """The running torch, such as "2.13.0+cpu"."""
+    return str(torch.__version__)
+
+
+def check_torch() -> None:
+    """Warn once about a torch that graphoffload was not tested with; refuse one that is too old.
+
+    Raises:
+        GraphOffloadError: torch is older than 2.11.
+    """
+    global _checked
+    if _checked:
+        return
+    release = torch_version().split("+")[0].split(".")
+    version = (int(release[0]), int(release[1]))
+    if version < OLDEST_TESTED:
+        raise GraphOffloadError(
+            f"torch {torch_version()} is too old for graphoffload: it needs 2.11 or newer. Install torch>=2.11."
+        )
+    _checked = True
+    if version > NEWEST_TESTED:
+        warn(
+            UntestedTorchWarning,
+            f"graphoffload was tested with torch 2.11 to 2.13; this is {torch_version()}. Plans are verified on every compile, but "
+            'what torch changed since is unknown: compare gradients once with verify="checksum" before a long run.',
+        )
+
+
+def tag_of(meta: dict[str, Any]) -> Tag | None:
+    """A user's CheckpointPolicy tag on a joint-graph node."""
+    policy = meta.get("recompute")
+    return TAGS.get(policy) if isinstance(policy, CheckpointPolicy) else None
+
+
+def min_cut(joint: torch.fx.GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> tuple[torch.fx.GraphModule, ...]:
+    """torch's own min-cut partitioner, untouched, with its relative memory budget pinned to 1.0."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    arguments = {key: value for key, value in kwargs.items() if key in _MIN_CUT_ARGUMENTS}
+    with torch._functorch.config.patch(activation_memory_budget=1.0, enable_activation_offloading=False):
+        return min_cut_rematerialization_partition(joint, joint_inputs, **arguments)
+
+
+_MIN_CUT_ARGUMENTS = ("compiler", "num_fwd_outputs", "static_lifetime_input_indices")
+
+
+def mutated_input_positions() -> frozenset[int]:
+    """Positions of forward inputs that the traced function mutates; empty where torch does not say."""
+    context = TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None) if context is not None else None
+    if metadata is None:
+        return frozenset()
+    return frozenset(i for i, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata)
+
+
+def torch_memory_budget() -> float:
+    """torch's own activation_memory_budget, which graphoffload pins to 1.0."""
+    return float(torch._functorch.config.activation_memory_budget)

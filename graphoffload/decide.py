@@ -1,0 +1,127 @@
+"""From wishes and limits to one action for every saved activation, each with its reason.
+
+    every wish given          nothing to plan: the wishes, as far as the host's memory goes
+    a slowdown given          the planner, for the most memory it buys
+    a budget, or "auto"       keep all where that fits; the planner where it does not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from graphoffload.config import OffloadConfig
+from graphoffload.hardware import HardwareProfile
+from graphoffload.plan.judge import MeetBudget, WithinSlowdown
+from graphoffload.plan.program import Candidate, Program
+from graphoffload.plan.simulator import Timeline, simulate
+from graphoffload.plan.solvers import solve
+from graphoffload.saved import Action, SavedTable
+from graphoffload.units import format_bytes
+from graphoffload.wishes import Wish
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the process may use, resolved to bytes.
+
+    explicit: the user gave a budget or a slowdown. device_budget_bytes: None where there is nothing to fit (a CPU).
+    static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free.
+    """
+
+    explicit: bool = False
+    device_budget_bytes: int | None = None
+    static_bytes: int = 0
+    reserve_bytes: int = 0
+    host_budget_bytes: int | None = None
+
+    def quantised(self) -> str:
+        """For cache keys: limits that "auto" measured, in steps of 1 GiB, so that two runs on the same machine agree."""
+        parts = (self.device_budget_bytes, self.static_bytes, self.reserve_bytes, self.host_budget_bytes)
+        return f"{self.explicit} " + " ".join("none" if part is None else str(round(part / 2**30)) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Actions and reasons in the order of the table; `warnings` are texts for the user, `notes` go into the plan."""
+
+    actions: tuple[Action, ...]
+    reasons: tuple[str, ...]
+    keep_timeline: Timeline
+    lower_bound_s: float | None = None
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    max_inflight_bytes: int | None = None
+
+
+def decide(
+    program: Program, table: SavedTable, wanted: Sequence[Wish], config: OffloadConfig, limits: Limits, hardware: HardwareProfile
+) -> Decided:
+    """One action for each saved activation.
+
+    Raises:
+        BudgetError: no plan fits `limits.device_budget_bytes`.
+    """
+    keep = simulate(program, ["keep"] * len(program.candidates), hardware)
+    warnings = [wish.warning for wish in wanted if wish.warning]
+    inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
+    wanted, too_much = _within_host(wanted, table, limits.host_budget_bytes)
+    warnings += too_much
+    program = replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
+    if all(wish.action is not None for wish in wanted):
+        actions = tuple(wish.action or "keep" for wish in wanted)
+        reasons = tuple(wish.reason for wish in wanted)
+        return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
+    if config.max_slowdown is None and (budget := limits.device_budget_bytes) is None:
+        reason = "nothing to fit: no device budget on a CPU"
+        return _keep_the_rest(wanted, reason, keep, warnings, inflight)
+    if config.max_slowdown is None and simulate(program, program.keep_actions(), hardware).peak_bytes + limits.reserve_bytes <= budget:
+        return _keep_the_rest(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
+    goal = WithinSlowdown(config.max_slowdown) if config.max_slowdown is not None else MeetBudget(limits.device_budget_bytes or 0)
+    solution = solve(program, hardware, goal, host_budget_bytes=limits.host_budget_bytes, max_inflight_bytes=inflight)
+    reasons = tuple(wish.reason if wish.action else reason for wish, reason in zip(wanted, solution.reasons, strict=True))
+    return Decided(
+        tuple(solution.actions), reasons, keep, solution.lower_bound_s, (f"planned by {solution.solver}",), tuple(warnings), inflight
+    )
+
+
+def _constrain(candidate: Candidate, wish: Wish) -> Candidate:
+    action = wish.action
+    if action == "recompute" and candidate.recompute is None:
+        action = "keep"
+    if action == "offload" and not candidate.can_offload:
+        action = "keep"
+    return replace(
+        candidate,
+        fixed=action,
+        can_offload=candidate.can_offload and (wish.may_offload or action == "offload"),
+        recompute=candidate.recompute if wish.may_recompute or action == "recompute" else None,
+    )
+
+
+def _keep_the_rest(wanted: Sequence[Wish], reason: str, keep: Timeline, warnings: list[str], inflight: int | None) -> Decided:
+    actions: tuple[Action, ...] = tuple(wish.action or "keep" for wish in wanted)
+    reasons = tuple(wish.reason if wish.action else reason for wish in wanted)
+    return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
+
+
+def _within_host(wanted: Sequence[Wish], table: SavedTable, budget: int | None) -> tuple[tuple[Wish, ...], list[str]]:
+    """Offloads wished for, earliest produced first, until the host's memory is used up; the others are kept."""
+    if budget is None:
+        return tuple(wanted), []
+    used, refused, result = 0, 0, []
+    for wish, tensor in zip(wanted, table.tensors, strict=True):
+        nbytes = tensor.nbytes or 0
+        if wish.action == "offload" and used + nbytes > budget:
+            refused += nbytes
+            wish = replace(wish, action="keep", reason=f"host memory: {format_bytes(budget)} are used up by what is produced earlier")
+        elif wish.action == "offload":
+            used += nbytes
+        result.append(wish)
+    if not refused:
+        return tuple(result), []
+    text = (
+        f"{format_bytes(refused)} of saved activations were to be offloaded but are kept: host_budget={format_bytes(budget)} holds "
+        f"{format_bytes(used)} of them. Raise host_budget (or GRAPHOFFLOAD_HOST_BUDGET), or offload less."
+    )
+    return tuple(result), [text]

@@ -1,0 +1,105 @@
+"""What this process may use, in bytes: "auto" and percentages resolved against the device and the host as they are now."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from graphoffload.config import OffloadConfig
+from graphoffload.decide import Limits
+from graphoffload.hardware import HardwareProfile, resolve_hardware
+from graphoffload.units import parse_size
+
+_MARGIN_BYTES = 512 * 2**20
+_MARGIN_SHARE = 0.02
+_HOST_SHARE = 0.8
+
+
+def resolve_limits(config: OffloadConfig, tensors: Iterable[Any]) -> Limits:
+    """Limits for a graph with these inputs (fake or real tensors; parameters among them)."""
+    inputs = [value for value in tensors if isinstance(value, torch.Tensor)]
+    device = next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))
+    explicit = config.device_budget != "auto" or config.max_slowdown is not None
+    trainable = sum(value.numel() for value in inputs if value.requires_grad and value.is_leaf and isinstance(value.numel(), int))
+    hardware = resolve_hardware(config.hardware, str(device))
+    static_bytes = _static_bytes(device, inputs)
+    return Limits(
+        explicit=explicit,
+        device_budget_bytes=_device_budget(config, device, hardware),
+        static_bytes=static_bytes,
+        reserve_bytes=_reserve(config, trainable, device, hardware),
+        host_budget_bytes=_host_budget(config),
+    )
+
+
+def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in inputs}
+    return sum(nbytes for nbytes in storages.values() if isinstance(nbytes, int))
+
+
+def _device_budget(config: OffloadConfig, device: torch.device, hardware: HardwareProfile) -> int | None:
+    wanted = config.device_budget
+    if wanted != "auto":
+        return parse_size(wanted, field="device_budget", whole_bytes=hardware.memory_bytes)
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    margin = max(_MARGIN_BYTES, int(total * _MARGIN_SHARE))
+    return int(free + torch.cuda.memory_reserved(device) - margin)
+
+
+def _reserve(config: OffloadConfig, trainable: int, device: torch.device, hardware: HardwareProfile) -> int:
+    """Room for optimizer state that does not exist yet: two fp32 copies of what is trained."""
+    if config.reserve != "auto":
+        return parse_size(config.reserve, field="reserve", whole_bytes=hardware.memory_bytes)
+    if device.type != "cuda" or _optimizer_state_exists():
+        return 0
+    return 2 * 4 * trainable
+
+
+_seen_state = False
+
+
+def _optimizer_state_exists() -> bool:
+    """Whether an optimizer of this process has made its state: noticed by a hook that torch calls after every step."""
+    return _seen_state
+
+
+def _after_step(*_: Any) -> None:
+    global _seen_state
+    _seen_state = True
+
+
+register_optimizer_step_post_hook(_after_step)
+
+
+def _host_budget(config: OffloadConfig) -> int:
+    """Host bytes for page-locked buffers: configured, or a share of what RAM, cgroup and memlock leave, per process of this host."""
+    whole = _host_memory_bytes()
+    if config.host_budget != "auto":
+        return parse_size(config.host_budget, field="host_budget", whole_bytes=whole)
+    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    available = int(whole * _HOST_SHARE)
+    locked = soft if soft not in (resource.RLIM_INFINITY, -1) and torch.cuda.is_available() and os.geteuid() != 0 else available
+    return min(available // processes, locked)
+
+
+def _host_memory_bytes() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

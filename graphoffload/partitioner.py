@@ -1,0 +1,140 @@
+"""The partitioner object that torch calls with a joint graph.
+
+It holds the configuration, the plan's key and the graph's name, and nothing else: Inductor copies and pickles it, and puts its
+`uuid()` into its cache key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule
+
+from graphoffload import compat
+from graphoffload.config import OffloadConfig
+from graphoffload.dump import write_dump
+from graphoffload.errors import FallbackWarning, warn
+from graphoffload.limits import resolve_limits
+from graphoffload.log import log, say
+from graphoffload.pipeline import Request, Rewritten, copy_graph, rewrite
+from graphoffload.report import plan_table, summary_line
+from graphoffload.runtime import registry
+
+
+class OffloadPartitioner(CustomPartitionerFn):
+    """Partitions AOTAutograd's joint graph: torch's own min-cut, then keep, recompute or offload for every saved activation.
+
+    As an Inductor option, `torch.compile(m, options={"custom_partitioner_fn": OffloadPartitioner(config)})`, it needs
+    `"reorder_for_peak_memory": False` beside it, and says so. torch then asks for its `uuid()` before it has seen the graph,
+    so it cannot tell two module namings apart and is never served from a compile cache; the backend can, and is.
+
+    Args:
+        config: what the user asks for; the default fits the device.
+        key: identity of graph, names, annotations and configuration together, where the caller knows it.
+    """
+
+    def __init__(
+        self, config: OffloadConfig | None = None, *, key: str | None = None, name: str = "", fragment: bool = False
+    ) -> None:
+        self.config = config if config is not None else OffloadConfig()
+        self.key = key
+        self.name = name
+        self.fragment = fragment
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        """Forward and backward graph of a joint graph; `kwargs` are those of torch's own partitioners."""
+        compat.check_torch()
+        _check_torch_settings(self.config)
+        limits = resolve_limits(self.config, (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")))
+        key = self.key or graph_key(gm, self.config)
+        request = Request(gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment)
+        rewritten = rewrite(request)
+        if rewritten.plan.transfers and self.key is None and kwargs.get("compiler") == "inductor":
+            _check_inductor_settings()
+        _announce(rewritten, gm, self.config)
+        return rewritten.graphs.forward, rewritten.graphs.backward
+
+    def uuid(self) -> str:
+        """Part of torch's cache key: the plan's key, or, where that is unknown, a value that is never repeated."""
+        return self.key or secrets.token_hex(16)
+
+
+def partition_fn(gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """For `functorch.compile.aot_module(m, ..., partition_fn=graphoffload.partition_fn)`; configured by the environment."""
+    config = OffloadConfig.from_options({"inner": "aot_eager"})
+    return OffloadPartitioner(config)(gm, joint_inputs, **kwargs)
+
+
+def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig) -> None:
+    plan = rewritten.plan
+    registry.register(plan)
+    say(f"{plan.graph}: {summary_line(plan)}")
+    if log.isEnabledFor(10):
+        log.debug("%s", plan_table(plan))
+    if config.dump_dir and rewritten.before is not None:
+        write_dump(
+            config.dump_dir,
+            plan,
+            joint=copy_graph(joint),
+            forward_before=rewritten.before.forward,
+            backward_before=rewritten.before.backward,
+            forward=rewritten.graphs.forward,
+            backward=rewritten.graphs.backward,
+        )
+
+
+def _check_torch_settings(config: OffloadConfig) -> None:
+    budget = compat.torch_memory_budget()
+    if budget != 1.0:
+        warn(
+            FallbackWarning,
+            f"torch._functorch.config.activation_memory_budget={budget} is ignored under graphoffload (pinned to 1.0): it limits the "
+            "sum of saved bytes, not the peak, and draws dropout anew in recomputation. Use device_budget or max_slowdown.",
+            stacklevel=5,
+        )
+
+
+def _check_inductor_settings() -> None:
+    if inductor_config.reorder_for_peak_memory:
+        warn(
+            FallbackWarning,
+            "torch._inductor.config.reorder_for_peak_memory is on: it moves every release next to its offload and every reload next "
+            'to its wait, so that no copy hides behind compute. Add "reorder_for_peak_memory": False to options, or use '
+            'backend="graphoffload", which does.',
+            stacklevel=5,
+        )
+
+
+def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
+    """Identity of a graph with its module names, annotations and tags, the configuration, torch, and graphoffload's own source."""
+    digest = hashlib.sha256()
+    for part in (compat.torch_version(), source_digest(), config.digest(), extra, str(gm.graph)):
+        digest.update(part.encode())
+        digest.update(b"\0")
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        value = node.meta.get("val", node.meta.get("example_value"))
+        layout = (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else None
+        facts = (node.name, [entry[0] for entry in stack.values()], node.meta.get("custom"), str(node.meta.get("recompute")), layout)
+        digest.update(repr(facts).encode())
+    return digest.hexdigest()[:24]
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """Digest of graphoffload's own source: a changed pass must never meet an old cache entry."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parent
+    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,366 @@
+"""One joint graph, from analysis to rewritten graphs: the flow of the whole package on one page.
+
+    joint ─copy─▶ min-cut ─▶ saved_table ─▶ wishes ─▶ decide ─▶ [tag, min-cut again] ─▶ schedule ─▶ passes ─▶ verify
+                  keep-all    facts                    actions    only to recompute       Plan
+
+The joint graph that torch handed over is never written to; everything works on copies of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphoffload import compat
+from graphoffload.analysis.chains import Chain, chain_of, mutated_placeholders
+from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
+from graphoffload.analysis.program import build_program
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_table
+from graphoffload.analysis.storages import fake, group_by_storage, storage_id
+from graphoffload.analysis.symbols import missing_symbols
+from graphoffload.config import OffloadConfig
+from graphoffload.decide import Decided, Limits, decide
+from graphoffload.errors import NotOffloadedWarning, PatternWarning, warn
+from graphoffload.hardware import HardwareProfile, resolve_hardware
+from graphoffload.modules import resolve
+from graphoffload.passes.offload import insert_offloads
+from graphoffload.passes.reload import insert_reloads
+from graphoffload.passes.tag import tag_joint
+from graphoffload.plan.program import Program
+from graphoffload.plan.simulator import Timeline, simulate
+from graphoffload.policies import patterns_of
+from graphoffload.saved import Action, Decision, Plan, Prediction, SavedTable, SavedTensor, Transfer
+from graphoffload.verify import verify_graphs
+from graphoffload.wishes import Wish, check_tags, wishes_for, without_effect
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a partitioner is asked: the joint graph, the arguments for torch's own partitioner, and the identity of the plan."""
+
+    joint: GraphModule
+    joint_inputs: Any
+    arguments: dict[str, Any]
+    config: OffloadConfig
+    key: str
+    name: str
+    limits: Limits
+    fragment: bool = False
+
+    @property
+    def num_fwd_outputs(self) -> int:
+        """How many forward outputs are the model's own."""
+        return int(self.arguments["num_fwd_outputs"])
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """The result: graphs to compile, their plan, and the graphs before the passes for a dump (None without one)."""
+
+    graphs: GraphPair
+    plan: Plan
+    before: GraphPair | None
+    timeline: Timeline | None
+    keep_timeline: Timeline | None
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is known about one joint graph while it is planned."""
+
+    request: Request
+    hardware: HardwareProfile
+    pair: GraphPair
+    table: SavedTable
+    chains: dict[str, Chain]
+    wanted: tuple[Wish, ...]
+    notes: list[str]
+
+
+def rewrite(request: Request) -> Rewritten:
+    """Plan one joint graph and rewrite it.
+
+    Raises:
+        GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
+    """
+    work = _analyse(request)
+    program = _program(work, fixed={})
+    decided = decide(program, work.table, work.wanted, request.config, request.limits, work.hardware)
+    work.notes.extend(decided.notes)
+    keep_timeline = decided.keep_timeline
+    actions = dict(zip((t.name for t in work.table.tensors), decided.actions, strict=True))
+    original = work.table
+    if "recompute" in decided.actions:
+        actions = _partition_again(work, actions)
+    for text in decided.warnings:
+        warn(NotOffloadedWarning, text, stacklevel=4)
+    timeline = _schedule(work, actions, decided)
+    plan = _plan(work, original, actions, decided, timeline)
+    before = _copies(work.pair) if request.config.dump_dir else None
+    names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
+    graphs = insert_reloads(insert_offloads(work.pair, plan), plan)
+    if request.config.verify != "off":
+        verify_graphs(graphs, plan, names)
+    return Rewritten(graphs, plan, before, timeline, keep_timeline)
+
+
+def _copies(pair: GraphPair) -> GraphPair:
+    return GraphPair(copy_graph(pair.forward), copy_graph(pair.backward), pair.num_fwd_outputs)
+
+
+def copy_graph(module: GraphModule) -> GraphModule:
+    """A graph module with its own graph and node metadata; tensors, submodules and node names are the original's."""
+    return GraphModule(module, copy.deepcopy(module.graph))
+
+
+def _analyse(request: Request) -> _Work:
+    joint = copy_graph(request.joint)
+    notes: list[str] = []
+    _binding_tags(joint, relax=request.limits.explicit, notes=notes)
+    _save_what_reads_mutated_inputs(joint)
+    tagged_from = list(request.joint.graph.nodes)
+    pair = GraphPair(*compat.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
+    table = saved_table(pair, tagged_from)
+    table = _without_unknown_sizes(pair, table)
+    chains = _chains(pair, table)
+    table = SavedTable(
+        tuple(
+            replace(tensor, recomputable=not chains[tensor.name].why_not, why_not_recompute=chains[tensor.name].why_not)
+            for tensor in table.tensors
+        )
+    )
+    hardware = resolve_hardware(request.config.hardware, _device(table))
+    wanted = _wanted(request, table, notes)
+    return _Work(request, hardware, pair, table, chains, wanted, notes)
+
+
+def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Wish, ...]:
+    """Wishes for all activations; patterns are resolved on the joint graph, which also has the modules that save nothing."""
+    nodes = [node for node in request.joint.graph.nodes if node.op == "call_function"]
+    operations: dict[str, list[str]] = {}
+    boundaries: dict[str, list[str]] = {}
+    for node in nodes:
+        path = module_path(node)
+        operations.setdefault(path, []).append(str(node.target))
+        for name in boundary_names(node):
+            boundaries.setdefault(name, []).append(path)
+    config = request.config
+    resolution = resolve(patterns_of(config.policy, config.offload_modules), [p for p in operations if p], boundaries, operations)
+    if request.fragment and (unmatched := resolution.error()) is not None:
+        warn(PatternWarning, f"in graph {request.name}, a part of the model: {unmatched}", stacklevel=6)
+    check_tags(_tagged(nodes), config, resolution)
+    wanted = wishes_for(table, config, resolution, fragment=request.fragment)
+    notes.extend(without_effect(table, config, resolution))
+    return wanted
+
+
+def _tagged(nodes: list[Node]) -> list[SavedTensor]:
+    """Operations with a binding tag, as far as patterns look at them; they need not be saved activations."""
+    return [
+        SavedTensor(
+            name=node.name,
+            views=(node.name,),
+            nbytes=None,
+            dtype="",
+            shape=(),
+            strides=(),
+            op=str(node.target),
+            module=module_path(node),
+            saved_by=module_stack(node),
+            boundaries=boundary_names(node),
+            tag=tag,
+        )
+        for node in nodes
+        if (tag := compat.tag_of(node.meta)) is not None and tag.startswith("must_")
+    ]
+
+
+def _device(table: SavedTable) -> str:
+    return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
+
+
+def _binding_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
+    """Make torch's partitioner save what is tagged for the host, and forget advice where a number was given."""
+    relaxed = 0
+    for node in joint.graph.nodes:
+        policy = node.meta.get("recompute")
+        if policy in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            else:
+                del node.meta["recompute"]
+                for user in node.users:
+                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif policy == CheckpointPolicy.PREFER_RECOMPUTE and relax:
+            del node.meta["recompute"]
+            relaxed += 1
+    if relaxed:
+        notes.append(f"checkpoint region relaxed: {relaxed} operations tagged by torch.utils.checkpoint were planned anew")
+
+
+def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
+    """Running an operation again after its input was written to would compute something else."""
+    mutated = mutated_placeholders(joint.graph, compat.mutated_input_positions())
+    for placeholder in mutated:
+        for user in placeholder.users:
+            if user.op == "call_function" and isinstance(user.meta.get("val"), torch.Tensor) and user.meta.get("partitioner_tag") != "is_backward":
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _without_unknown_sizes(pair: GraphPair, table: SavedTable) -> SavedTable:
+    """Refuse what has a size that backward cannot compute."""
+    nodes = {node.name: node for node in pair.forward.graph.nodes}
+    result = []
+    for tensor in table.tensors:
+        value = fake(nodes[tensor.name])
+        assert value is not None
+        missing = missing_symbols(pair.backward.graph, value) if tensor.nbytes is None and tensor.eligible else []
+        if missing:
+            text = f"its symbolic size {', '.join(missing)} is not known in backward"
+            tensor = replace(tensor, eligible=False, why_not=text)
+        result.append(tensor)
+    return SavedTable(tuple(result))
+
+
+def _chains(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
+    """By SavedTensor name, the operations that compute it again."""
+    nodes = {node.name: node for node in pair.forward.graph.nodes}
+    groups = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
+    owner: dict[Node, str] = {}
+    for tensor in table.tensors:
+        value = fake(nodes[tensor.name])
+        assert value is not None
+        owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
+    mutated = mutated_placeholders(pair.forward.graph, compat.mutated_input_positions())
+    found = {}
+    for tensor in table.tensors:
+        targets = tuple(nodes[name] for name in dict.fromkeys((*tensor.views, tensor.name)))
+        found[tensor.name] = chain_of(targets, owner, tensor.name, mutated)
+    return found
+
+
+def _program(work: _Work, *, fixed: dict[str, Action]) -> Program:
+    return build_program(
+        work.pair,
+        work.table,
+        work.hardware,
+        fuses=work.request.config.inner == "inductor",
+        static_bytes=work.request.limits.static_bytes,
+        chains=work.chains,
+        fixed=fixed,
+        reserve_bytes=work.request.limits.reserve_bytes,
+    )
+
+
+def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Action]:
+    """Partition once more with tags that make the chosen activations recomputed; returns the actions for the new table.
+
+    An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so.
+    """
+    joint = copy_graph(work.request.joint)
+    _binding_tags(joint, relax=work.request.limits.explicit, notes=[])
+    _save_what_reads_mutated_inputs(joint)
+    members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
+    again = [name for name, action in actions.items() if action == "recompute"]
+    recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}
+    save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute
+    tag_joint(joint, save=save, recompute=recompute)
+    arguments = work.request.arguments
+    work.pair = GraphPair(*compat.min_cut(joint, work.request.joint_inputs, arguments), work.request.num_fwd_outputs)
+    table = saved_table(work.pair, list(work.request.joint.graph.nodes))
+    table = _without_unknown_sizes(work.pair, table)
+    new = [tensor for tensor in table.tensors if tensor.name not in actions]
+    if new:
+        total = sum(tensor.nbytes or 0 for tensor in new)
+        work.notes.append(f"recomputing {len(again)} activations saves {len(new)} others ({total} bytes), which are kept")
+    failed = [tensor for tensor in table.tensors if actions.get(tensor.name) == "recompute"]
+    for tensor in failed:
+        work.notes.append(f"{tensor.name} ({tensor.module}) could not be recomputed and is kept: torch's partitioner saves it")
+    work.table = table
+    work.chains = {}
+    return {
+        tensor.name: action if (action := actions.get(tensor.name, "keep")) != "recompute" else "keep" for tensor in table.tensors
+    }
+
+
+def _schedule(work: _Work, actions: dict[str, Action], decided: Decided) -> Timeline:
+    eligible: dict[str, Action] = {}
+    for tensor in work.table.tensors:
+        action = actions[tensor.name]
+        eligible[tensor.name] = "keep" if action == "offload" and not tensor.eligible else action
+    actions.update(eligible)
+    program = _program(work, fixed=eligible)
+    chosen = [eligible[tensor.name] for tensor in work.table.tensors]
+    return simulate(program, chosen, work.hardware, max_inflight_bytes=decided.max_inflight_bytes)
+
+
+def _plan(work: _Work, original: SavedTable, actions: dict[str, Action], decided: Decided, timeline: Timeline) -> Plan:
+    request = work.request
+    forward, backward = list(work.pair.forward.graph.nodes), list(work.pair.backward.graph.nodes)
+    last_placeholder = max(at for at, node in enumerate(backward) if node.op == "placeholder")
+    transfers = []
+    for number, item in enumerate(sorted(timeline.schedule, key=lambda s: (s.offload_at, s.candidate))):
+        tensor = work.table.tensors[item.candidate]
+        wait_at = max(item.wait_at, last_placeholder + 1)
+        transfers.append(
+            Transfer(
+                id=number,
+                tensor=tensor.name,
+                nbytes=tensor.nbytes,
+                offload_after=tensor.name,
+                release_after=_release_after(forward, tensor, item.release_at),
+                reload_before=backward[min(max(item.reload_at, last_placeholder + 1), wait_at)].name,
+                wait_before=backward[wait_at].name,
+                module=tensor.module,
+            )
+        )
+    reasons = dict(zip((tensor.name for tensor in original.tensors), decided.reasons, strict=True))
+    gone = [tensor for tensor in original.tensors if tensor.name not in actions]
+    tensors = sorted((*work.table.tensors, *gone), key=lambda tensor: tensor.produced_at)
+    decisions = tuple(
+        Decision(tensor.name, actions.get(tensor.name, "recompute"), reasons.get(tensor.name, "saved because others are recomputed"))
+        for tensor in tensors
+    )
+    return Plan(
+        key=request.key,
+        graph=request.name,
+        decisions=decisions,
+        transfers=tuple(transfers),
+        prediction=_prediction(decided, timeline),
+        notes=tuple(work.notes),
+        saved=SavedTable(tuple(tensors)),
+        torch_version=compat.torch_version(),
+        device=_device(work.table),
+        checksum=request.config.verify == "checksum",
+    )
+
+
+def _release_after(forward: list[Node], tensor: SavedTensor, release_at: int | None) -> str | None:
+    if release_at is None or forward[release_at].op == "output":
+        return None
+    position = max(release_at, tensor.last_forward_use, tensor.produced_at)
+    if forward[position].op == "output":
+        return None
+    while forward[position].op == "placeholder":
+        position += 1
+    return None if forward[position].op == "output" else forward[position].name
+
+
+def _prediction(decided: Decided, timeline: Timeline) -> Prediction:
+    return Prediction(
+        keep_peak_bytes=decided.keep_timeline.peak_bytes,
+        predicted_peak_bytes=timeline.peak_bytes,
+        keep_time_s=decided.keep_timeline.time_s,
+        predicted_time_s=timeline.time_s,
+        lower_bound_time_s=decided.lower_bound_s,
+        host_bytes=timeline.host_bytes,
+        stall_s=timeline.stall_s,
+    )
+
+
+__all__ = ["Request", "Rewritten", "copy_graph", "rewrite"]

@@ -1,0 +1,60 @@
+"""Switches that tests turn: delays beside copies, memory overwritten after release, copies that never leave the device.
+
+None of them is active in training; each is one attribute that the hot path compares with None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CopyHook = Callable[[str, str, str], None]
+ReleaseHook = Callable[[torch.Tensor, str], None]
+
+
+class _Hooks:
+    """The active hooks of this process."""
+
+    __slots__ = ("copy", "release", "twin")
+
+    def __init__(self) -> None:
+        self.copy: CopyHook | None = None
+        self.release: ReleaseHook | None = None
+        self.twin = False
+
+
+ACTIVE = _Hooks()
+
+
+@contextlib.contextmanager
+def _set(attribute: str, value: Any) -> Iterator[None]:
+    before = getattr(ACTIVE, attribute)
+    setattr(ACTIVE, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(ACTIVE, attribute, before)
+
+
+def copy_hook(hook: CopyHook) -> contextlib.AbstractContextManager[None]:
+    """Call `hook(direction, when, name)` beside every copy, with the side stream current.
+
+    direction is "d2h" or "h2d", when is "before" or "after", name is the tensor's.
+    """
+    return _set("copy", hook)
+
+
+def release_hook(hook: ReleaseHook) -> contextlib.AbstractContextManager[None]:
+    """Call `hook(source, name)` right after a source was released, on the compute stream."""
+    return _set("release", hook)
+
+
+def twin_copies() -> contextlib.AbstractContextManager[None]:
+    """Replace every copy to the host by a synchronous clone on the device, in the same rewritten graphs.
+
+    What differs between a run with and one without is the copies alone, so gradients must be equal to the bit.
+    """
+    return _set("twin", True)

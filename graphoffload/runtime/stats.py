@@ -1,0 +1,46 @@
+"""Counters of what moved in this process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the process started or since reset_stats().
+
+    offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes moved. relaid: reloads whose run-time strides differed from the
+    graph's, so that a second copy on the device put them right. dropped: offloaded tensors that no backward asked for.
+    checked: digests compared. inflight_peak_bytes: most bytes offloaded and not yet released at one time.
+    """
+
+    offloads: int = 0
+    releases: int = 0
+    reloads: int = 0
+    waits: int = 0
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+    relaid: int = 0
+    relaid_bytes: int = 0
+    dropped: int = 0
+    checked: int = 0
+    inflight_bytes: int = 0
+    inflight_peak_bytes: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """All counters by name."""
+        return asdict(self)
+
+
+COUNTERS = Counters()
+
+
+def stats() -> dict[str, int]:
+    """What was copied in this process since it started or since reset_stats(); see Counters for the names."""
+    return COUNTERS.as_dict()
+
+
+def reset_stats() -> None:
+    """Set every counter to zero."""
+    for name in Counters.__dataclass_fields__:
+        setattr(COUNTERS, name, 0)

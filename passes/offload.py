@@ -1,0 +1,64 @@
+"""Forward half of a transfer.
+
+    x = producer(...)                      x = producer(...)
+    y = consumer(x)                        handle = offload(x)
+    ...                          ──▶       y = consumer(x)
+    return (out, x)                        ...
+                                           release(x, handle)
+                                           return (out, handle)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from graphoffload.analysis.saved_values import GraphPair
+from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names
+from graphoffload.runtime.ops import HANDLE_DTYPE
+from graphoffload.saved import Plan
+
+
+def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:
+    """Insert offload and release for every transfer, and save the handle in the activation's place.
+
+    Several saved views of one storage are saved as one handle: the first keeps its place, the others leave the outputs.
+    """
+    if not plan.transfers:
+        return graphs
+    graph = graphs.forward.graph
+    nodes = node_names(graph)
+    output = next(iter(reversed(graph.nodes)))
+    outputs: list[object] = list(output.args[0])
+    kept, saved = outputs[: graphs.num_fwd_outputs], outputs[graphs.num_fwd_outputs :]
+    for transfer in plan.transfers:
+        source = find(nodes, transfer.tensor, plan.key)
+        arguments = (plan.key, transfer.id)
+        with graph.inserting_after(find(nodes, transfer.offload_after, plan.key)):
+            handle = graph.call_function(torch.ops.graphoffload.offload.default, (source, *arguments))
+        describe(handle, source, fresh_fake(source, (1,), (1,), HANDLE_DTYPE))
+        before = output if transfer.release_after is None else find(nodes, transfer.release_after, plan.key).next
+        with graph.inserting_before(before):
+            release = graph.call_function(torch.ops.graphoffload.release.default, (source, handle, *arguments))
+        describe(release, source, None)
+        saved = _save_handle(saved, handle, plan.saved[transfer.tensor].views)
+    output.args = ((*kept, *saved),) if isinstance(output.args[0], tuple) else ([*kept, *saved],)
+    if "desc" in output.meta and len(output.meta["desc"]) != len(kept) + len(saved):
+        output.meta.pop("desc")
+    finish(graphs.forward)
+    return graphs
+
+
+def _save_handle(saved: list[object], handle: Node, views: tuple[str, ...]) -> list[object]:
+    placed, result = False, []
+    for value in saved:
+        if isinstance(value, Node) and value.name in views:
+            if placed:
+                continue
+            placed = True
+            if value.meta.get("saved_tensor_with_no_vc_check"):
+                handle.meta["saved_tensor_with_no_vc_check"] = True
+            value = handle
+        result.append(value)
+    assert placed, views
+    return result

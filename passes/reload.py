@@ -1,0 +1,140 @@
+"""Backward half of a transfer.
+
+    x = placeholder                        handle = placeholder
+    ...                                    ...
+    a = earlier(...)             ──▶       y = reload(handle, size, stride)     issued in time for
+    ...                                    a = earlier(...)
+    b = reader(view(x))                    wait(y, handle)                      the first reader
+                                           b = reader(view(y))
+
+y has the strides that this graph was compiled for. Saved views are taken of y by size, stride and offset. View operations that
+stood before the wait move behind it: they read nothing, but a compiler may fold a reader into them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from graphoffload.analysis.saved_values import GraphPair
+from graphoffload.analysis.storages import fake
+from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names
+from graphoffload.passes.symbols import Sizes
+from graphoffload.runtime.ops import HANDLE_DTYPE
+from graphoffload.saved import Plan, Transfer
+
+
+def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:
+    """Insert reload and wait for every transfer, and read the reloaded tensor in the placeholder's place."""
+    if not plan.transfers:
+        return graphs
+    graph = graphs.backward.graph
+    _placeholders_first(graph)
+    sizes = Sizes(graph)
+    sources, nodes = node_names(graphs.forward.graph), node_names(graph)
+    for transfer in plan.transfers:
+        _reload_one(nodes, transfer, plan, find(sources, transfer.tensor, plan.key), sizes)
+    finish(graphs.backward)
+    return graphs
+
+
+def _reload_one(nodes: dict[str, Node], transfer: Transfer, plan: Plan, source: Node, sizes: Sizes) -> None:
+    placeholders = [find(nodes, name, plan.key) for name in plan.saved[transfer.tensor].views]
+    views = [fake(placeholder) for placeholder in placeholders]
+    handle, graph = placeholders[0], placeholders[0].graph
+    handle.meta = {**handle.meta}  # shared with the joint graph until here
+    handle.meta.pop("tensor_meta", None)
+    value = fake(source)
+    assert value is not None
+    with graph.inserting_before(find(nodes, transfer.reload_before, plan.key)):
+        layout = (sizes.nodes(value.shape), sizes.nodes(_strides(value)))
+        arguments = (handle, plan.key, transfer.id, *layout, value.dtype)
+        y = graph.call_function(torch.ops.graphoffload.reload.default, arguments)
+    describe(y, handle, fresh_fake(source, value.shape, _strides(value), value.dtype))
+    first = find(nodes, transfer.wait_before, plan.key)
+    with graph.inserting_before(first):
+        wait = graph.call_function(torch.ops.graphoffload.wait.default, (y, handle, plan.key, transfer.id))
+    describe(wait, handle, None)
+    after: Node = wait
+    for placeholder, view in zip(placeholders, views, strict=True):
+        assert view is not None
+        new = y
+        if not _is_whole(view, value):
+            with graph.inserting_after(after):
+                new = graph.call_function(torch.ops.aten.as_strided.default, (y,))
+            with graph.inserting_before(new):
+                offset = sizes.nodes([_offset(view, value)])[0]
+                new.args = (y, sizes.nodes(view.shape), sizes.nodes(view.stride()), offset)
+            y_value = fake(y)
+            assert y_value is not None
+            with y_value.fake_mode:  # type: ignore[attr-defined]
+                describe(new, placeholder, y_value.as_strided(view.shape, view.stride(), _offset(view, value)))
+            after = new
+        placeholder.replace_all_uses_with(new, delete_user_cb=lambda user: user not in (y, wait))
+        after = _views_behind(new, after)
+        if placeholder is not handle:
+            graph.erase_node(placeholder)
+    describe(handle, handle, fresh_fake(source, (1,), (1,), HANDLE_DTYPE))
+
+
+def _strides(value: torch.Tensor) -> tuple[int | torch.SymInt, ...]:
+    """Strides of the copy: the value's own where its elements fill one block, row-major otherwise."""
+    if isinstance(value.numel(), int):
+        expected = 1
+        for stride, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n != 1):
+            if stride != expected:
+                break
+            expected *= size
+        else:
+            return tuple(value.stride())
+        strides: list[int | torch.SymInt] = [1] * value.dim()
+        for dim in range(value.dim() - 2, -1, -1):
+            strides[dim] = strides[dim + 1] * max(int(value.shape[dim + 1]), 1)
+        return tuple(strides)
+    return tuple(value.stride())
+
+
+def _is_whole(view: torch.Tensor, source: torch.Tensor) -> bool:
+    return (
+        view.dim() == source.dim()
+        and all(_equal(a, b) for a, b in zip(view.shape, source.shape, strict=True))
+        and all(_equal(a, b) for a, b in zip(view.stride(), source.stride(), strict=True))
+        and _equal(view.storage_offset(), source.storage_offset())
+    )
+
+
+def _equal(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    a = left.node.expr if isinstance(left, torch.SymInt) else left
+    b = right.node.expr if isinstance(right, torch.SymInt) else right
+    return bool(a - b == 0)
+
+
+def _offset(view: torch.Tensor, source: torch.Tensor) -> int | torch.SymInt:
+    return view.storage_offset() - source.storage_offset()
+
+
+def _placeholders_first(graph: Graph) -> None:
+    placeholders = graph.find_nodes(op="placeholder")
+    after: Node = placeholders[-1]
+    early = [node for node in graph.nodes if node.op != "placeholder"]
+    last_at = {node: at for at, node in enumerate(graph.nodes)}
+    for node in early:
+        if last_at[node] < last_at[placeholders[-1]]:
+            after.append(node)
+            after = node
+
+
+def _views_behind(new: Node, after: Node) -> Node:
+    """Move views of `new` that stand before `after` right behind it; returns the last node moved."""
+    pending, views = [new], set()
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "call_function" and user < after and "graphoffload" not in str(user.target):
+                views.add(user)
+                pending.append(user)
+    for view in sorted(views):
+        after.append(view)
+        after = view
+    return after
