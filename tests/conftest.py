@@ -16,12 +16,14 @@ from hypothesis import HealthCheck, settings
 ROOT = Path(__file__).resolve().parent.parent
 
 # Before torch is imported. One fresh cache for all workers of a run: no test passes on what an earlier run compiled.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+CONTROLLER = "PYTEST_XDIST_WORKER" not in os.environ
+if CONTROLLER:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="graphoffload-test-cache-")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that outnumber the cores wait for each other, 50 times as long
 for _name in [name for name in os.environ if name.startswith("GRAPHOFFLOAD_")]:
     del os.environ[_name]
+os.environ["GRAPHOFFLOAD_CACHE_DIR"] = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "graphoffload")
 
 settings.register_profile(
     "graphoffload", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -51,9 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish() -> None:
     """The run's compile cache goes with the run."""
-    if not hasattr(session.config, "workerinput"):
+    if CONTROLLER:
         shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 
