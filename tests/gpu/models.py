@@ -63,7 +63,7 @@ class Spec:
 
 def _ids(batch: int, tokens: int, vocab: int, device: torch.device, seed: int = 7) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocab, (batch, tokens), generator=generator).to(device)
+    return torch.randint(0, vocab, (batch, tokens), generator=generator, device="cpu").to(device)
 
 
 def _floats(*shape: int, device: torch.device, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from gpu import mutations
+from gpu import mutations, races
 from gpu.mutations import Mutation
 from gpu.races import BEFORE, LAG, SEEDS, Disturbance, disturbed, found_differences, twin
 
@@ -22,7 +22,7 @@ AT_RUN_TIME: dict[str, tuple[Mutation, str, Disturbance]] = {
     "wait_without_wait": (mutations.wait_without_wait, "three_blocks", SLOW_COPIES),
     "d2h_without_compute": (mutations.d2h_without_compute, "three_blocks", LATE_COMPUTE),
     "h2d_without_compute": (mutations.h2d_without_compute, "three_blocks", LATE_COMPUTE),
-    "flat_in_wrong_strides": (mutations.flat_in_wrong_strides, "transposes", BEFORE),
+    "flat_in_wrong_strides": (mutations.flat_in_wrong_strides, "channels_last", BEFORE),
     "reload_nothing": (mutations.reload_nothing, "three_blocks", BEFORE),
 }
 IN_THE_GRAPH: dict[str, Mutation] = {
@@ -38,7 +38,7 @@ def compile_offloaded(case: Case, *, verify: str = "graph") -> torch.nn.Module:
     config = graphoffload.OffloadConfig(
         policy="offload", inner="aot_eager", min_tensor_bytes=0, max_inflight_bytes=1, verify=verify
     )
-    return compile_case(case, graphoffload.OffloadBackend(config), "cuda")
+    return compile_case(case, graphoffload.OffloadBackend(config), races.DEVICE)
 
 
 def complaints(case: Case, module: torch.nn.Module, reference: list[Result], disturbance: Disturbance) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import measure
+from gpu import measure, races
 from gpu.models import Workload, build
 from gpu.races import AFTER, ALL, BEFORE, RANDOM, SEEDS, Disturbance, disturbances, disturbed, found_differences, twin
 from gpu.variants import Eligible, apply, parse
@@ -29,7 +29,7 @@ def config(inner: str) -> graphoffload.OffloadConfig:
 
 def check_case(name: str, inner: str) -> None:
     case = ZOO[name]
-    module = compile_case(case, graphoffload.OffloadBackend(config(inner)), "cuda")
+    module = compile_case(case, graphoffload.OffloadBackend(config(inner)), races.DEVICE)
     reference = twin(case, module)
     assert not found_differences(twin(case, module), reference), "not even the twin repeats to the bit: nothing can be shown"
     for disturbance in ALL:

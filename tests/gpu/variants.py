@@ -171,15 +171,29 @@ class Eligible:
         self.known[_key(workload)] = nbytes
 
     def ask(self, workload: Workload, options: dict[str, Any]) -> int:
-        """Bytes, from explain; it traces but does not train."""
+        """Bytes, from explain; where that fails, from a forward that is compiled and thrown away."""
         key = _key(workload)
         if key not in self.known:
             import graphoffload
 
             config = graphoffload.OffloadConfig(policy="offload", **options)
-            report = graphoffload.explain(workload.module, config)(**workload.batch, **workload.constants)
-            self.known[key] = report.offloaded_bytes
+            try:
+                report = graphoffload.explain(workload.module, config)(**workload.batch, **workload.constants)
+                self.known[key] = int(report.offloaded_bytes)
+            except Exception as error:
+                print(f"    explain failed ({type(error).__name__}: {str(error)[:200]}); compiling a forward", flush=True)
+                self.known[key] = _planned_bytes(workload, graphoffload.OffloadBackend(config))
         return self.known[key]
+
+
+def _planned_bytes(workload: Workload, backend: Any) -> int:
+    import graphoffload
+
+    before = {plan.key for plan in graphoffload.last_plans()}
+    workload.module.compile(backend=backend, dynamic=False)
+    workload.loss()
+    workload.module._compiled_call_impl = None
+    return sum(plan.offloaded_bytes for plan in graphoffload.last_plans() if plan.key not in before)
 
 
 def _key(workload: Workload) -> str:
