@@ -6,12 +6,24 @@ import pytest
 import torch
 from gpu import measure, races
 from gpu.models import Workload, build
-from gpu.races import AFTER, ALL, BEFORE, RANDOM, SEEDS, Disturbance, disturbances, disturbed, found_differences, twin
+from gpu.races import (
+    AFTER,
+    ALL,
+    BEFORE,
+    RANDOM,
+    SEEDS,
+    Disturbance,
+    disturbances,
+    disturbed,
+    found_differences,
+    found_far_apart,
+    twin,
+)
 from gpu.variants import Eligible, apply, parse
 
 import graphoffload
 from graphoffload.runtime import twin_copies
-from graphoffload.testing import ZOO, compile_case
+from graphoffload.testing import ZOO, compile_case, whole_gradient_error
 
 REPEATS = 20
 INDUCTOR = (
@@ -31,12 +43,16 @@ def check_case(name: str, inner: str) -> None:
     case = ZOO[name]
     module = compile_case(case, graphoffload.OffloadBackend(config(inner)), races.DEVICE)
     reference = twin(case, module)
-    assert not found_differences(twin(case, module), reference), "not even the twin repeats to the bit: nothing can be shown"
+    noise = 0.0
+    for again in [twin(case, module) for _ in range(3)]:
+        if found_differences(again, reference):  # max_pool's backward, for one, adds in any order
+            noise = max(noise, 1e-6, *(whole_gradient_error(a, b) for a, b in zip(again, reference, strict=True)))
+    assert noise <= 1e-3, "the twin does not repeat itself: nothing can be shown"
     for disturbance in ALL:
         for repeat in range(REPEATS // len(SEEDS)):
             results, copies = disturbed(case, module, disturbance, seed=repeat)
             assert not case.offloads or copies > 0
-            found = found_differences(results, reference)
+            found = found_far_apart(results, reference, noise) if noise else found_differences(results, reference)
             assert not found, f"{disturbance.name}, repeat {repeat}:\n" + "\n".join(found)
 
 
@@ -70,7 +86,7 @@ def test_llama_under_inductor() -> None:
     measure.materialise_gradients(workload.module)
     session = measure.Session(workload, apply(parse("offload:5.8GB"), workload, Eligible()))
     measure.warm_up(session, 2)
-    references = []
+    references, noise = [], 0.0
     for seed in (0, 1):
         _draw_batch(workload, seed)
         with twin_copies():
@@ -78,7 +94,8 @@ def test_llama_under_inductor() -> None:
         references.append(session.gradients())
         with twin_copies():
             session.step()
-        assert session.check(references[-1], 0.0).error == 0.0, "not even the twin repeats to the bit: nothing can be shown"
+        noise = max(noise, session.check(references[-1], 0.0).error)
+    assert noise <= 1e-3, "the twin does not repeat itself: nothing can be shown"
     before = graphoffload.stats()["d2h_bytes"]
     modes = (
         Disturbance(BEFORE.name, before_ms=LAYER_MS),
@@ -90,7 +107,7 @@ def test_llama_under_inductor() -> None:
         with disturbances(modes[step % len(modes)], seed=step, blocks=1) as (delays, overwriter):
             session.step()
         error = session.check(references[step % 2], 0.0).error
-        assert error == 0.0, f"step {step}, {modes[step % len(modes)].name}: gradients differ from the twin's by {error:.3g}"
+        assert error <= 5 * noise, f"step {step}, {modes[step % len(modes)].name}: {error:.3g} from the twin"
         assert delays.copies > 0
         assert overwriter.filled > 0
     assert (graphoffload.stats()["d2h_bytes"] - before) / REPEATS >= 5e9
