@@ -195,9 +195,7 @@ def warm_up(session: Session, steps: int = WARM_UP_STEPS) -> float:
     return first_s
 
 
-def alternate(
-    row: Row, session: Session, baseline: Session | None, reference: list[Tensor], *, steps: int, block: int
-) -> None:
+def alternate(row: Row, session: Session, baseline: Session | None, reference: list[Tensor], *, steps: int, block: int) -> None:
     """Measure `steps` steps of each side in blocks of `block`, baseline first; every step's gradients are compared."""
     checks: list[GradientCheck] = []
     while len(row.samples) < steps:

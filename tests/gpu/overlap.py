@@ -1,7 +1,7 @@
 """What ran at the same time, read from a profiler trace: kernels, copies to the host, copies from it.
 
-    timeline = profile(step, path="trace.json.gz")
-    timeline.d2h.overlap_with_compute_ms, timeline.h2d.gb_per_s
+timeline = profile(step, path="trace.json.gz")
+timeline.d2h.overlap_with_compute_ms, timeline.h2d.gb_per_s
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ class Timeline:
             said.append(
                 f"{name}: {d.copies} copies, {d.total_bytes / 1e9:.3f} GB, busy {d.busy_ms:.1f} ms = "
                 f"{d.gb_per_s:.1f} GB/s, first to last {d.span_ms:.1f} ms = {d.span_gb_per_s:.1f} GB/s, "
-                f"beside kernels {d.overlap_with_compute_ms:.1f} ms"
-                + (f", {d.pageable} PAGEABLE" if d.pageable else "")
+                f"beside kernels {d.overlap_with_compute_ms:.1f} ms" + (f", {d.pageable} PAGEABLE" if d.pageable else "")
             )
         return said
 

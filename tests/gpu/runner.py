@@ -84,9 +84,7 @@ class Runner:
 
     def fresh(self) -> Workload:
         """The model from the same seed."""
-        return build(
-            self.model, self.device, tiny=self.options.tiny, dtype=self.options.dtype, **(self.options.sizes or {})
-        )
+        return build(self.model, self.device, tiny=self.options.tiny, dtype=self.options.dtype, **(self.options.sizes or {}))
 
     def session(self, variant: Variant) -> Session:
         """A fresh model under a variant; gradients exist before anything is planned."""
@@ -183,9 +181,7 @@ class Runner:
             row.compile_s = measure.warm_up(session, self.options.warm_up)
             row.graphs = measure.graphs_compiled() - graphs
             before = our_stats() if variant.ours else {}
-            measure.alternate(
-                row, session, self.baseline, self.reference, steps=self.options.steps, block=self.options.block
-            )
+            measure.alternate(row, session, self.baseline, self.reference, steps=self.options.steps, block=self.options.block)
             row.pinned_bytes = measure.pinned_bytes()
             if variant.ours:
                 self._measure_ours(variant, row, session, before)
