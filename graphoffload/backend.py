@@ -24,6 +24,7 @@ from graphoffload.log import log, say
 from graphoffload.partitioner import OffloadPartitioner, graph_key
 from graphoffload.report import summary_line
 from graphoffload.runtime import registry
+from graphoffload.saved import Plan
 
 _graphs = itertools.count()
 _configs_with_breaks: set[str] = set()
@@ -83,6 +84,30 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     compiled = _inner(gm, example_inputs, config, partitioner)
     _after_compile(base, key)
     return compiled
+
+
+def plan_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig
+) -> tuple[Plan | None, Callable[..., Any]]:
+    """Plan one Dynamo graph as compiling would, and return what runs the rewritten graphs without a compiler (None: no gradient)."""
+    if not _needs_gradient(example_inputs):
+        return None, gm.forward
+    key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
+    partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_is_fragment(gm, config))
+    if config.inner == "aot_eager":
+        compiled = _aot_eager(gm, example_inputs, partitioner)
+    else:
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**_inductor_patches(config), "custom_partitioner_fn": partitioner, "force_disable_caches": True}
+        compiled = compile_fx(gm, list(example_inputs), inner_compile=_run_as_it_is, config_patches=patches)
+    return registry.of_key(key), compiled
+
+
+def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(gm.forward)
 
 
 def _after_compile(base: str, key: str) -> None:

@@ -49,6 +49,14 @@ class OffloadPartitioner(CustomPartitionerFn):
         self.name = name
         self.fragment = fragment
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What torch's cache key sees: not the name, which numbers the graphs of a process, but what decides the plan."""
+        return {"config": self.config, "key": self.key, "name": "", "fragment": self.fragment}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
+        """Inductor copies its configuration; a copy is this partitioner, name included."""
+        return self
+
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
@@ -118,10 +126,11 @@ def _check_inductor_settings() -> None:
 def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
     """Identity of a graph with its module names, annotations and tags, the configuration, torch, and graphoffload's own source."""
     digest = hashlib.sha256()
-    for part in (compat.torch_version(), source_digest(), config.digest(), extra, str(gm.graph)):
+    modules = [module for _, module in gm.named_modules() if isinstance(module, GraphModule)]  # checkpoint regions are submodules
+    for part in (compat.torch_version(), source_digest(), config.digest(), extra, *(str(module.graph) for module in modules)):
         digest.update(part.encode())
         digest.update(b"\0")
-    for node in gm.graph.nodes:
+    for node in (node for module in modules for node in module.graph.nodes):
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         value = node.meta.get("val", node.meta.get("example_value"))
         layout = (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else None

@@ -20,7 +20,7 @@ from graphoffload import compat
 from graphoffload.analysis.chains import Chain, chain_of, mutated_placeholders
 from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
 from graphoffload.analysis.program import build_program
-from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_table
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs, real_uses, saved_table
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import missing_symbols
 from graphoffload.config import OffloadConfig
@@ -207,8 +207,10 @@ def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
     """Running an operation again after its input was written to would compute something else."""
     mutated = mutated_placeholders(joint.graph, compat.mutated_input_positions())
     for placeholder in mutated:
-        for user in placeholder.users:
-            if user.op == "call_function" and isinstance(user.meta.get("val"), torch.Tensor) and user.meta.get("partitioner_tag") != "is_backward":
+        if fake(placeholder) is None:
+            continue
+        for user in real_uses(placeholder):  # a saved view of the input would be the input itself
+            if user.op == "call_function" and isinstance(user.meta.get("val"), torch.Tensor):
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -357,7 +359,7 @@ def _prediction(decided: Decided, timeline: Timeline) -> Prediction:
         predicted_peak_bytes=timeline.peak_bytes,
         keep_time_s=decided.keep_timeline.time_s,
         predicted_time_s=timeline.time_s,
-        lower_bound_time_s=decided.lower_bound_s,
+        lower_bound_time_s=None if decided.lower_bound_s is None else min(decided.lower_bound_s, timeline.time_s),
         host_bytes=timeline.host_bytes,
         stall_s=timeline.stall_s,
     )

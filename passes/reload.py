@@ -71,7 +71,7 @@ def _reload_one(nodes: dict[str, Node], transfer: Transfer, plan: Plan, source: 
                 describe(new, placeholder, y_value.as_strided(view.shape, view.stride(), _offset(view, value)))
             after = new
         placeholder.replace_all_uses_with(new, delete_user_cb=lambda user: user not in (y, wait))
-        after = _views_behind(new, after)
+        after = _views_behind(new, wait, after)
         if placeholder is not handle:
             graph.erase_node(placeholder)
     describe(handle, handle, fresh_fake(source, (1,), (1,), HANDLE_DTYPE))
@@ -126,12 +126,12 @@ def _placeholders_first(graph: Graph) -> None:
             after = node
 
 
-def _views_behind(new: Node, after: Node) -> Node:
-    """Move views of `new` that stand before `after` right behind it; returns the last node moved."""
+def _views_behind(new: Node, wait: Node, after: Node) -> Node:
+    """Move views of `new` that stand before the wait to right behind `after`; returns the last node moved."""
     pending, views = [new], set()
     while pending:
         for user in pending.pop().users:
-            if user.op == "call_function" and user < after and "graphoffload" not in str(user.target):
+            if user.op == "call_function" and user < wait and user is not new and "graphoffload" not in str(user.target):
                 views.add(user)
                 pending.append(user)
     for view in sorted(views):

@@ -76,20 +76,11 @@ def _refusal(node: Node) -> str:
         return f"its recomputation runs {target}, which writes to its arguments"
     if "batch_norm" in str(target):
         return f"its recomputation runs {target}, which updates running statistics"
-    if torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node):
+    if "attention" in str(target):
+        return f"its recomputation runs {target}, which is as dear as the products around it and may draw random numbers"
+    if torch.Tag.nondeterministic_seeded in target.tags:
         return f"its recomputation draws random numbers ({target})"
     return ""
-
-
-def _draws_nothing(node: Node) -> bool:
-    """Attention with a dropout probability of 0 carries the tag but draws nothing."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    if "attention" not in str(node.target):
-        return False
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-        if argument.name == "dropout_p":
-            return value == 0.0
-    return node.kwargs.get("dropout_p", 0.0) == 0.0
 
 
 def mutated_placeholders(forward: Graph, positions: frozenset[int]) -> frozenset[Node]:

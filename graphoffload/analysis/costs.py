@@ -25,7 +25,8 @@ from graphoffload.hardware import HardwareProfile
 
 Kind = Literal["view", "kernel", "fused", "none"]
 
-_KERNEL_WORDS = ("sort", "topk", "fft", "linalg", "c10d", "scan", "nonzero", "unique", "multinomial", "embedding_dense_backward")
+_KERNEL_WORDS = ("sort", "topk", "fft", "linalg", "c10d", "scan", "nonzero", "unique", "multinomial", "embedding_dense_backward", "attention", "convolution")
+_INLINED_READS = 4  # Inductor computes a value again where it is read rather than store it, up to this many reads
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
 
 
@@ -63,22 +64,64 @@ def _is_view(node: Node) -> bool:
     return value is not None and source is not None and storage_id(value) == storage_id(source)
 
 
+@dataclass(slots=True)
+class _Fusion:
+    """Which storages exist, and for a value that does not, the storages it is computed from where it is read."""
+
+    real: set[int]
+    sources: dict[int, frozenset[int]]
+    kinds: dict[Node, Kind]
+
+
 def materialised(graph: Graph, *, fuses: bool) -> set[int]:
     """Storages that exist in memory, by identity."""
-    found: set[int] = set()
-    cluster, number = {}, 0
+    return _fusion(graph, fuses=fuses).real
+
+
+def _fusion(graph: Graph, *, fuses: bool) -> _Fusion:
+    """Follow a fusing compiler: a value exists when a kernel or the graph's output reads it, when it is the smaller result of a
+    reduction, or when several operations read it and computing it again for each would read too many others."""
     kinds = {node: kind_of(node, fuses=fuses) for node in graph.nodes}
-    for node in graph.nodes:
-        number += kinds[node] == "kernel"
-        cluster[node] = number
+    fusion = _Fusion(set(), {}, kinds)
     for node in graph.nodes:
         value = fake(node)
-        if value is None or storage_id(value) in found:
+        if value is None or storage_id(value) in fusion.real or storage_id(value) in fusion.sources:
             continue
-        alone = node.op == "placeholder" or kinds[node] in ("kernel", "none")
-        if alone or any(_asks_for(user, kinds, cluster[user] != cluster[node]) for user in _readers(node)):
-            found.add(storage_id(value))
-    return found
+        sources = _sources(node, fusion)
+        if kinds[node] != "fused" or _exists(node, sources, fusion):
+            fusion.real.add(storage_id(value))
+        else:
+            fusion.sources[storage_id(value)] = sources
+    return fusion
+
+
+def _sources(node: Node, fusion: _Fusion) -> frozenset[int]:
+    found: set[int] = set()
+    for argument in node.all_input_nodes:
+        value = fake(argument)
+        if value is not None:
+            identity = storage_id(value)
+            found |= fusion.sources.get(identity, frozenset((identity,)))
+    return frozenset(found)
+
+
+def _exists(node: Node, sources: frozenset[int], fusion: _Fusion) -> bool:
+    readers = _readers(node)
+    if any(user.op == "output" or kind_of(user, fuses=True) == "kernel" for user in readers):
+        return True
+    value = fake(node)
+    assert value is not None
+    inputs = [tensor_nbytes(other) or 0 for argument in node.all_input_nodes if (other := fake(argument)) is not None]
+    if inputs and 2 * (tensor_nbytes(value) or 0) * max(1, _widening(node)) <= max(inputs):
+        return True
+    return len(sources) > _INLINED_READS and len(readers) > 1
+
+
+def _widening(node: Node) -> int:
+    """A cast to half the width is no reduction."""
+    value = fake(node)
+    first = next((other for argument in node.all_input_nodes if (other := fake(argument)) is not None), None)
+    return 1 if value is None or first is None else max(1, first.element_size() // value.element_size())
 
 
 def _readers(node: Node) -> list[Node]:
@@ -95,45 +138,46 @@ def _readers(node: Node) -> list[Node]:
     return found
 
 
-def _asks_for(user: Node, kinds: dict[Node, Kind], elsewhere: bool) -> bool:
-    return user.op == "output" or kinds[user] == "kernel" or elsewhere
-
-
 def node_costs(graph: Graph, hardware: HardwareProfile, *, fuses: bool) -> list[NodeCost]:
-    """Costs of all nodes of a graph in order."""
-    real = materialised(graph, fuses=fuses)
+    """Costs of all nodes of a graph in order. A fused value that does not exist in memory costs nothing where it is defined."""
+    fusion = _fusion(graph, fuses=fuses)
+    sizes = {storage_id(value): value.untyped_storage().nbytes() for node in graph.nodes if (value := fake(node)) is not None}
     costs, seen_in_cluster = [], set[int]()
     for node in graph.nodes:
-        kind = kind_of(node, fuses=fuses)
-        if kind in ("view", "none"):
+        kind = fusion.kinds[node]
+        value = fake(node)
+        unreal = kind == "fused" and value is not None and storage_id(value) not in fusion.real
+        if kind in ("view", "none") or unreal:
             costs.append(NodeCost(kind, 0, 0, 0.0))
             continue
         if kind == "kernel":
             seen_in_cluster = set()
-        moved = _moved_bytes(node, real, seen_in_cluster if kind == "fused" else set())
+        first = not seen_in_cluster
+        moved = _moved_bytes(node, fusion, sizes, seen_in_cluster if kind == "fused" else set())
         flops = _flops(node) if kind == "kernel" else 0
-        costs.append(NodeCost(kind, flops, moved, _time_s(node, flops, moved, hardware)))
+        costs.append(NodeCost(kind, flops, moved, _time_s(node, flops, moved, hardware, launch=kind == "kernel" or first)))
     return costs
 
 
-def _moved_bytes(node: Node, real: set[int], seen: set[int]) -> int:
+def _moved_bytes(node: Node, fusion: _Fusion, sizes: dict[int, Any], seen: set[int]) -> int:
+    identities = set(_sources(node, fusion))
+    identities.update(
+        storage_id(value)
+        for value in tree_leaves(node.meta["val"])
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    )
     total = 0
-    values = [fake(arg) for arg in tree_leaves((node.args, node.kwargs)) if isinstance(arg, Node)]
-    outputs = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
-    for value in (*values, *outputs):
-        if value is None or value.layout != torch.strided:
-            continue
-        identity = storage_id(value)
-        if identity in real and identity not in seen:
-            seen.add(identity)
-            total += min(tensor_nbytes(value) or 0, int(value.untyped_storage().nbytes()) if tensor_nbytes(value) else 0)
+    for identity in identities - seen:
+        seen.add(identity)
+        nbytes = sizes.get(identity, 0)
+        total += nbytes if isinstance(nbytes, int) else 0
     return total
 
 
-def _time_s(node: Node, flops: int, moved_bytes: int, hardware: HardwareProfile) -> float:
+def _time_s(node: Node, flops: int, moved_bytes: int, hardware: HardwareProfile, *, launch: bool) -> float:
     bandwidth_s = moved_bytes / hardware.device_bandwidth_bytes_per_s
     if not flops:
-        return bandwidth_s + (hardware.kernel_launch_s if moved_bytes else 0.0)
+        return bandwidth_s + (hardware.kernel_launch_s if moved_bytes and launch else 0.0)
     value = next(v for v in tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor))
     rate = hardware.matmul_rate_flops_per_s(str(value.dtype).removeprefix("torch."))
     return max(bandwidth_s, flops / rate) + hardware.kernel_launch_s

@@ -167,6 +167,8 @@ def _base(pairs: list[tuple[Node, Node]], members: list[Node]) -> tuple[Node, st
     candidates = [node for node in members if covers_storage(fake(node))]  # type: ignore[arg-type]
     if len(dtypes) > 1:
         return root, "saved views of one storage have different dtypes"
+    if any(value.is_conj() or value.is_neg() for node in (root, *saved) if (value := fake(node)) is not None):
+        return root, "is a lazy conjugate or negative: its bits are not its values"
     if candidates:
         return candidates[0], why_not
     if len(saved) == 1:

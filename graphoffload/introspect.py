@@ -1,0 +1,164 @@
+"""explain(): plans without training; and the decorator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
+
+from graphoffload.backend import OffloadBackend, plan_graph
+from graphoffload.config import OffloadConfig
+from graphoffload.errors import ConfigError
+from graphoffload.report import OffloadReport
+
+_T = TypeVar("_T")
+
+
+def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None, **fields: Any) -> Callable[..., OffloadReport]:
+    """Plan without training: `explain(model, config)(*args)` returns the report of all graphs that this call would compile.
+
+    Everything is traced with fake tensors: no kernel runs, no memory is taken, no buffer changes and no random number is drawn.
+    A model on the meta device is traced as one on the CPU. Together with a named `hardware` this answers on a laptop whether a
+    model would fit a GPU that is not there.
+
+    Args:
+        model: a module or function, not compiled.
+        config: an OffloadConfig or options as for torch.compile; or its fields as keywords.
+
+    Raises:
+        GraphOffloadError: as compiling would.
+    """
+    chosen = config if isinstance(config, OffloadConfig) else OffloadConfig.from_options({**(config or {}), **fields})
+
+    def run(*args: Any, **kwargs: Any) -> OffloadReport:
+        graphs = _Graphs(chosen)
+        with _fake_world(model) as mode:
+            inputs, named = tree_map_only(torch.Tensor, _faker(mode), (args, kwargs))
+            target = model.forward if isinstance(model, nn.Module) else model
+            compiled = torch.compile(target, backend=graphs, dynamic=None)
+            try:
+                compiled(*inputs, **named)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                raise error.inner_exception from None
+        return OffloadReport(plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1))
+
+    return run
+
+
+class _Graphs:
+    """A backend that plans every graph and runs it with fake tensors."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self.config = config
+        self.plans: list[Any] = []
+        self.count = 0
+        self.__name__ = "graphoffload_explain"
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        self.count += 1
+        plan, compiled = plan_graph(gm, example_inputs, self.config)
+        if plan is not None:
+            self.plans.append(plan)
+        return compiled
+
+
+def _faker(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value
+        device = "cpu" if value.device.type == "meta" else value.device
+        with mode:
+            result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return result.requires_grad_(value.requires_grad)
+
+    return fake
+
+
+@contextmanager
+def _fake_world(model: Any) -> Iterator[FakeTensorMode]:
+    """A fake-tensor mode, with the model's parameters and buffers replaced by fakes for its duration."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = _faker(mode)
+    if not isinstance(model, nn.Module):
+        with mode:
+            yield mode
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor] = {}
+    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if id(value) not in seen:
+            made = fake(value.detach()).requires_grad_(value.requires_grad)
+            seen[id(value)] = nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+        tensors[name] = seen[id(value)]
+    with _reparametrize_module(model, tensors), mode:
+        yield mode
+
+
+@overload
+def offload(target: type[_T], /, **options: Any) -> type[_T]: ...
+@overload
+def offload(target: _T, /, **options: Any) -> _T: ...
+@overload
+def offload(target: None = None, /, **options: Any) -> Callable[[_T], _T]: ...
+def offload(target: Any = None, /, **options: Any) -> Any:
+    """Compile with graphoffload: a decorator for a function or an `nn.Module` class, or a call on an instance.
+
+        @graphoffload.offload(device_budget="40GiB")
+        class Model(nn.Module): ...              # the class stays the class; each instance's forward is compiled in place
+
+        graphoffload.offload(model, max_slowdown=0.02)      # compiles in place and returns the model; state_dict keys unchanged
+
+    `options` are the backend's; see docs/config.md.
+    """
+    config = OffloadConfig.from_options(options)
+    if target is None:
+        return functools.partial(_apply, config)
+    return _apply(config, target)
+
+
+def _apply(config: OffloadConfig, target: Any) -> Any:
+    backend = OffloadBackend(config)
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        return _compile_class(target, backend)
+    if isinstance(target, nn.Module):
+        _compile_in_place(target, backend)
+        return target
+    if callable(target):
+        return torch.compile(target, backend=backend)
+    raise ConfigError(f"offload() takes a function, an nn.Module class or an instance; got {type(target).__name__}.")
+
+
+def _compile_in_place(module: nn.Module, backend: OffloadBackend) -> None:
+    if type(module).__module__.startswith("torch.nn.") and type(module).forward is not nn.Module.forward:
+        # Dynamo skips frames inside torch.nn, so compiling Sequential.forward itself would compile nothing, silently.
+        module._compiled_call_impl = torch.compile(_caller(module), backend=backend)
+        return
+    module.compile(backend=backend)
+
+
+def _caller(module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return nn.Module._call_impl(module, *args, **kwargs)
+
+    return call
+
+
+def _compile_class(kind: type[nn.Module], backend: OffloadBackend) -> type[nn.Module]:
+    """Each instance compiles itself in place on its first call: subclasses, pickling and the class's identity stay as they are."""
+    original = kind.__call__
+
+    @functools.wraps(original)
+    def compiled_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled_call_impl is None and not torch.compiler.is_compiling():
+            _compile_in_place(self, backend)
+        return original(self, *args, **kwargs)
+
+    kind.__call__ = compiled_call  # type: ignore[method-assign, assignment]
+    return kind
