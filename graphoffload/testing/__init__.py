@@ -2,7 +2,7 @@
 
     zoo.ZOO        every case by name: build, inputs, loss, notes
     compare        run a step, compare two to the bit, or by the whole gradient's error against float64
-    observe        what a run really did: plans and copies
+    observed       what a run really did: plans and copies
     policies       scattered decisions
     faults         break an operation on purpose: a test that still passes then is no test
 """
@@ -23,7 +23,7 @@ from graphoffload.testing.compare import (
     run_step,
     whole_gradient_error,
 )
-from graphoffload.testing.observe import Observed, observe
+from graphoffload.testing.observed import Observed, observe
 from graphoffload.testing.policies import OffloadNonContiguous, Scattered
 from graphoffload.testing.zoo import ZOO
 
