@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import graphoffload.report
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
@@ -19,8 +22,10 @@ EXAMPLES = ROOT / "examples"
 ARGUMENTS: dict[str, list[str]] = {
     "train_gpt.py": ["--steps", "12", "--layers", "2", "--width", "64", "--context", "64", "--min-tensor-bytes", "16384"],
     "train_hf_llama.py": ["--steps", "6", "--layers", "2", "--inner", "aot_eager"],
-    "explain_plan.py": ["--layers", "2"],
+    "explain_plan.py": ["--layers", "2", "--device-budget", "4GiB"],
     "write_a_policy.py": [],
+    "pareto.py": ["--tiny", "--methods", "ours", "--steps", "2", "--block", "1"],
+    "longest.py": ["--tiny", "--methods", "keep,auto"],
 }
 EXECUTED_DOCS = ["docs/one_tensor.md"]
 
@@ -78,10 +83,11 @@ def test_train_hf_llama() -> None:
 def test_explain_plan() -> None:
     out = run_example("explain_plan.py", *ARGUMENTS["explain_plan.py"])
     path = Path(out.rsplit("as JSON: ", 1)[1].strip())
-    data = json.loads(path.read_text())
+    report = graphoffload.report.OffloadReport.from_json(path.read_text())
     path.unlink()
-    assert "offload" in out
-    assert data["plans"], "the report holds no plan"
+    assert 0 < report.predicted_peak_bytes <= 4 * 2**30 < report.keep_peak_bytes
+    assert report.offloaded_bytes + report.recomputed_bytes > 0
+    assert "recompute" in out
 
 
 @pytest.mark.slow
@@ -94,6 +100,22 @@ def test_write_a_policy() -> None:
     losses = re.findall(r"^loss ([0-9.]+)", out, re.M)
     assert len(losses) == 2
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5), "a policy moves bytes, not results"
+
+
+@pytest.mark.slow
+def test_pareto(tmp_path: Path) -> None:
+    run_example("pareto.py", *ARGUMENTS["pareto.py"], "--out", str(tmp_path))
+    (table,) = tmp_path.glob("pareto_*.csv")
+    rows = list(csv.DictReader(table.open()))
+    assert any(row["method"].startswith("keep-all") and row["status"] == "ok" for row in rows), rows
+    assert any(int(row["offloaded_bytes"] or 0) > 0 for row in rows), "no method offloads anything"
+
+
+@pytest.mark.slow
+def test_longest() -> None:
+    out = run_example("longest.py", *ARGUMENTS["longest.py"])
+    for method in ("keep", "auto"):
+        assert re.search(rf"^{method} +\d+ ", out, re.M), out
 
 
 # Documents that run: ```python run blocks share one namespace; a ```text block right behind one is what it prints.
