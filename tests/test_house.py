@@ -196,9 +196,11 @@ def undocumented(files: Iterable[Source]) -> Iterator[str]:
         if file.text.strip() and ast.get_docstring(file.tree) is None:
             yield f"{file.path}: no module docstring."
         for node in file.tree.body:
-            public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-            if public and ast.get_docstring(node) is None:  # type: ignore[arg-type]
-                yield f"{file.path}:{node.lineno}: {node.name} is public and has no docstring."  # type: ignore[attr-defined]
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
+                continue
+            is_overload = any(ast.unparse(decorator) in ("overload", "typing.overload") for decorator in node.decorator_list)
+            if ast.get_docstring(node) is None and not is_overload:
+                yield f"{file.path}:{node.lineno}: {node.name} is public and has no docstring."
 
 
 def own_byte_units(files: Iterable[Source]) -> Iterator[str]:
