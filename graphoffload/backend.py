@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from graphoffload import compat
 from graphoffload.config import OffloadConfig, split_options
 from graphoffload.errors import ConfigError, FallbackWarning, warn
+from graphoffload.fragments import Fragment
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
 from graphoffload.partitioner import OffloadPartitioner, graph_key
@@ -80,7 +81,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
     known = registry.stored(base)
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
-    partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_is_fragment(gm, config))
+    partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config))
     compiled = _inner(gm, example_inputs, config, partitioner)
     _after_compile(base, key)
     return compiled
@@ -93,7 +94,7 @@ def plan_graph(
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
-    partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_is_fragment(gm, config))
+    partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config))
     if config.inner == "aot_eager":
         compiled = _aot_eager(gm, example_inputs, partitioner)
     else:
@@ -130,13 +131,14 @@ def _device_name(inputs: Sequence[Any]) -> str:
     return torch.cuda.get_device_name(device) if device is not None else "cpu"
 
 
-def _is_fragment(gm: GraphModule, config: OffloadConfig) -> bool:
+def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
     """Whether this graph is only part of what the user compiled, so that a pattern may well match in another part."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     digest = config.digest()
     if reason is None or getattr(reason, "graph_break", False):
         _configs_with_breaks.add(digest)
-    return digest in _configs_with_breaks
+        return "part"
+    return "last" if digest in _configs_with_breaks else ""
 
 
 def _inner(

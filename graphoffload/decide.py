@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -65,6 +66,7 @@ def decide(
     keep = simulate(program, ["keep"] * len(program.candidates), hardware)
     warnings = [wish.warning for wish in wanted if wish.warning]
     inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
+    warnings += _nothing_offloaded(wanted, table, config)
     wanted, too_much = _within_host(wanted, table, limits.host_budget_bytes)
     warnings += too_much
     program = replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
@@ -83,6 +85,18 @@ def decide(
     return Decided(
         tuple(solution.actions), reasons, keep, solution.lower_bound_s, (f"planned by {solution.solver}",), tuple(warnings), inflight
     )
+
+
+def _nothing_offloaded(wanted: Sequence[Wish], table: SavedTable, config: OffloadConfig) -> list[str]:
+    """A policy that asks to offload everything and offloads nothing says so."""
+    if config.policy != "offload" or not table.tensors or any(wish.action == "offload" for wish in wanted):
+        return []
+    reasons = Counter(wish.reason for wish in wanted)
+    reason, count = reasons.most_common(1)[0]
+    return [
+        f'policy="offload" offloads nothing: all {len(wanted)} saved activations ({format_bytes(table.saved_bytes)}) are kept, '
+        f"{count} of them because: {reason}. min_tensor_bytes={format_bytes(int(config.min_tensor_bytes))}; lower it or widen offload_modules."
+    ]
 
 
 def _constrain(candidate: Candidate, wish: Wish) -> Candidate:

@@ -6,6 +6,7 @@ It holds the configuration, the plan's key and the graph's name, and nothing els
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import secrets
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ from graphoffload import compat
 from graphoffload.config import OffloadConfig
 from graphoffload.dump import write_dump
 from graphoffload.errors import FallbackWarning, warn
+from graphoffload.fragments import Fragment
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
 from graphoffload.pipeline import Request, Rewritten, copy_graph, rewrite
+from graphoffload.policies import stable_text
 from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import registry
 
@@ -42,7 +45,7 @@ class OffloadPartitioner(CustomPartitionerFn):
     """
 
     def __init__(
-        self, config: OffloadConfig | None = None, *, key: str | None = None, name: str = "", fragment: bool = False
+        self, config: OffloadConfig | None = None, *, key: str | None = None, name: str = "", fragment: Fragment = ""
     ) -> None:
         self.config = config if config is not None else OffloadConfig()
         self.key = key
@@ -136,7 +139,18 @@ def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
         layout = (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else None
         facts = (node.name, [entry[0] for entry in stack.values()], node.meta.get("custom"), str(node.meta.get("recompute")), layout)
         digest.update(repr(facts).encode())
+    for module in modules:
+        digest.update(_context_text(module.meta.get("_checkpoint_context_fn")).encode())
     return digest.hexdigest()[:24]
+
+
+def _context_text(context: Any) -> str:
+    """Selective checkpointing keeps its policy beside the graph: text that differs when the policy does."""
+    if isinstance(context, functools.partial):
+        return _context_text(context.func) + "".join(map(_context_text, (*context.args, *context.keywords.values())))
+    if getattr(context, "__closure__", None):
+        return secrets.token_hex(16)  # nobody can tell what a closure holds: never reuse a plan
+    return stable_text(context)
 
 
 @lru_cache(maxsize=1)

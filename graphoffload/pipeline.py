@@ -25,7 +25,8 @@ from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import missing_symbols
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Decided, Limits, decide
-from graphoffload.errors import NotOffloadedWarning, PatternWarning, warn
+from graphoffload.errors import NotOffloadedWarning, warn
+from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
 from graphoffload.hardware import HardwareProfile, resolve_hardware
 from graphoffload.modules import resolve
 from graphoffload.passes.offload import insert_offloads
@@ -50,7 +51,7 @@ class Request:
     key: str
     name: str
     limits: Limits
-    fragment: bool = False
+    fragment: Fragment = ""
 
     @property
     def num_fwd_outputs(self) -> int:
@@ -151,10 +152,13 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Wish
             boundaries.setdefault(name, []).append(path)
     config = request.config
     resolution = resolve(patterns_of(config.policy, config.offload_modules), [p for p in operations if p], boundaries, operations)
-    if request.fragment and (unmatched := resolution.error()) is not None:
-        warn(PatternWarning, f"in graph {request.name}, a part of the model: {unmatched}", stacklevel=6)
+    if request.fragment:
+        patterns = patterns_of(config.policy, config.offload_modules)
+        matched_somewhere(config.digest(), (pattern for pattern in patterns if pattern not in resolution.unmatched))
+        if request.fragment == "last":
+            warn_of_unmatched(config.digest(), resolution.unmatched, resolution.error())
     check_tags(_tagged(nodes), config, resolution)
-    wanted = wishes_for(table, config, resolution, fragment=request.fragment)
+    wanted = wishes_for(table, config, resolution, fragment=bool(request.fragment))
     notes.extend(without_effect(table, config, resolution))
     return wanted
 

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphoffload.errors import RuntimeStateError
+from graphoffload.errors import BackwardNeverCameWarning, RuntimeStateError, warn
 from graphoffload.runtime.host_memory import POOL, HostBuffer
 from graphoffload.runtime.stats import COUNTERS
 from graphoffload.runtime.streams import streams_of
+from graphoffload.units import format_bytes
 
 KEPT_COPIES = 8
+DROPPED_BEFORE_WARNING = 16
 
 
 class Entry:
@@ -68,6 +70,9 @@ class Entries:
         self._by_storage: dict[int, Entry] = {}
         self._by_ticket: dict[int, Entry] = {}
         self._copied: dict[tuple[str, str], deque[Entry]] = defaultdict(deque)
+        self._forwards_dropped = 0
+        self._bytes_dropped = 0
+        self._warned = False
         self._tickets = itertools.count(secrets.randbits(61))
 
     def __len__(self) -> int:
@@ -114,9 +119,28 @@ class Entries:
         """Close entries whose handle nobody owns any more; returns how many. Called at the start of every forward."""
         with self._lock:
             dead = [key for key, entry in self._by_storage.items() if entry.weak is not None and entry.weak.expired()]
-            for key in dead:
-                self._close(self._by_storage.pop(key))
+            entries = [self._by_storage.pop(key) for key in dead]
+            for entry in entries:
+                self._close(entry)
+        self._count_dropped(entries)
         return len(dead)
+
+    def _count_dropped(self, entries: list[Entry]) -> None:
+        """Warn once after many forwards in a row whose offloaded activations no backward asked for."""
+        if any(entry.reloads for entry in entries):
+            self._forwards_dropped = self._bytes_dropped = 0
+        elif entries:
+            self._forwards_dropped += 1
+            self._bytes_dropped += sum(entry.nbytes for entry in entries)
+        if self._forwards_dropped < DROPPED_BEFORE_WARNING or self._warned:
+            return
+        self._warned = True
+        warn(
+            BackwardNeverCameWarning,
+            f"{self._forwards_dropped} forwards in a row offloaded {format_bytes(self._bytes_dropped)} that no backward asked for: the "
+            "copies were for nothing. Run evaluation under torch.no_grad() or torch.inference_mode().",
+            stacklevel=5,
+        )
 
     def _close(self, entry: Entry) -> None:
         self._by_ticket.pop(entry.ticket, None)
