@@ -6,9 +6,11 @@ It holds the configuration, the plan's key and the graph's name, and nothing els
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import secrets
+import types
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -148,9 +150,14 @@ def _context_text(context: Any) -> str:
     """Selective checkpointing keeps its policy beside the graph: text that differs when the policy does."""
     if isinstance(context, functools.partial):
         return _context_text(context.func) + "".join(map(_context_text, (*context.args, *context.keywords.values())))
-    if getattr(context, "__closure__", None):
-        return secrets.token_hex(16)  # nobody can tell what a closure holds: never reuse a plan
-    return stable_text(context)
+    if isinstance(context, types.FunctionType):
+        cells = (cell.cell_contents for cell in context.__closure__ or ())
+        return stable_text(context) + "".join(map(_context_text, cells))
+    if context is None or isinstance(context, (str, int, float, enum.Enum, type, torch.dtype, torch._ops.OpOverload)):
+        return repr(context)
+    if isinstance(context, (tuple, list, set, frozenset)):
+        return "".join(sorted(map(_context_text, context)))
+    return secrets.token_hex(16)  # nobody can tell what it decides: never reuse a plan
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,7 @@ The joint graph that torch handed over is never written to; everything works on 
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from graphoffload.analysis.program import build_program
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs, real_uses, saved_table
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import missing_symbols
+from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Decided, Limits, decide
 from graphoffload.errors import NotOffloadedWarning, warn
@@ -35,6 +37,7 @@ from graphoffload.passes.tag import tag_joint
 from graphoffload.plan.program import Program
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.policies import patterns_of
+from graphoffload.runtime import registry
 from graphoffload.saved import Action, Decision, Plan, Prediction, SavedTable, SavedTensor, Transfer
 from graphoffload.verify import verify_graphs
 from graphoffload.wishes import Wish, check_tags, wishes_for, without_effect
@@ -116,7 +119,9 @@ def _copies(pair: GraphPair) -> GraphPair:
 
 def copy_graph(module: GraphModule) -> GraphModule:
     """A graph module with its own graph and node metadata; tensors, submodules and node names are the original's."""
-    return GraphModule(module, copy.deepcopy(module.graph))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, from copying a graph's output specification
+        return GraphModule(module, copy.deepcopy(module.graph))
 
 
 def _analyse(request: Request) -> _Work:
@@ -251,6 +256,15 @@ def _chains(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
 
 
 def _program(work: _Work, *, fixed: dict[str, Action]) -> Program:
+    times: dict[str, float] = {}
+    if work.hardware.source == "measured":
+        graphs = (work.pair.forward.graph, work.pair.backward.graph)
+        times = kernel_times(graphs, torch.device(_device(work.table)), registry.cache_dir())
+
+    def measured(node: Node) -> float | None:
+        name = signature(node) if times else None
+        return times.get(name) if name is not None else None
+
     return build_program(
         work.pair,
         work.table,
@@ -260,6 +274,7 @@ def _program(work: _Work, *, fixed: dict[str, Action]) -> Program:
         chains=work.chains,
         fixed=fixed,
         reserve_bytes=work.request.limits.reserve_bytes,
+        measured=measured,
     )
 
 

@@ -12,6 +12,7 @@ Under an inner compiler that does not fuse, every operation that is not a view i
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -138,8 +139,13 @@ def _readers(node: Node) -> list[Node]:
     return found
 
 
-def node_costs(graph: Graph, hardware: HardwareProfile, *, fuses: bool) -> list[NodeCost]:
-    """Costs of all nodes of a graph in order. A fused value that does not exist in memory costs nothing where it is defined."""
+def node_costs(
+    graph: Graph, hardware: HardwareProfile, *, fuses: bool, measured: Callable[[Node], float | None] | None = None
+) -> list[NodeCost]:
+    """Costs of all nodes of a graph in order. A fused value that does not exist in memory costs nothing where it is defined.
+
+    `measured` gives a kernel's time in seconds where it is known; the others are priced by roofline.
+    """
     fusion = _fusion(graph, fuses=fuses)
     sizes = {storage_id(value): value.untyped_storage().nbytes() for node in graph.nodes if (value := fake(node)) is not None}
     costs, seen_in_cluster = [], set[int]()
@@ -155,7 +161,10 @@ def node_costs(graph: Graph, hardware: HardwareProfile, *, fuses: bool) -> list[
         first = not seen_in_cluster
         moved = _moved_bytes(node, fusion, sizes, seen_in_cluster if kind == "fused" else set())
         flops = _flops(node) if kind == "kernel" else 0
-        costs.append(NodeCost(kind, flops, moved, _time_s(node, flops, moved, hardware, launch=kind == "kernel" or first)))
+        seconds = measured(node) if measured is not None and kind == "kernel" else None
+        if seconds is None:
+            seconds = _time_s(node, flops, moved, hardware, launch=kind == "kernel" or first)
+        costs.append(NodeCost(kind, flops, moved, seconds))
     return costs
 
 

@@ -6,7 +6,7 @@ Every graph node is one step, so that a position in the program is a position in
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch.fx import Graph, Node
 
@@ -29,6 +29,7 @@ def build_program(
     chains: Mapping[str, Chain],
     fixed: Mapping[str, Action],
     reserve_bytes: int = 0,
+    measured: Callable[[Node], float | None] | None = None,
 ) -> Program:
     """The planning instance of a pair.
 
@@ -37,12 +38,15 @@ def build_program(
         fixed: actions that are no longer free, by SavedTensor name.
         static_bytes: device bytes that live throughout: parameters, gradients, inputs, what lives outside the graph.
         reserve_bytes: device bytes to keep free.
+        measured: a kernel's time in seconds where it was measured.
     """
-    forward = node_costs(pair.forward.graph, hardware, fuses=fuses)
-    backward = node_costs(pair.backward.graph, hardware, fuses=fuses)
+    forward = node_costs(pair.forward.graph, hardware, fuses=fuses, measured=measured)
+    backward = node_costs(pair.backward.graph, hardware, fuses=fuses, measured=measured)
     index = {tensor.name: at for at, tensor in enumerate(table.tensors)}
     times = {node.name: cost for node, cost in zip(pair.forward.graph.nodes, forward, strict=True)}
-    candidates = tuple(_candidate(tensor, chains.get(tensor.name), fixed.get(tensor.name), index, times) for tensor in table.tensors)
+    candidates = tuple(
+        _candidate(tensor, chains.get(tensor.name), fixed.get(tensor.name), index, times) for tensor in table.tensors
+    )
     return Program(
         forward=_steps(pair.forward.graph, forward),
         backward=_steps(pair.backward.graph, backward),
