@@ -1,0 +1,137 @@
+"""Measured times of a graph's kernels: each distinct (operation, shapes, dtypes, strides) is timed once on the device.
+
+Inputs are random tensors of the graph's shapes. What would need more than half of the device memory that is free now is not run, and
+keeps its roofline time. Results are kept for the process and, with the hardware profile, on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graphoffload.analysis.costs import kind_of
+from graphoffload.analysis.storages import fake, tensor_nbytes
+
+_REPEATS = 5
+_MEMORY_SHARE = 0.5
+_times: dict[str, float] = {}
+_loaded: set[Path] = set()
+
+
+def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> dict[str, float]:
+    """Seconds by signature for every kernel of the graphs that can be timed on `device`; {} without a CUDA device.
+
+    Args:
+        store: folder for the cache on disk.
+    """
+    if device.type != "cuda":
+        return {}
+    path = store / f"kernels-{torch.cuda.get_device_name(device).replace(' ', '-')}-{torch.__version__}.json"
+    _load(path)
+    new = 0
+    for graph in graphs:
+        for node in graph.nodes:
+            if kind_of(node, fuses=True) != "kernel" or (name := signature(node)) is None or name in _times:
+                continue
+            seconds = _measure(node, device)
+            if seconds is not None:
+                _times[name] = seconds
+                new += 1
+    if new:
+        _save(path)
+    return _times
+
+
+def signature(node: Node) -> str | None:
+    """What makes two kernels take the same time; None where a size is symbolic or an argument is no tensor or plain value."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return None
+    parts = [str(node.target)]
+    for argument in tree_leaves((node.args, node.kwargs)):
+        if isinstance(argument, Node):
+            value = fake(argument)
+            if value is None or tensor_nbytes(value) is None:
+                return None
+            parts.append(f"{tuple(value.shape)}{tuple(value.stride())}{value.dtype}{value.device.type}")
+        else:
+            parts.append(repr(argument))
+    return " ".join(parts)
+
+
+def _measure(node: Node, device: torch.device) -> float | None:
+    values = [fake(argument) for argument in node.all_input_nodes]
+    outputs = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    if any(value is None or value.device.type != "cuda" for value in values):
+        return None
+    wanted = sum(tensor_nbytes(value) or 0 for value in (*values, *outputs) if value is not None)
+    free, _ = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if 2 * wanted > (free + idle) * _MEMORY_SHARE:
+        return None
+    try:
+        with torch._subclasses.fake_tensor.unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+            return _run(node, device)
+    except Exception:  # inputs that random values do not make valid (indices, seeds): the roofline time stays
+        return None
+
+
+def _run(node: Node, device: torch.device) -> float | None:
+    made: dict[Node, torch.Tensor] = {}
+
+    def argument(value: Any) -> Any:
+        if not isinstance(value, Node):
+            return value
+        if value not in made:
+            made[value] = _random(fake(value), device)
+        return made[value]
+
+    target: Any = node.target
+    args, kwargs = tree_map(argument, node.args), tree_map(argument, node.kwargs)
+    stream = torch.cuda.current_stream(device)
+    target(*args, **kwargs)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+    marks[0].record(stream)
+    for mark in marks[1:]:
+        target(*args, **kwargs)
+        mark.record(stream)
+    marks[-1].synchronize()
+    laps = sorted(first.elapsed_time(second) for first, second in zip(marks, marks[1:], strict=False))
+    return laps[_REPEATS // 2] / 1e3
+
+
+def _random(like: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    assert like is not None
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    if like.dtype.is_floating_point:
+        generator = torch.Generator(device).manual_seed(0)  # never the user's random numbers
+        return made.normal_(generator=generator)
+    raise TypeError(f"no random values for {like.dtype}")
+
+
+def _load(path: Path) -> None:
+    if path in _loaded:
+        return
+    _loaded.add(path)
+    try:
+        _times.update({str(name): float(seconds) for name, seconds in json.loads(path.read_text()).items()})
+    except (OSError, ValueError):
+        return
+
+
+def _save(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=".tmp") as file:
+            json.dump(_times, file)
+        os.replace(file.name, path)
+    except OSError:
+        return
