@@ -1,11 +1,49 @@
-"""graphoffload."""
+"""graphoffload: a torch.compile backend that decides for each saved activation: keep, recompute, or offload to host memory.
+
+    model.compile(backend="graphoffload")                                       # fit this GPU; change nothing when it fits
+    model.compile(backend="graphoffload", options={"device_budget": "40GiB"})   # fit this much, at the least cost in time
+
+A tour, in the order in which one compile goes through the files:
+
+**Joint graph.** torch traces forward and backward into one graph and calls our partitioner (partitioner.py, reached through
+backend.py by name, or through introspect.py by `explain` and `offload`). pipeline.py strings the rest together; it works on
+copies, and the joint graph is never written to. What the user asked for is read by config.py, modules.py, policies.py and
+boundary.py, and becomes one wish for each activation in wishes.py.
+
+**Analysis.** torch's own min-cut partitioner splits a copy (compat.py). analysis/saved_values.py finds what backward needs, by
+storage, and writes it down as a SavedTable (saved.py): bytes, producer, modules, first and last use, whether it may leave the
+device. analysis/chains.py says what recomputing it takes, analysis/costs.py what each operation costs, hardware.py what the
+device and its link can do.
+
+**Plan.** analysis/program.py turns all that into an instance without a graph (plan/program.py). decide.py asks the solvers
+(plan/solvers.py), a simulator is their referee (plan/simulator.py), and a lower bound stands beside the result
+(plan/bound.py). limits.py knows how many bytes there are. Out comes a Plan: one decision with its reason for each activation,
+and one Transfer for each offload.
+
+**Passes.** passes/ holds the only code that writes to a graph: tag.py marks what is recomputed, offload.py inserts offload and
+release into the forward, reload.py reload and wait into the backward. verify.py checks the result, one small function a rule.
+
+**Ops.** The four ops (runtime/ops.py) run in every step: copies on side streams (runtime/streams.py) to page-locked buffers of
+exact size (runtime/pool.py), found again by a handle that travels through autograd (runtime/entries.py). runtime/registry.py
+keeps the plans, runtime/counters.py counts what moved.
+
+**Report.** report.py and table.py show plans as text, timeline.py and drawing.py as pictures; dump.py writes everything to a
+folder; log.py prints the one line after each compile. Every complaint is a class in errors.py.
+
+docs/one_tensor.md follows one activation all the way, with code that runs; docs/layout.md says which file may import which.
+"""
 
 from graphoffload.backend import OffloadBackend
 from graphoffload.boundary import mark_boundaries, mark_boundary
 from graphoffload.config import OffloadConfig
+from graphoffload.hardware import HardwareProfile
 from graphoffload.introspect import explain, offload
 from graphoffload.partitioner import OffloadPartitioner, partition_fn
+from graphoffload.report import OffloadReport
 from graphoffload.runtime import host_memory, release_host_memory, reset_stats, stats
 from graphoffload.runtime.registry import last_plans
 
-__all__ = ["OffloadBackend", "OffloadConfig", "OffloadPartitioner", "explain", "host_memory", "last_plans", "mark_boundaries", "mark_boundary", "offload", "partition_fn", "release_host_memory", "reset_stats", "stats"]
+__all__ = [
+    "HardwareProfile", "OffloadBackend", "OffloadConfig", "OffloadPartitioner", "OffloadReport", "explain", "host_memory",
+    "last_plans", "mark_boundaries", "mark_boundary", "offload", "partition_fn", "release_host_memory", "reset_stats", "stats",
+]  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch._guards import TracingContext
+from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.errors import GraphOffloadError, UntestedTorchWarning, warn
@@ -51,8 +52,8 @@ def check_torch() -> None:
     if version > NEWEST_TESTED:
         warn(
             UntestedTorchWarning,
-            f"graphoffload was tested with torch 2.11 to 2.13; this is {torch_version()}. Plans are verified on every compile, but "
-            'what torch changed since is unknown: compare gradients once with verify="checksum" before a long run.',
+            f"graphoffload was tested with torch 2.11 to 2.13; this is {torch_version()}. Plans are verified on every compile, "
+            'but what torch changed since is unknown: compare gradients once with verify="checksum" before a long run.',
         )
 
 
@@ -62,7 +63,7 @@ def tag_of(meta: dict[str, Any]) -> Tag | None:
     return TAGS.get(policy) if isinstance(policy, CheckpointPolicy) else None
 
 
-def min_cut(joint: torch.fx.GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> tuple[torch.fx.GraphModule, ...]:
+def min_cut(joint: GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> tuple[GraphModule, GraphModule]:
     """torch's own min-cut partitioner, untouched, with its relative memory budget pinned to 1.0."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

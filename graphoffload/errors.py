@@ -82,10 +82,6 @@ class BackwardNeverCameWarning(GraphOffloadWarning):
     """Offloaded activations were dropped without a backward; their copies were wasted."""
 
 
-class PerRankPlanWarning(GraphOffloadWarning):
-    """Several processes: every rank plans for itself."""
-
-
 class HardwareWarning(GraphOffloadWarning):
     """Planning uses datasheet or fallback numbers instead of measured ones."""
 

@@ -151,7 +151,7 @@ def _caller(module: nn.Module) -> Callable[..., Any]:
 
 
 def _compile_class(kind: type[nn.Module], backend: OffloadBackend) -> type[nn.Module]:
-    """Each instance compiles itself in place on its first call: subclasses, pickling and the class's identity stay as they are."""
+    """Each instance compiles itself in place on its first call: subclasses, pickling and the class's identity stay."""
     original = kind.__call__
 
     @functools.wraps(original)
@@ -160,5 +160,5 @@ def _compile_class(kind: type[nn.Module], backend: OffloadBackend) -> type[nn.Mo
             _compile_in_place(self, backend)
         return original(self, *args, **kwargs)
 
-    kind.__call__ = compiled_call  # type: ignore[method-assign, assignment]
+    kind.__call__ = compiled_call  # type: ignore[method-assign]
     return kind

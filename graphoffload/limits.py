@@ -26,7 +26,8 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any]) -> Limits:
     inputs = [value for value in tensors if isinstance(value, torch.Tensor)]
     device = next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))
     explicit = config.device_budget != "auto" or config.max_slowdown is not None
-    trainable = sum(value.numel() for value in inputs if value.requires_grad and value.is_leaf and isinstance(value.numel(), int))
+    trained = [value for value in inputs if value.requires_grad and value.is_leaf]
+    trainable = sum(value.numel() for value in trained if isinstance(value.numel(), int))
     hardware = resolve_hardware(config.hardware, str(device))
     static_bytes = _static_bytes(device, inputs)
     return Limits(
@@ -82,7 +83,7 @@ register_optimizer_step_post_hook(_after_step)
 
 
 def _host_budget(config: OffloadConfig) -> int:
-    """Host bytes for page-locked buffers: configured, or a share of what RAM, cgroup and memlock leave, per process of this host."""
+    """Host bytes for page-locked buffers: configured, or a share of what RAM, cgroup and memlock leave, per process here."""
     whole = _host_memory_bytes()
     if config.host_budget != "auto":
         return parse_size(config.host_budget, field="host_budget", whole_bytes=whole)

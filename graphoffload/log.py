@@ -1,7 +1,7 @@
 """One logger for the package, and the one line after each compile.
 
-`TORCH_LOGS="+graphoffload"` raises the logger to DEBUG and prints every plan's table. Without any logging set up the one line goes to
-stderr; `logging.getLogger("graphoffload").setLevel(logging.WARNING)` silences it.
+`TORCH_LOGS="+graphoffload"` raises the logger to DEBUG and prints every plan's table. Without any logging set up the one line
+goes to stderr; `logging.getLogger("graphoffload").setLevel(logging.WARNING)` silences it.
 """
 
 from __future__ import annotations

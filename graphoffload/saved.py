@@ -1,4 +1,4 @@
-"""Facts about saved activations and the decisions taken on them. No torch, no graph: they print, compare, hash and save as JSON.
+"""Facts about saved activations and the decisions on them. No torch, no graph: they print, compare, hash and save as JSON.
 
     SavedTensor   one *storage* that backward needs (several saved views of it are one copy, and its bytes count once)
     SavedTable    all of them for one joint graph, in the order they are produced
@@ -73,7 +73,8 @@ class SavedTensor:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SavedTensor:
         """Inverse of to_dict."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from graphoffload.analysis.storages import fake
 from graphoffload.errors import PlanError
 
 # Metadata that says where an operation comes from; "val" is never shared, since torch finds donated buffers by its identity.
-_ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "fwd_source_fn_stack", "custom", "seq_nr")
+_ORIGIN_KEYS = (
+    "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "fwd_source_fn_stack", "custom", "seq_nr",
+)  # fmt: skip
 
 
 def node_names(graph: Graph) -> dict[str, Node]:
@@ -29,8 +31,9 @@ def find(nodes: dict[str, Node], name: str, plan: str) -> Node:
         return nodes[name]
     except KeyError:
         raise PlanError(
-            f"Plan {plan} names the node {name!r}, which this graph of {len(nodes)} nodes does not have: it was made for another "
-            "graph, torch version or device. Remove the stored plan or compile anew (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)."
+            f"Plan {plan} names the node {name!r}, which this graph of {len(nodes)} nodes does not have: it was made for "
+            "another graph, torch version or device. Remove the stored plan or compile anew "
+            "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)."
         ) from None
 
 

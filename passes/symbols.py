@@ -35,7 +35,7 @@ class Sizes:
         for node in self._graph.nodes:
             if node not in before:
                 arguments = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
-                node.meta["val"] = node.target(*arguments)  # type: ignore[operator]
+                node.meta["val"] = node.target(*arguments)
         return result.node if isinstance(result, Proxy) else int(result)
 
     def _symbol(self, symbol: sympy.Symbol) -> Node:

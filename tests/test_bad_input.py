@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import warnings
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import graphoffload
 from graphoffload import errors
 from graphoffload.errors import ConfigError, GraphOffloadError, HostMemoryError, PatternError, PatternWarning, TagError
+from graphoffload.runtime import pool
 from graphoffload.testing import ZOO, assert_equal_bits, compiled, keep_all, observe, run_case, run_step
 from graphoffload.testing.structure import Selective, tag_everything
 
@@ -159,7 +159,6 @@ def test_too_little_host_memory() -> None:
 
 def test_no_host_memory_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operating system refuses: an error at that step, and the next one is right."""
-    pool = sys.modules["graphoffload.runtime.host_memory"]  # the package's function of that name hides the module
     module = compiled(CASE.fresh("cpu"), backend())
     expected = run_step(module, CASE.example("cpu"))
     graphoffload.release_host_memory()

@@ -3,9 +3,9 @@
     a (saved) ──▶ norm ──▶ mul ──▶ x (saved)        chain of x: norm, mul        reads: a
                   w (parameter) ─┘
 
-The chain goes up from the activation to what is saved anyway and to graph inputs. It is refused where running an operation again
-would not give the same bits or has an effect: randomness that is not drawn from a saved seed, inputs that the forward writes to
-(their value is another one by then), collectives, operations that mutate, and operations nobody told us anything about.
+The chain goes up from the activation to what is saved anyway and to graph inputs. It is refused where running an operation
+again would not give the same bits or has an effect: randomness that is not drawn from a saved seed, inputs that the forward
+writes to (their value is another one by then), collectives, operations that mutate, and operations nobody told us anything about.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _refusal(node: Node) -> str:
 
 
 def mutated_placeholders(forward: Graph, positions: frozenset[int]) -> frozenset[Node]:
-    """Placeholders that the forward writes to: those that AOTAutograd names, and targets of in-place operations in the graph."""
+    """Placeholders that the forward writes to: those that AOTAutograd names, and targets of in-place operations."""
     placeholders = forward.find_nodes(op="placeholder")
     found = {node for at, node in enumerate(placeholders) if at in positions}
     for node in forward.nodes:

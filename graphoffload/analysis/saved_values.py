@@ -1,5 +1,5 @@
-"""From a partitioned pair of graphs to the SavedTable: every saved activation by storage, where it is born and used, and whether
-it may leave the device.
+"""From a partitioned pair of graphs to the SavedTable: every saved activation by storage, where it is born and used, and
+whether it may leave the device.
 
 What may not leave, and why:
     graph inputs and their views       they belong to the caller; the bytes would not be freed

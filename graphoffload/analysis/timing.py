@@ -1,11 +1,12 @@
 """Measured times of a graph's kernels: each distinct (operation, shapes, dtypes, strides) is timed once on the device.
 
-Inputs are random tensors of the graph's shapes. What would need more than half of the device memory that is free now is not run, and
-keeps its roofline time. Results are kept for the process and, with the hardware profile, on disk.
+Inputs are random tensors of the graph's shapes. What would need more than half of the device memory that is free now is not run,
+and keeps its roofline time. Results are kept for the process and, with the hardware profile, on disk.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -104,7 +105,7 @@ def _run(node: Node, device: torch.device) -> float | None:
         target(*args, **kwargs)
         mark.record(stream)
     marks[-1].synchronize()
-    laps = sorted(first.elapsed_time(second) for first, second in zip(marks, marks[1:], strict=False))
+    laps: list[float] = sorted(first.elapsed_time(second) for first, second in itertools.pairwise(marks))
     return laps[_REPEATS // 2] / 1e3
 
 

@@ -1,19 +1,21 @@
 """What runs in a training step: the ops, their streams, the host memory, and the handles that tie them together.
 
     ops.py          the four ops                            entries.py    handle -> what it stands for
-    streams.py      side streams and events of a device     host_memory.py page-locked buffers of exact size
-    registry.py     plans by key                             digest.py     checksums on the device
-    stats.py        counters                                 hooks.py      switches for tests
+    streams.py      side streams and events of a device     pool.py       page-locked host buffers of exact size
+    registry.py     plans by key                            checksum.py   digests on the device
+    counters.py     what moved                              hooks.py      switches for tests
 """
 
 from __future__ import annotations
 
+from graphoffload.runtime.counters import reset_stats, stats
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.hooks import copy_hook, release_hook, twin_copies
-from graphoffload.runtime.host_memory import POOL, HostMemory
-from graphoffload.runtime.stats import reset_stats, stats
+from graphoffload.runtime.pool import POOL, HostMemory
 
-__all__ = ["HostMemory", "copy_hook", "host_memory", "release_hook", "release_host_memory", "reset_stats", "stats", "twin_copies"]
+__all__ = [
+    "HostMemory", "copy_hook", "host_memory", "release_hook", "release_host_memory", "reset_stats", "stats", "twin_copies",
+]  # fmt: skip
 
 
 def host_memory() -> HostMemory:

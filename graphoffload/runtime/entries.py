@@ -21,8 +21,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphoffload.errors import BackwardNeverCameWarning, RuntimeStateError, warn
-from graphoffload.runtime.host_memory import POOL, HostBuffer
-from graphoffload.runtime.stats import COUNTERS
+from graphoffload.runtime.counters import COUNTERS
+from graphoffload.runtime.pool import POOL, HostBuffer
 from graphoffload.runtime.streams import streams_of
 from graphoffload.units import format_bytes
 
@@ -105,8 +105,8 @@ class Entries:
             entry = self._by_ticket.get(int(handle.item()))
         if entry is None:
             raise RuntimeStateError(
-                f"The host copy of {name} is gone (plan {plan}): its handle was dropped, or copied by a saved-tensors hook that "
-                f"was not active in forward, or more than {KEPT_COPIES} forwards ran between it and this backward."
+                f"The host copy of {name} is gone (plan {plan}): its handle was dropped, or copied by a saved-tensors hook "
+                f"that was not active in forward, or more than {KEPT_COPIES} forwards ran between it and this backward."
             )
         if entry.plan != plan or entry.name != name:
             raise RuntimeStateError(
@@ -137,8 +137,8 @@ class Entries:
         self._warned = True
         warn(
             BackwardNeverCameWarning,
-            f"{self._forwards_dropped} forwards in a row offloaded {format_bytes(self._bytes_dropped)} that no backward asked for: the "
-            "copies were for nothing. Run evaluation under torch.no_grad() or torch.inference_mode().",
+            f"{self._forwards_dropped} forwards in a row offloaded {format_bytes(self._bytes_dropped)} that no backward asked "
+            "for: the copies were for nothing. Run evaluation under torch.no_grad() or torch.inference_mode().",
             stacklevel=5,
         )
 

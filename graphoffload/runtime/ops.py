@@ -22,12 +22,12 @@ from collections.abc import Sequence
 import torch
 
 from graphoffload.errors import ChecksumError, RuntimeStateError
-from graphoffload.runtime.digest import digest
+from graphoffload.runtime.checksum import digest
+from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.entries import ENTRIES, Entry
 from graphoffload.runtime.hooks import ACTIVE
-from graphoffload.runtime.host_memory import POOL
+from graphoffload.runtime.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
-from graphoffload.runtime.stats import COUNTERS
 from graphoffload.runtime.streams import streams_of
 
 HANDLE_DTYPE = torch.int64
@@ -148,7 +148,8 @@ def _reload(
     entry = ENTRIES.find(handle, plan=plan, name=_name(run_plan(plan), id))
     if tuple(size) != entry.size or dtype != entry.dtype:
         raise RuntimeStateError(
-            f"{entry.name}: backward asks for {tuple(size)} {dtype}, but {entry.size} {entry.dtype} was offloaded (plan {plan})."
+            f"{entry.name}: backward asks for {tuple(size)} {dtype}, but {entry.size} {entry.dtype} was offloaded "
+            f"(plan {plan})."
         )
     y = torch.empty_strided(size, stride, dtype=dtype, device=handle.device)
     if entry.clone is not None:

@@ -51,10 +51,10 @@ def register(plan: Plan, *, store: bool = True) -> None:
 
 
 def remember(base: str, plan: Plan) -> None:
-    """Store a plan under the key of what it was made for, so that the next process uses the same plan key and hits torch's cache.
+    """Store a plan under the key of what it was made for: the next process uses the same plan key and hits torch's cache.
 
-    A plan key is that base key and a random suffix: without a stored plan torch's cache cannot hit, so a compiled graph never runs
-    without its plan.
+    A plan key is that base key and a random suffix: without a stored plan torch's cache cannot hit, so a compiled graph never
+    runs without its plan.
     """
     if base not in _BASES:
         _BASES[base] = plan

@@ -41,7 +41,7 @@ class DeviceStreams:
             self._events.append(event)
 
     def copy(self, direction: str, name: str, after: tuple[Any, ...], run: Callable[[], None]) -> Any:
-        """Run `run` on the side stream of `direction` once compute so far and the events `after` are done; returns its event."""
+        """Run `run` on the side stream of `direction` once compute so far and the events `after` are done; gives its event."""
         side = self.d2h if direction == "d2h" else self.h2d
         compute = self.compute()
         issued = self.event()
