@@ -21,6 +21,8 @@ from graphoffload.saved import Action, SavedTable
 from graphoffload.units import format_bytes
 from graphoffload.wishes import Wish
 
+_FREE = 0.005  # a window that costs less of the step than this costs nothing
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -73,6 +75,8 @@ def decide(
     if all(wish.action is not None for wish in wanted):
         actions = tuple(wish.action or "keep" for wish in wanted)
         reasons = tuple(wish.reason for wish in wanted)
+        if config.max_inflight_bytes is None:
+            inflight = _window_bytes(program, hardware)
         return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
     if config.max_slowdown is None and (budget := limits.device_budget_bytes) is None:
         reason = "nothing to fit: no device budget on a CPU"
@@ -83,8 +87,31 @@ def decide(
     solution = solve(program, hardware, goal, host_budget_bytes=limits.host_budget_bytes, max_inflight_bytes=inflight)
     reasons = tuple(wish.reason if wish.action else reason for wish, reason in zip(wanted, solution.reasons, strict=True))
     return Decided(
-        tuple(solution.actions), reasons, keep, solution.lower_bound_s, (f"planned by {solution.solver}",), tuple(warnings), inflight
+        tuple(solution.actions),
+        reasons,
+        keep,
+        solution.lower_bound_s,
+        (f"planned by {solution.solver}",),
+        tuple(warnings),
+        solution.max_inflight_bytes,
     )
+
+
+def _window_bytes(program: Program, hardware: HardwareProfile) -> int | None:
+    """The window of outstanding copies for actions that are given: the least memory among those that cost no time.
+
+    Where the link is what limits, compute waits for it with or without a window; with one it waits earlier, and memory falls.
+    """
+    actions = program.keep_actions()
+    copied = sum(c.nbytes for c, action in zip(program.candidates, actions, strict=True) if action == "offload")
+    best_window, best = None, simulate(program, actions, hardware)
+    limit_s = best.time_s * (1.0 + _FREE)
+    for halvings in range(1, 8):
+        window = copied >> halvings
+        found = simulate(program, actions, hardware, max_inflight_bytes=window)
+        if found.time_s <= limit_s and found.peak_bytes < best.peak_bytes:
+            best_window, best = window, found
+    return best_window
 
 
 def _nothing_offloaded(wanted: Sequence[Wish], table: SavedTable, config: OffloadConfig) -> list[str]:
