@@ -1,16 +1,39 @@
-"""Every error of the configuration and of policies: what, which value, what is known, and what to do instead."""
+"""Every error of the configuration, of policies, of plans and of a running step: what, which, the numbers, and what to do."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import types
+import warnings
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
+import graphoffload
+from graphoffload import pipeline
+from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.config import OffloadConfig
-from graphoffload.errors import ConfigError
-from graphoffload.saved import Action, SavedTensor
+from graphoffload.errors import (
+    ChecksumError,
+    ConfigError,
+    HostMemoryError,
+    NoStreamsWarning,
+    PageableMemoryWarning,
+    PlanError,
+    RuntimeStateError,
+    VerifyError,
+)
+from graphoffload.passes.offload import insert_offloads
+from graphoffload.passes.reload import insert_reloads
+from graphoffload.runtime import registry, streams
+from graphoffload.runtime.pool import HostPool
+from graphoffload.saved import Action, Plan, SavedTensor, Transfer
+from graphoffload.testing import ZOO, compiled, run_step
+from graphoffload.testing.faults import host_copies
 
 
 @dataclasses.dataclass
@@ -169,3 +192,179 @@ def test_bad_variables(variable: str, text: str, parts: tuple[str, ...]) -> None
         OffloadConfig.from_options({}, environ={f"GRAPHOFFLOAD_{variable}": text})
     for part in (*parts, f"GRAPHOFFLOAD_{variable}"):
         assert part in str(info.value), info.value
+
+
+OPS = torch.ops.graphoffload
+
+
+def transfer(id: int, tensor: str) -> Transfer:
+    return Transfer(
+        id=id, tensor=tensor, nbytes=96, offload_after=tensor, release_after=None, reload_before="y", wait_before="y",
+        module=f"layer{id}",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """A plan of two transfers in checksum mode, known to the ops."""
+    made = Plan(key="errors", graph="graph0", transfers=(transfer(0, "a"), transfer(1, "b")), checksum=True)
+    registry.register(made, store=False)
+    return made
+
+
+def offloaded(x: Tensor, plan: Plan, id: int = 0) -> Tensor:
+    handle: Tensor = OPS.offload(x, plan.key, id)
+    return handle
+
+
+def says(error: Any, *parts: str) -> None:
+    for part in parts:
+        assert part in str(error), f"{part!r} is missing in: {error}"
+
+
+def test_a_second_release(plan: Plan) -> None:
+    """One offload has one release; the next owner of the memory may be anything."""
+    x = torch.ones(4, 6)
+    handle = offloaded(x, plan)
+    OPS.release(x, handle, plan.key, 0)
+    with pytest.raises(RuntimeStateError) as info:
+        OPS.release(x, handle, plan.key, 0)
+    says(info.value, "a of layer0 was released twice", "plan errors")
+
+
+def test_a_handle_of_another_tensor(plan: Plan) -> None:
+    """Two tensors of the same shape exchanged between forward and backward: only the names can tell."""
+    a, b = torch.ones(4, 6), torch.zeros(4, 6)
+    handles = offloaded(a, plan, 0), offloaded(b, plan, 1)
+    with pytest.raises(RuntimeStateError) as info:
+        OPS.reload(handles[1], plan.key, 0, a.shape, a.stride(), a.dtype)
+    says(info.value, "A handle for b of layer1", "where a of layer0", "out of order", "GRAPHOFFLOAD_DUMP_DIR")
+    with pytest.raises(RuntimeStateError, match=r"plan errors.*was passed where .*plan elsewhere"):
+        OPS.reload(handles[0], "elsewhere", 0, a.shape, a.stride(), a.dtype)
+
+
+def test_a_handle_that_stands_for_nothing(plan: Plan) -> None:
+    """A copy of a handle that nobody announced."""
+    x = torch.ones(4, 6)
+    handle = offloaded(x, plan)
+    with pytest.raises(RuntimeStateError) as info:
+        OPS.reload(handle.clone(), plan.key, 0, x.shape, x.stride(), x.dtype)
+    says(info.value, "The host copy of a of layer0 is gone", "plan errors", "saved-tensors hook", "8 forwards")
+
+
+def test_a_wait_without_its_reload(plan: Plan) -> None:
+    """For nothing, or for other memory than the reload writes to."""
+    x = torch.ones(4, 6)
+    handle = offloaded(x, plan)
+    OPS.release(x, handle, plan.key, 0)
+    with pytest.raises(RuntimeStateError) as info:
+        OPS.wait(x, handle, plan.key, 0)
+    says(info.value, "a of layer0: wait was given memory at 0x", "nothing was reloaded", "step is stopped")
+    y = OPS.reload(handle, plan.key, 0, x.shape, x.stride(), x.dtype)
+    with pytest.raises(RuntimeStateError) as info:
+        OPS.wait(y.clone(), handle, plan.key, 0)
+    says(info.value, "a of layer0: wait was given memory at 0x", f"reload writes to {y.data_ptr():#x}")
+
+
+def test_other_bits_than_were_offloaded(plan: Plan) -> None:
+    """Two exchanged elements leave every sum as it was; the weighted ones tell."""
+    x = torch.arange(24.0).reshape(4, 6)
+
+    def exchange(host: Tensor) -> None:
+        host[[2, 9]] = host[[9, 2]]
+
+    with host_copies(exchange):
+        handle = offloaded(x, plan)
+    OPS.release(x, handle, plan.key, 0)
+    y = OPS.reload(handle, plan.key, 0, x.shape, x.stride(), x.dtype)
+    with pytest.raises(ChecksumError) as info:
+        OPS.wait(y, handle, plan.key, 0)
+    says(info.value, "a of layer0: the 96 bytes", "digest [", "expected [", "plan errors", "GRAPHOFFLOAD_DUMP_DIR")
+
+
+def test_more_host_memory_than_there_is() -> None:
+    """The operating system refuses: sizes, what is held, the way out; and the pool's books are as before."""
+    pool = HostPool()
+    kept = pool.acquire(4096, pin=False)
+    before = pool.snapshot()
+    with pytest.raises(HostMemoryError) as info:
+        pool.acquire(2**60, pin=False, name="a of layer0")
+    says(info.value, "No host memory for a of layer0", "asked for", "4.00 KiB held already", "host_budget", "release_host_memory")
+    assert info.value.__cause__ is not None
+    assert pool.snapshot() == before
+    pool.give_back(kept, pin=False)
+    assert pool.release_idle() == 4096
+
+
+def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver refuses (a memlock limit): a warning with its code, and a buffer that works and is never unregistered."""
+    asked: list[tuple[int, int]] = []
+
+    def refuse(address: int, nbytes: int, flags: int) -> int:
+        asked.append((address, nbytes))
+        return 2
+
+    def unregister(address: int) -> int:
+        raise AssertionError(f"{address:#x} was never registered")
+
+    driver = types.SimpleNamespace(cudaHostRegister=refuse, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    pool = HostPool()
+    with pytest.warns(PageableMemoryWarning) as caught:
+        buffer = pool.acquire(12288, pin=True, name="a of layer0")
+    says(caught[0].message, "12.0 KiB", "could not be page-locked", "CUDA error 2", "ulimit -l", "host_budget")
+    assert asked == [(buffer.flat(torch.uint8).data_ptr(), 12288)]
+    assert asked[0][0] % 4096 == 0
+    assert not buffer.pinned
+    assert pool.snapshot().pinned_bytes == 0
+    buffer.flat(torch.float32).fill_(1.5)
+    pool.give_back(buffer, pin=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PageableMemoryWarning)
+        assert pool.acquire(12288, pin=True) is buffer  # reused: said once
+    pool.give_back(buffer, pin=True)
+    assert pool.release_idle() == 12288
+
+
+def test_a_device_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are synchronous there: said once for a device, and never for a CPU."""
+    monkeypatch.setattr(streams, "_STREAMS", {})
+    with pytest.warns(NoStreamsWarning) as caught:
+        assert streams.streams_of(torch.device("xpu", 1)) is None
+    says(caught[0].message, "device xpu:1", "run synchronously", "cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoStreamsWarning)
+        assert streams.streams_of(torch.device("xpu", 1)) is None
+        assert streams.streams_of(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("pass_name", ["offload", "reload"])
+def test_a_plan_of_another_graph(pass_name: str, plan: Plan) -> None:
+    """Both passes name the node that is not there, and have changed nothing by then."""
+
+    def forward(x: Tensor) -> tuple[Tensor]:
+        return (x.cos(),)
+
+    pair = GraphPair(torch.fx.symbolic_trace(forward), torch.fx.symbolic_trace(forward), 1)
+    before = str(pair.forward.graph), str(pair.backward.graph)
+    with pytest.raises(PlanError) as info:
+        {"offload": insert_offloads, "reload": insert_reloads}[pass_name](pair, plan)
+    says(info.value, "Plan errors names the node 'a'", "graph of 3 nodes", "another graph, torch version or device")
+    says(info.value, "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1")
+    assert (str(pair.forward.graph), str(pair.backward.graph)) == before
+
+
+def test_a_rewritten_graph_that_breaks_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that forgets its half: every violation is listed, and no copy was started."""
+    monkeypatch.setattr(pipeline, "insert_reloads", lambda graphs, plan: graphs)
+    config = OffloadConfig(policy="offload", inner="aot_eager", min_tensor_bytes=0)
+    case = ZOO["attention"]
+    module = compiled(case.fresh("cpu"), graphoffload.OffloadBackend(config))
+    before = graphoffload.stats()
+    with pytest.raises(BackendCompilerFailed, match="safety rule") as info:
+        run_step(module, case.example("cpu"))
+    error = info.value.inner_exception
+    assert isinstance(error, VerifyError), repr(error)
+    says(error, "once: transfer 0", "has 0 reload ops", "has 0 wait ops", "nothing was run")
+    says(error, "GRAPHOFFLOAD_DUMP_DIR", 'policy="keep"')
+    assert graphoffload.stats() == before

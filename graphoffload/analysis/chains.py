@@ -5,7 +5,8 @@
 
 The chain goes up from the activation to what is saved anyway and to graph inputs. It is refused where running an operation
 again would not give the same bits or has an effect: randomness that is not drawn from a saved seed, inputs that the forward
-writes to (their value is another one by then), collectives, operations that mutate, and operations nobody told us anything about.
+writes to (their value is another one by then), collectives, operations that mutate, and operations nobody told us anything
+about.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measured times of a graph's kernels: each distinct (operation, shapes, dtypes, strides) is timed once on the device.
 
-Inputs are random tensors of the graph's shapes. What would need more than half of the device memory that is free now is not run,
-and keeps its roofline time. Results are kept for the process and, with the hardware profile, on disk.
+Inputs are random tensors of the graph's shapes. What would need more than half of the device memory that is free now is not
+run, and keeps its roofline time. Results are kept for the process and, with the hardware profile, on disk.
 """
 
 from __future__ import annotations
