@@ -14,6 +14,11 @@ def test_peak_falls_by_what_was_offloaded(measured: Measured) -> None:
 
 
 def test_gradients_are_those_of_keep_all(measured: Measured) -> None:
-    """Up to bfloat16 rounding in other fusions, in each of 20 steps."""
+    """In each of 20 steps no further off than bfloat16 rounding takes eager: other fusions round otherwise."""
     assert measured.row.gradient_error is not None
-    assert measured.row.gradient_error <= 1e-2
+    assert measured.row.gradient_error <= max(1e-3, measured.eager_error), measured.eager_error
+
+
+def test_gradients_are_those_of_synchronous_copies(measured: Measured) -> None:
+    """The same graphs: nothing but the order in which kernels add may differ, as between two steps of keep-all."""
+    assert measured.twin_error <= max(1e-6, 2 * measured.repeat_error), measured.repeat_error
