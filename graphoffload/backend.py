@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor import config as inductor_config
@@ -87,16 +87,14 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     return compiled
 
 
-def plan_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig
-) -> tuple[Plan | None, Callable[..., Any]]:
-    """Plan one Dynamo graph as compiling would, and return what runs the rewritten graphs without a compiler (None: no gradient)."""
+def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[Plan | None, Callable[..., Any]]:
+    """Plan one Dynamo graph as compiling would; returns the plan (None: no gradient) and what runs the graphs uncompiled."""
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
     partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config))
     if config.inner == "aot_eager":
-        compiled = _aot_eager(gm, example_inputs, partitioner)
+        compiled: Any = _aot_eager(gm, example_inputs, partitioner)
     else:
         from torch._inductor.compile_fx import compile_fx
 
@@ -150,9 +148,10 @@ def _inner(
 
     patches = _inductor_patches(config)
     if partitioner is None:
-        return compile_fx(gm, list(example_inputs), config_patches=patches)
+        return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
     patches["custom_partitioner_fn"] = partitioner
-    return compile_fx(gm, list(example_inputs), inner_compile=compile_in_order, config_patches=patches)
+    ordered = compile_fx(gm, list(example_inputs), inner_compile=compile_in_order, config_patches=patches)
+    return cast("Callable[..., Any]", ordered)
 
 
 def compile_in_order(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -186,14 +185,15 @@ def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: Offl
 
     chosen = partitioner if partitioner is not None else min_cut_rematerialization_partition
     backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=chosen, keep_inference_input_mutations=True)
-    return backend(gm, list(example_inputs))  # type: ignore[no-any-return]
+    compiled: Callable[..., Any] = backend(gm, list(example_inputs))
+    return compiled
 
 
 def _warn_of_fallbacks() -> None:
     if torch._dynamo.config.suppress_errors:
         warn(
             FallbackWarning,
-            "torch._dynamo.config.suppress_errors is on: an error in planning would silently run the model in eager, with every "
-            "activation kept. Set it to False to see errors.",
+            "torch._dynamo.config.suppress_errors is on: an error in planning would silently run the model in eager, "
+            "with every activation kept. Set it to False to see errors.",
             stacklevel=4,
         )

@@ -1,8 +1,8 @@
 """From wishes and limits to one action for every saved activation, each with its reason.
 
-    every wish given          nothing to plan: the wishes, as far as the host's memory goes
-    a slowdown given          the planner, for the most memory it buys
-    a budget, or "auto"       keep all where that fits; the planner where it does not
+every wish given          nothing to plan: the wishes, as far as the host's memory goes
+a slowdown given          the planner, for the most memory it buys
+a budget, or "auto"       keep all where that fits; the planner where it does not
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphoffload.plan.program import Candidate, Program
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.plan.solvers import solve
 from graphoffload.saved import Action, SavedTable
-from graphoffload.units import format_bytes
+from graphoffload.units import coarse_size, format_bytes
 from graphoffload.wishes import Wish
 
 _FREE = 0.005  # a window that costs less of the step than this costs nothing
@@ -41,7 +41,7 @@ class Limits:
     def quantised(self) -> str:
         """For cache keys: limits that "auto" measured, in steps of 1 GiB, so that two runs on the same machine agree."""
         parts = (self.device_budget_bytes, self.static_bytes, self.reserve_bytes, self.host_budget_bytes)
-        return f"{self.explicit} " + " ".join("none" if part is None else str(round(part / 2**30)) for part in parts)
+        return f"{self.explicit} " + " ".join(coarse_size(part) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,13 @@ class Decided:
     max_inflight_bytes: int | None = None
 
 
-def decide(
-    program: Program, table: SavedTable, wanted: Sequence[Wish], config: OffloadConfig, limits: Limits, hardware: HardwareProfile
+def decide_actions(
+    program: Program,
+    table: SavedTable,
+    wanted: Sequence[Wish],
+    config: OffloadConfig,
+    limits: Limits,
+    hardware: HardwareProfile,
 ) -> Decided:
     """One action for each saved activation.
 
@@ -78,12 +83,15 @@ def decide(
         if config.max_inflight_bytes is None:
             inflight = _window_bytes(program, hardware)
         return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
-    if config.max_slowdown is None and (budget := limits.device_budget_bytes) is None:
+    budget = limits.device_budget_bytes
+    if config.max_slowdown is None and budget is None:
         reason = "nothing to fit: no device budget on a CPU"
         return _keep_the_rest(wanted, reason, keep, warnings, inflight)
-    if config.max_slowdown is None and simulate(program, program.keep_actions(), hardware).peak_bytes + limits.reserve_bytes <= budget:
+    if config.max_slowdown is None and _fits(program, hardware, limits):
         return _keep_the_rest(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
-    goal = WithinSlowdown(config.max_slowdown) if config.max_slowdown is not None else MeetBudget(limits.device_budget_bytes or 0)
+    goal = (
+        WithinSlowdown(config.max_slowdown) if config.max_slowdown is not None else MeetBudget(limits.device_budget_bytes or 0)
+    )
     solution = solve(program, hardware, goal, host_budget_bytes=limits.host_budget_bytes, max_inflight_bytes=inflight)
     reasons = tuple(wish.reason if wish.action else reason for wish, reason in zip(wanted, solution.reasons, strict=True))
     return Decided(
@@ -95,6 +103,13 @@ def decide(
         tuple(warnings),
         solution.max_inflight_bytes,
     )
+
+
+def _fits(program: Program, hardware: HardwareProfile, limits: Limits) -> bool:
+    """Whether nothing needs to change for the budget, with the reserve left free."""
+    assert limits.device_budget_bytes is not None
+    peak_bytes = simulate(program, program.keep_actions(), hardware).peak_bytes
+    return peak_bytes + limits.reserve_bytes <= limits.device_budget_bytes
 
 
 def _window_bytes(program: Program, hardware: HardwareProfile) -> int | None:
@@ -122,7 +137,8 @@ def _nothing_offloaded(wanted: Sequence[Wish], table: SavedTable, config: Offloa
     reason, count = reasons.most_common(1)[0]
     return [
         f'policy="offload" offloads nothing: all {len(wanted)} saved activations ({format_bytes(table.saved_bytes)}) are kept, '
-        f"{count} of them because: {reason}. min_tensor_bytes={format_bytes(int(config.min_tensor_bytes))}; lower it or widen offload_modules."
+        f"{count} of them because: {reason}. min_tensor_bytes={format_bytes(int(config.min_tensor_bytes))}; "
+        "lower it or widen offload_modules."
     ]
 
 
@@ -155,14 +171,17 @@ def _within_host(wanted: Sequence[Wish], table: SavedTable, budget: int | None) 
         nbytes = tensor.nbytes or 0
         if wish.action == "offload" and used + nbytes > budget:
             refused += nbytes
-            wish = replace(wish, action="keep", reason=f"host memory: {format_bytes(budget)} are used up by what is produced earlier")
+            wish = replace(
+                wish, action="keep", reason=f"host memory: {format_bytes(budget)} are used up by what is produced earlier"
+            )
         elif wish.action == "offload":
             used += nbytes
         result.append(wish)
     if not refused:
         return tuple(result), []
     text = (
-        f"{format_bytes(refused)} of saved activations were to be offloaded but are kept: host_budget={format_bytes(budget)} holds "
-        f"{format_bytes(used)} of them. Raise host_budget (or GRAPHOFFLOAD_HOST_BUDGET), or offload less."
+        f"{format_bytes(refused)} of saved activations were to be offloaded but are kept: "
+        f"host_budget={format_bytes(budget)} holds {format_bytes(used)} of them. "
+        "Raise host_budget (or GRAPHOFFLOAD_HOST_BUDGET), or offload less."
     )
     return tuple(result), [text]

@@ -62,15 +62,15 @@ class OffloadPartitioner(CustomPartitionerFn):
         """Inductor copies its configuration; a copy is this partitioner, name included."""
         return self
 
-    def __call__(
-        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[GraphModule, GraphModule]:
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Forward and backward graph of a joint graph; `kwargs` are those of torch's own partitioners."""
         compat.check_torch()
         _check_torch_settings(self.config)
         limits = resolve_limits(self.config, (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")))
         key = self.key or graph_key(gm, self.config)
-        request = Request(gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment)
+        request = Request(
+            gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
+        )
         rewritten = rewrite(request)
         if rewritten.plan.transfers and self.key is None and kwargs.get("compiler") == "inductor":
             _check_inductor_settings()
@@ -111,8 +111,9 @@ def _check_torch_settings(config: OffloadConfig) -> None:
     if budget != 1.0:
         warn(
             FallbackWarning,
-            f"torch._functorch.config.activation_memory_budget={budget} is ignored under graphoffload (pinned to 1.0): it limits the "
-            "sum of saved bytes, not the peak, and draws dropout anew in recomputation. Use device_budget or max_slowdown.",
+            f"torch._functorch.config.activation_memory_budget={budget} is ignored under graphoffload (pinned to 1.0): "
+            "it limits the sum of saved bytes, not the peak, and draws dropout anew in recomputation. "
+            "Use device_budget or max_slowdown.",
             stacklevel=5,
         )
 
@@ -121,17 +122,19 @@ def _check_inductor_settings() -> None:
     if inductor_config.reorder_for_peak_memory:
         warn(
             FallbackWarning,
-            "torch._inductor.config.reorder_for_peak_memory is on: it moves every release next to its offload and every reload next "
-            'to its wait, so that no copy hides behind compute. Add "reorder_for_peak_memory": False to options, or use '
-            'backend="graphoffload", which does.',
+            "torch._inductor.config.reorder_for_peak_memory is on: it moves every release next to its offload and every "
+            'reload next to its wait, so that no copy hides behind compute. Add "reorder_for_peak_memory": False to '
+            'options, or use backend="graphoffload", which does.',
             stacklevel=5,
         )
 
 
 def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
-    """Identity of a graph with its module names, annotations and tags, the configuration, torch, and graphoffload's own source."""
+    """Identity of a graph with its module names, annotations and tags, the configuration, torch, and our own source."""
     digest = hashlib.sha256()
-    modules = [module for _, module in gm.named_modules() if isinstance(module, GraphModule)]  # checkpoint regions are submodules
+    modules = [
+        module for _, module in gm.named_modules() if isinstance(module, GraphModule)
+    ]  # checkpoint regions are submodules
     for part in (compat.torch_version(), source_digest(), config.digest(), extra, *(str(module.graph) for module in modules)):
         digest.update(part.encode())
         digest.update(b"\0")
@@ -139,7 +142,13 @@ def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         value = node.meta.get("val", node.meta.get("example_value"))
         layout = (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else None
-        facts = (node.name, [entry[0] for entry in stack.values()], node.meta.get("custom"), str(node.meta.get("recompute")), layout)
+        facts = (
+            node.name,
+            [entry[0] for entry in stack.values()],
+            node.meta.get("custom"),
+            str(node.meta.get("recompute")),
+            layout,
+        )
         digest.update(repr(facts).encode())
     for module in modules:
         digest.update(_context_text(module.meta.get("_checkpoint_context_fn")).encode())

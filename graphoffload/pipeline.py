@@ -26,7 +26,7 @@ from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import missing_symbols
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.config import OffloadConfig
-from graphoffload.decide import Decided, Limits, decide
+from graphoffload.decide import Decided, Limits, decide_actions
 from graphoffload.errors import NotOffloadedWarning, warn
 from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
 from graphoffload.hardware import HardwareProfile, resolve_hardware
@@ -94,7 +94,7 @@ def rewrite(request: Request) -> Rewritten:
     """
     work = _analyse(request)
     program = _program(work, fixed={})
-    decided = decide(program, work.table, work.wanted, request.config, request.limits, work.hardware)
+    decided = decide_actions(program, work.table, work.wanted, request.config, request.limits, work.hardware)
     work.notes.extend(decided.notes)
     keep_timeline = decided.keep_timeline
     actions = dict(zip((t.name for t in work.table.tensors), decided.actions, strict=True))
@@ -156,7 +156,9 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Wish
         for name in boundary_names(node):
             boundaries.setdefault(name, []).append(path)
     config = request.config
-    resolution = resolve(patterns_of(config.policy, config.offload_modules), [p for p in operations if p], boundaries, operations)
+    resolution = resolve(
+        patterns_of(config.policy, config.offload_modules), [p for p in operations if p], boundaries, operations
+    )
     if request.fragment:
         patterns = patterns_of(config.policy, config.offload_modules)
         matched_somewhere(config.digest(), (pattern for pattern in patterns if pattern not in resolution.unmatched))
@@ -305,7 +307,8 @@ def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Actio
     work.table = table
     work.chains = {}
     return {
-        tensor.name: action if (action := actions.get(tensor.name, "keep")) != "recompute" else "keep" for tensor in table.tensors
+        tensor.name: action if (action := actions.get(tensor.name, "keep")) != "recompute" else "keep"
+        for tensor in table.tensors
     }
 
 
@@ -344,7 +347,9 @@ def _plan(work: _Work, original: SavedTable, actions: dict[str, Action], decided
     gone = [tensor for tensor in original.tensors if tensor.name not in actions]
     tensors = sorted((*work.table.tensors, *gone), key=lambda tensor: tensor.produced_at)
     decisions = tuple(
-        Decision(tensor.name, actions.get(tensor.name, "recompute"), reasons.get(tensor.name, "saved because others are recomputed"))
+        Decision(
+            tensor.name, actions.get(tensor.name, "recompute"), reasons.get(tensor.name, "saved because others are recomputed")
+        )
         for tensor in tensors
     )
     return Plan(

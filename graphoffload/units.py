@@ -35,10 +35,14 @@ def parse_size(value: int | float | str, *, field: str, whole_bytes: int | None 
         if number > 100:
             raise ConfigError(f"{field}={value!r} is more than 100 %; a size is {forms}.")
         if whole_bytes is None:
-            raise ConfigError(f"{field}={value!r} is a share of a device whose memory is unknown here; give bytes, such as \"40GiB\".")
+            raise ConfigError(
+                f'{field}={value!r} is a share of a device whose memory is unknown here; give bytes, such as "40GiB".'
+            )
         return int(whole_bytes * number / 100)
     if unit not in _FACTORS:
-        raise ConfigError(f"{field}={value!r} has the unknown unit {match[2]!r}; known: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, %.")
+        raise ConfigError(
+            f"{field}={value!r} has the unknown unit {match[2]!r}; known: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, %."
+        )
     return int(number * _FACTORS[unit])
 
 
@@ -52,3 +56,8 @@ def format_bytes(nbytes: int | None) -> str:
             amount = size / factor
             return f"{sign}{amount:.2f} {unit}" if amount < 10 else f"{sign}{amount:.1f} {unit}"
     return f"{sign}{size} B"
+
+
+def coarse_size(nbytes: int | None) -> str:
+    """A size to the nearest GiB, for keys that must not change with every byte; "none" for None."""
+    return "none" if nbytes is None else str(round(nbytes / _FACTORS["gib"]))

@@ -26,7 +26,20 @@ from graphoffload.hardware import HardwareProfile
 
 Kind = Literal["view", "kernel", "fused", "none"]
 
-_KERNEL_WORDS = ("sort", "topk", "fft", "linalg", "c10d", "scan", "nonzero", "unique", "multinomial", "embedding_dense_backward", "attention", "convolution")
+_KERNEL_WORDS = (
+    "sort",
+    "topk",
+    "fft",
+    "linalg",
+    "c10d",
+    "scan",
+    "nonzero",
+    "unique",
+    "multinomial",
+    "embedding_dense_backward",
+    "attention",
+    "convolution",
+)
 _INLINED_READS = 4  # Inductor computes a value again where it is read rather than store it, up to this many reads
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
 
