@@ -267,14 +267,18 @@ def _fallback(name: str, memory_bytes: int, reason: str) -> HardwareProfile:
 def _measure(torch: Any, index: int) -> HardwareProfile:
     """The profile of a device by running copies and kernels on it. Never asks for more than a quarter of what is free."""
     properties = torch.cuda.get_device_properties(index)
-    with torch.cuda.device(index):
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # Called while a graph is traced: under a fake-tensor mode only Python would be timed.
+    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad(), torch.cuda.device(index):
         free_bytes, memory_bytes = torch.cuda.mem_get_info()
         size_bytes = min(_MEASURE_BYTES, 2 ** (max(1, free_bytes // 16).bit_length() - 1))
         if size_bytes < 16 * 2**20:
             return _fallback(properties.name, memory_bytes, f"only {format_bytes(free_bytes)} of it is free")
         try:
             return _measure_with(torch, properties.name, memory_bytes, size_bytes)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             return _fallback(properties.name, memory_bytes, f"measuring failed: {str(error).splitlines()[0]}")
         finally:
             torch.cuda.empty_cache()

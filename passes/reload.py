@@ -32,7 +32,14 @@ def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:
     _placeholders_first(graph)
     sizes = Sizes(graph)
     sources, nodes = node_names(graphs.forward.graph), node_names(graph)
-    for transfer in plan.transfers:
+    at = {node: position for position, node in enumerate(graph.nodes)}
+
+    def deadline(transfer: Transfer) -> tuple[int, int, int]:
+        """Reloads that are issued at one place queue on one stream: the one that is needed first goes first."""
+        issued, needed = (find(nodes, name, plan.key) for name in (transfer.reload_before, transfer.wait_before))
+        return at[issued], at[needed], transfer.id
+
+    for transfer in sorted(plan.transfers, key=deadline):
         _reload_one(nodes, transfer, plan, find(sources, transfer.tensor, plan.key), sizes)
     finish(graphs.backward)
     return graphs

@@ -88,3 +88,13 @@ def test_a_window_bounds_what_is_outstanding() -> None:
     window = 2 * 512 * 256 * 4
     run(hardware=LINK, max_inflight_bytes=window)
     assert 0 < graphoffload.stats()["inflight_peak_bytes"] <= window + 512 * 256 * 4
+
+
+def test_reloads_of_one_place_queue_by_need() -> None:
+    """One H2D stream serves reloads in the order they are issued: what is waited for first is issued first."""
+    _, code, _ = run(hardware=LINK.scaled(link=1e-3))
+    backward = code[-1]
+    issued = re.findall(r"graphoffload\.reload\.default\([^,]+, '[^']+', (\d+)", backward)
+    waited = re.findall(r"graphoffload\.wait\.default\([^,]+, [^,]+, '[^']+', (\d+)", backward)
+    assert len(issued) == len(waited) >= LAYERS
+    assert issued == waited

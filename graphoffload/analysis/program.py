@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import NodeCost, materialised, node_costs
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
-from graphoffload.analysis.storages import fake, group_by_storage, storage_id, storage_nbytes
+from graphoffload.analysis.storages import fake, group_by_storage, storage_id, storage_nbytes, tensor_nbytes
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.saved import Action, SavedTable, SavedTensor
@@ -94,6 +94,12 @@ def _buffers(pair: GraphPair, *, fuses: bool) -> tuple[Buffer, ...]:
     buffers += _live_ranges(
         backward_nodes, pair.backward.graph, len(forward_nodes), total - 1, held=grads, skip=inputs, fuses=fuses
     )
+    # Gradients of outputs come from autograd, which holds them until backward returns. Their fake storages cannot be trusted: torch
+    # 2.11 traces them as the outputs themselves.
+    for node in pair.backward.graph.find_nodes(op="placeholder"):
+        value = fake(node)
+        if value is not None and str(node.target).startswith("tangents"):
+            buffers.append(Buffer(node.name, tensor_nbytes(value) or 0, len(forward_nodes), total - 1))
     return tuple(buffers)
 
 
@@ -106,7 +112,7 @@ def _live_ranges(
     skipped |= {
         storage_id(value)
         for node in nodes
-        if node.op == "placeholder" and not str(node.target).startswith("tangents") and (value := fake(node)) is not None
+        if node.op == "placeholder" and (value := fake(node)) is not None
     }
     kept = {storage_id(value) for node in held if (value := fake(node)) is not None}
     buffers = []

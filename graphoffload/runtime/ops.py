@@ -117,6 +117,7 @@ def _copy_to_host(x: torch.Tensor, entry: Entry, *, dense: bool) -> None:
         run()
     else:
         entry.d2h_done = streams.copy("d2h", entry.name, (buffer.last_copy,), run)
+        streams.recycle(buffer.last_copy)
         buffer.last_copy = None
 
 
