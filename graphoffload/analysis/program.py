@@ -94,8 +94,8 @@ def _buffers(pair: GraphPair, *, fuses: bool) -> tuple[Buffer, ...]:
     buffers += _live_ranges(
         backward_nodes, pair.backward.graph, len(forward_nodes), total - 1, held=grads, skip=inputs, fuses=fuses
     )
-    # Gradients of outputs come from autograd, which holds them until backward returns. Their fake storages cannot be trusted: torch
-    # 2.11 traces them as the outputs themselves.
+    # Gradients of outputs come from autograd, which holds them until backward returns. Their fake storages cannot be trusted:
+    # torch 2.11 traces them as the outputs themselves.
     for node in pair.backward.graph.find_nodes(op="placeholder"):
         value = fake(node)
         if value is not None and str(node.target).startswith("tangents"):
