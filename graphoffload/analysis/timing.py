@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphoffload.analysis.costs import kind_of
 from graphoffload.analysis.storages import fake, tensor_nbytes
+from graphoffload.log import log
 
 _REPEATS = 5
 _MEMORY_SHARE = 0.5
@@ -71,8 +72,10 @@ def signature(node: Node) -> str | None:
 def _measure(node: Node, device: torch.device) -> float | None:
     values = [fake(argument) for argument in node.all_input_nodes]
     outputs = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
-    if any(value is None or value.device.type != "cuda" for value in values):
+    if any(value is None or (value.device.type != "cuda" and value.is_floating_point()) for value in values):
         return None
+    if "attention" not in str(node.target) and any(value is not None and not value.is_floating_point() for value in values):
+        return None  # indices: random ones could be out of range
     wanted = sum(tensor_nbytes(value) or 0 for value in (*values, *outputs) if value is not None)
     free, _ = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -81,7 +84,8 @@ def _measure(node: Node, device: torch.device) -> float | None:
     try:
         with torch._subclasses.fake_tensor.unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
             return _run(node, device)
-    except Exception:  # inputs that random values do not make valid (indices, seeds): the roofline time stays
+    except Exception as error:  # inputs that made-up values do not make valid: the roofline time stays
+        log.debug("not timed, priced by roofline: %s (%s)", node.target, error)
         return None
 
 
@@ -92,7 +96,7 @@ def _run(node: Node, device: torch.device) -> float | None:
         if not isinstance(value, Node):
             return value
         if value not in made:
-            made[value] = _random(fake(value), device)
+            made[value] = _filled(fake(value))
         return made[value]
 
     target: Any = node.target
@@ -109,13 +113,14 @@ def _run(node: Node, device: torch.device) -> float | None:
     return laps[_REPEATS // 2] / 1e3
 
 
-def _random(like: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _filled(like: torch.Tensor | None) -> torch.Tensor:
+    """Random floats; zeros for the seeds, offsets and masks of an attention operation."""
     assert like is not None
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     if like.dtype.is_floating_point:
-        generator = torch.Generator(device).manual_seed(0)  # never the user's random numbers
+        generator = torch.Generator(like.device).manual_seed(0)  # never the user's random numbers
         return made.normal_(generator=generator)
-    raise TypeError(f"no random values for {like.dtype}")
+    return made.zero_()
 
 
 def _load(path: Path) -> None:
