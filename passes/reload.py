@@ -39,8 +39,9 @@ def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:
         issued, needed = (find(nodes, name, plan.key) for name in (transfer.reload_before, transfer.wait_before))
         return at[issued], at[needed], transfer.id
 
+    origins = {transfer.id: find(sources, transfer.tensor, plan.key) for transfer in plan.transfers}
     for transfer in sorted(plan.transfers, key=deadline):
-        _reload_one(nodes, transfer, plan, find(sources, transfer.tensor, plan.key), sizes)
+        _reload_one(nodes, transfer, plan, origins[transfer.id], sizes)
     finish(graphs.backward)
     return graphs
 
