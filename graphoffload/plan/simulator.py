@@ -36,6 +36,7 @@ import numpy as np
 from graphoffload.errors import PlanError
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.arrays import Arrays, Ints, arrays_of
+from graphoffload.plan.moments import wall_times_s
 from graphoffload.plan.program import Program
 from graphoffload.saved import Action
 
@@ -100,6 +101,7 @@ class Timeline:
     host_bytes: int
     inflight_peak_bytes: int
     recompute_s: float
+    ends_s: tuple[float, ...] = ()  # of each step: `memory` against time
 
     @property
     def slowdown(self) -> float:
@@ -172,6 +174,7 @@ class Evaluation:
     forward_end_s: float
     inflight_peak_bytes: int
     recompute_s: float
+    backward_sum_s: list[float] = field(default_factory=list)
 
 
 def needs(arrays: Arrays, actions: Sequence[Action]) -> tuple[list[int], list[int]]:
@@ -238,7 +241,7 @@ def _backward(
         times = times.copy()
         np.add.at(times, [first[k] for k in again], arrays.recompute_s[again])
         out.recompute_s = float(arrays.recompute_s[again].sum())
-    sums = [0.0, *np.cumsum(times).tolist()]
+    out.backward_sum_s = sums = [0.0, *np.cumsum(times).tolist()]
     latest, next_start_s = dict[int, int](), float("inf")
     order = sorted(copies, key=lambda k: (first[k], k))
     for index in reversed(order):
@@ -379,4 +382,13 @@ def timeline_of(arrays: Arrays, result: Evaluation) -> Timeline:
         host_bytes=result.host_bytes,
         inflight_peak_bytes=result.inflight_peak_bytes,
         recompute_s=result.recompute_s,
+        ends_s=_ends_s(arrays, result),
     )
+
+
+def _ends_s(arrays: Arrays, result: Evaluation) -> tuple[float, ...]:
+    """When each step ends."""
+    forward_s = arrays.forward_sum_s[-1]
+    work_s = [*arrays.forward_sum_s[1:], *(forward_s + done_s for done_s in result.backward_sum_s[1:])]
+    copies = ((start_s, end_s) for start_s, end_s, _ in (*result.d2h, *result.h2d))
+    return wall_times_s(work_s, result.compute, copies, 1.0 + arrays.hardware.compute_slowdown_while_copying)
