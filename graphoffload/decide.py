@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from graphoffload.config import OffloadConfig
 from graphoffload.hardware import HardwareProfile
+from graphoffload.plan.hint import saved_within
 from graphoffload.plan.judge import MeetBudget, WithinSlowdown
 from graphoffload.plan.program import Candidate, Program
 from graphoffload.plan.simulator import Timeline, simulate
@@ -22,6 +23,8 @@ from graphoffload.units import coarse_size, format_bytes
 from graphoffload.wishes import Wish
 
 _FREE = 0.005  # a window that costs less of the step than this costs nothing
+_HINT = 0.01  # the slowdown that a hint speaks of, where it saves at least this share of the peak:
+_WORTH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Decided:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     max_inflight_bytes: int | None = None
+    lower_bound_peak_bytes: int | None = None
+    hint: str = ""
 
 
 def decide_actions(
@@ -88,7 +93,8 @@ def decide_actions(
         reason = "nothing to fit: no device budget on a CPU"
         return _keep_the_rest(wanted, reason, keep, warnings, inflight)
     if config.max_slowdown is None and _fits(program, hardware, limits):
-        return _keep_the_rest(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
+        kept = _keep_the_rest(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
+        return replace(kept, hint=_hint(program, hardware, limits))
     goal = (
         WithinSlowdown(config.max_slowdown) if config.max_slowdown is not None else MeetBudget(limits.device_budget_bytes or 0)
     )
@@ -102,7 +108,15 @@ def decide_actions(
         (f"planned by {solution.solver}",),
         tuple(warnings),
         solution.max_inflight_bytes,
+        solution.lower_bound_peak_bytes,
     )
+
+
+def _hint(program: Program, hardware: HardwareProfile, limits: Limits) -> str:
+    """What one percent of the step would buy; "" when that is not much, or not known at once."""
+    saved = saved_within(program, hardware, _HINT, host_budget_bytes=limits.host_budget_bytes)
+    worth = simulate(program, program.keep_actions(), hardware).peak_bytes * _WORTH
+    return f"max_slowdown={_HINT:g} would save {format_bytes(saved)}" if saved and saved >= worth else ""
 
 
 def _fits(program: Program, hardware: HardwareProfile, limits: Limits) -> bool:

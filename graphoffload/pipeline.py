@@ -71,6 +71,7 @@ class Rewritten:
     before: GraphPair | None
     timeline: Timeline | None
     keep_timeline: Timeline | None
+    hint: str = ""
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ def rewrite(request: Request) -> Rewritten:
     graphs = insert_reloads(insert_offloads(work.pair, plan), plan)
     if request.config.verify != "off":
         verify_graphs(graphs, plan, names)
-    return Rewritten(graphs, plan, before, timeline, keep_timeline)
+    return Rewritten(graphs, plan, before, timeline, keep_timeline, decided.hint)
 
 
 def _copies(pair: GraphPair) -> GraphPair:
@@ -386,6 +387,7 @@ def _prediction(decided: Decided, timeline: Timeline) -> Prediction:
         lower_bound_time_s=None if decided.lower_bound_s is None else min(decided.lower_bound_s, timeline.time_s),
         host_bytes=timeline.host_bytes,
         stall_s=timeline.stall_s,
+        lower_bound_peak_bytes=None if (bound := decided.lower_bound_peak_bytes) is None else min(bound, timeline.peak_bytes),
     )
 
 

@@ -154,6 +154,7 @@ class Prediction:
     lower_bound_time_s: float | None = None
     host_bytes: int = 0
     stall_s: float = 0.0
+    lower_bound_peak_bytes: int | None = None  # of a plan for a slowdown: no other within it has a smaller peak
 
     @property
     def predicted_slowdown(self) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def wall_times_s(work_s: Sequence[float], compute: Sequence[Span], copies: Itera
     busy = _united(copies)
     edges = sorted({0.0, *(edge for span in (*compute, *busy) for edge in span)})
     done = [0.0]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         middle = (start + end) / 2
         rate = (1.0 / factor if _inside(busy, middle) else 1.0) if _inside(compute, middle) else 0.0
         done.append(done[-1] + (end - start) * rate)
