@@ -22,6 +22,7 @@ from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.fragments import Fragment
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
+from graphoffload.out_of_memory import with_note
 from graphoffload.partitioner import OffloadPartitioner, graph_key
 from graphoffload.report import summary_line
 from graphoffload.runtime import registry
@@ -84,7 +85,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config))
     compiled = _inner(gm, example_inputs, config, partitioner)
     _after_compile(base, key)
-    return compiled
+    return with_note(compiled, key)
 
 
 def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[Plan | None, Callable[..., Any]]:
