@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphoffload import compat
+from graphoffload.log import say
 from graphoffload.runtime import registry
 from graphoffload.saved import Plan
 from graphoffload.units import format_bytes
@@ -77,11 +78,11 @@ def _annotate(error: torch.OutOfMemoryError, key: str, where: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:  # Python 3.10
-        error.args = ("\n".join([*map(str, error.args[:1]), text]), *error.args[1:])
+        say(text)
 
 
 def note(plan: Plan, where: str, allocated_peak_bytes: int | None) -> str:
-    """The note for an error in `where` ("forward" or "backward"); without a device's allocator the allocated peak is unknown."""
+    """The note for an error in `where`, "forward" or "backward"; the allocated peak is None where no allocator counts."""
     prediction = plan.prediction
     allocated = "unknown" if allocated_peak_bytes is None else format_bytes(allocated_peak_bytes)
     return (
