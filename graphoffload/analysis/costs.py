@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from graphoffload.analysis.storages import fake, storage_id, tensor_nbytes
+from graphoffload.analysis.storages import fake, size_hint, storage_id, tensor_nbytes
 from graphoffload.hardware import HardwareProfile
 
 Kind = Literal["view", "kernel", "fused", "none"]
@@ -212,8 +212,8 @@ def _flops(node: Node) -> int:
         return 0
     args, kwargs = tree_map(_value, node.args), tree_map(_value, node.kwargs)
     try:
-        flops = int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
-    except Exception:  # a formula that does not take this overload's arguments, or a symbolic size: priced by its bytes
+        flops = int(size_hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]), unknown=0))
+    except Exception:  # a formula that does not take this overload's arguments, or an unknown size: priced by its bytes
         return 0
     return flops // 2 if _is_causal(node) else flops
 

@@ -29,6 +29,14 @@ def concrete(value: int | torch.SymInt) -> int | None:
     return int(value) if is_concrete_int(value) else None
 
 
+def size_hint(value: int | torch.SymInt, unknown: int = 2**62) -> int:
+    """The value of this example where it is symbolic, without a guard: int() would compile anew for every other size."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return unknown if hint is None else int(hint)
+    return value
+
+
 def tensor_nbytes(tensor: torch.Tensor) -> int | None:
     """Bytes of a fake tensor's elements; None when a size is symbolic. The one size function for graph nodes."""
     count = concrete(tensor.numel())
@@ -56,19 +64,12 @@ def covers_storage(tensor: torch.Tensor) -> bool:
         return False
     expected: int | torch.SymInt = 1
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if concrete(size) != 1]
-    by_hint = sorted(dims, key=lambda dim: _hint(dim[0]))
+    by_hint = sorted(dims, key=lambda dim: size_hint(dim[0]))
     for stride, size in by_hint:
         if not _same(stride, expected):
             return False
         expected = expected * size
     return _same(tensor.untyped_storage().nbytes(), expected * tensor.element_size())
-
-
-def _hint(value: int | torch.SymInt) -> int:
-    if isinstance(value, int):
-        return value
-    hint = value.node.hint
-    return int(hint) if hint is not None else 2**62
 
 
 def _same(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
