@@ -293,7 +293,7 @@ def test_more_host_memory_than_there_is() -> None:
     says(info.value, "host_budget", "release_host_memory")
     assert info.value.__cause__ is not None
     assert pool.snapshot() == before
-    pool.give_back(kept, pin=False)
+    pool.give_back(kept)
     assert pool.release_idle() == 4096
 
 
@@ -319,11 +319,11 @@ def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> N
     assert not buffer.pinned
     assert pool.snapshot().pinned_bytes == 0
     buffer.flat(torch.float32).fill_(1.5)
-    pool.give_back(buffer, pin=True)
+    pool.give_back(buffer)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PageableMemoryWarning)
         assert pool.acquire(12288, pin=True) is buffer  # reused: said once
-    pool.give_back(buffer, pin=True)
+    pool.give_back(buffer)
     assert pool.release_idle() == 12288
 
 

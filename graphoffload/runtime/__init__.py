@@ -2,6 +2,7 @@
 
     ops.py          the four ops                            entries.py    handle -> what it stands for
     streams.py      side streams and events of a device     pool.py       page-locked host buffers of exact size
+    layouts.py      how a tensor lies in memory             memcpy.py     one copy of bytes on a stream
     registry.py     plans by key                            checksum.py   digests on the device
     counters.py     what moved                              hooks.py      switches for tests
 """

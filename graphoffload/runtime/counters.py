@@ -27,6 +27,14 @@ class Counters:
     inflight_bytes: int = 0
     inflight_peak_bytes: int = 0
 
+    def offloaded(self, nbytes: int) -> None:
+        """One tensor more on its way to the host."""
+        self.offloads += 1
+        self.d2h_bytes += nbytes
+        self.inflight_bytes += nbytes
+        if self.inflight_bytes > self.inflight_peak_bytes:
+            self.inflight_peak_bytes = self.inflight_bytes
+
     def as_dict(self) -> dict[str, int]:
         """All counters by name."""
         return asdict(self)

@@ -15,14 +15,15 @@ import itertools
 import secrets
 import threading
 from collections import defaultdict, deque
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphoffload.errors import BackwardNeverCameWarning, RuntimeStateError, warn
 from graphoffload.runtime.counters import COUNTERS
+from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.pool import POOL, HostBuffer
+from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.streams import streams_of
 from graphoffload.units import format_bytes
 
@@ -34,104 +35,133 @@ class Entry:
     """One offloaded tensor: where its bytes are, in which layout, and which copies are under way."""
 
     __slots__ = (
-        "buffer", "clone", "d2h_done", "device", "digest", "dtype", "h2d_done", "inflight", "name", "nbytes", "pin", "plan",
-        "reloads", "size", "source", "source_ptr", "stride", "target", "target_digest", "ticket", "weak",
+        "buffer", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "reloads", "run", "source",
+        "source_ptr", "target", "ticket", "weak",
     )  # fmt: skip
 
-    def __init__(self, source: torch.Tensor, *, plan: str, name: str, stride: tuple[int, ...]) -> None:
-        self.plan = plan
-        self.name = name
-        self.device = source.device
-        self.dtype = source.dtype
-        self.size = tuple(source.shape)
-        self.stride = stride
-        self.nbytes = source.numel() * source.element_size()
+    def __init__(self, source: torch.Tensor, layout: Layout, run: RunPlan, id: int) -> None:
+        self.run = run
+        self.id = id
+        self.layout = layout
         self.source: torch.Tensor | None = source
         self.source_ptr = source.data_ptr()
         self.ticket = 0
-        self.weak: StorageWeakRef | None = None
+        self.weak = 0
         self.buffer: HostBuffer | None = None
-        self.pin = False
         self.clone: torch.Tensor | None = None
         self.d2h_done: Any = None
         self.h2d_done: Any = None
         self.target: torch.Tensor | None = None
         self.digest: torch.Tensor | None = None
-        self.target_digest: torch.Tensor | None = None
         self.reloads = 0
         self.inflight = False
 
+    @property
+    def name(self) -> str:
+        """The tensor and its module, for messages."""
+        return self.run.name(self.id)
+
 
 class Entries:
-    """All living entries of this process."""
+    """All living entries of this process, by plan and by the identity of their handles' storages."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._by_storage: dict[int, Entry] = {}
+        self._by_storage: dict[str, dict[int, Entry]] = defaultdict(dict)
         self._by_ticket: dict[int, Entry] = {}
-        self._copied: dict[tuple[str, str], deque[Entry]] = defaultdict(deque)
+        self._copied: dict[tuple[str, int], deque[Entry]] = defaultdict(deque)
+        self.reloaded = False
         self._forwards_dropped = 0
         self._bytes_dropped = 0
         self._warned = False
         self._tickets = itertools.count(secrets.randbits(61))
 
     def __len__(self) -> int:
-        return len(self._by_storage) + sum(len(queue) for queue in self._copied.values())
+        return sum(map(len, self._by_storage.values())) + sum(map(len, self._copied.values()))
 
     def add(self, handle: torch.Tensor, entry: Entry, *, may_be_copied: bool) -> None:
         """Tie an entry to its handle's storage, and to its content where hooks may copy the handle."""
-        entry.ticket = next(self._tickets)
-        storage = handle.untyped_storage()
+        if may_be_copied:
+            self._add_ticket(handle, entry)
+            return
+        entry.weak = cast("int", handle.untyped_storage()._weak_ref())
         with self._lock:
-            if may_be_copied:
-                handle.fill_(entry.ticket)
-                self._by_ticket[entry.ticket] = entry
-                queue = self._copied[entry.plan, entry.name]
-                queue.append(entry)
-                if len(queue) > KEPT_COPIES:
-                    self._close(queue.popleft())
-            else:
-                entry.weak = StorageWeakRef(storage)
-                self._by_storage[entry.weak.cdata] = entry
+            self._by_storage[entry.run.key][entry.weak] = entry
 
-    def find(self, handle: torch.Tensor, *, plan: str, name: str) -> Entry:
+    def _add_ticket(self, handle: torch.Tensor, entry: Entry) -> None:
+        ticket = next(self._tickets)
+        handle.fill_(ticket)
+        with self._lock:
+            entry.ticket = ticket
+            self._by_ticket[ticket] = entry
+            queue = self._copied[entry.run.key, entry.id]
+            queue.append(entry)
+            if len(queue) > KEPT_COPIES:
+                self._close(queue.popleft())
+
+    def find(self, handle: torch.Tensor, plan: str, id: int) -> Entry:
         """The entry that a handle stands for.
 
         Raises:
             RuntimeStateError: there is none, or it is another tensor's.
         """
-        entry = self._by_storage.get(handle.untyped_storage()._cdata)
-        if entry is None and self._by_ticket:
-            entry = self._by_ticket.get(int(handle.item()))
+        identity = handle.untyped_storage()._cdata
+        entries = self._by_storage.get(plan)
+        entry = None if entries is None else entries.get(identity)
         if entry is None:
+            entry = self._look_elsewhere(handle, identity, plan, id)
+        if entry.id != id or entry.run.key != plan:
             raise RuntimeStateError(
-                f"The host copy of {name} is gone (plan {plan}): its handle was dropped, or copied by a saved-tensors hook "
-                f"that was not active in forward, or more than {KEPT_COPIES} forwards ran between it and this backward."
-            )
-        if entry.plan != plan or entry.name != name:
-            raise RuntimeStateError(
-                f"A handle for {entry.name} (plan {entry.plan}) was passed where {name} (plan {plan}) was expected. "
-                "The graph's saved values are out of order; please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
+                f"A handle for {entry.name} (plan {entry.run.key}) was passed where {run_plan(plan).name(id)} (plan {plan}) "
+                "was expected. The graph's saved values are out of order; please report this with a graph dump "
+                "(GRAPHOFFLOAD_DUMP_DIR)."
             )
         return entry
 
-    def sweep(self) -> int:
-        """Close entries whose handle nobody owns any more; returns how many. Called at the start of every forward."""
+    def _look_elsewhere(self, handle: torch.Tensor, identity: int, plan: str, id: int) -> Entry:
         with self._lock:
-            dead = [key for key, entry in self._by_storage.items() if entry.weak is not None and entry.weak.expired()]
-            entries = [self._by_storage.pop(key) for key in dead]
-            for entry in entries:
+            for entries in self._by_storage.values():
+                if identity in entries:
+                    return entries[identity]
+        entry = self._by_ticket.get(int(handle.item())) if self._by_ticket else None
+        if entry is None:
+            raise RuntimeStateError(
+                f"The host copy of {run_plan(plan).name(id)} is gone (plan {plan}): its handle was dropped, or copied by a "
+                f"saved-tensors hook that was not active in forward, or more than {KEPT_COPIES} forwards ran between it and "
+                "this backward."
+            )
+        return entry
+
+    def start_forward(self, plan: str) -> None:
+        """Close what is over: of this plan, and after a backward of all plans, so that many graphs cost no more than one."""
+        if self.reloaded:
+            self.reloaded = False
+            self.sweep()
+        else:
+            self.sweep(plan)
+
+    def sweep(self, plan: str | None = None) -> int:
+        """Close entries (of one plan, or of all) whose handle nobody owns any more; returns how many."""
+        expired = torch.UntypedStorage._expired
+        with self._lock:
+            groups = list(self._by_storage.values()) if plan is None else [self._by_storage[plan]]
+            dead = []
+            for group in groups:
+                keys = [key for key in group if expired(key)]
+                dead += [group.pop(key) for key in keys]
+            for entry in dead:
                 self._close(entry)
-        self._count_dropped(entries)
+        if dead:
+            self._count_dropped(dead)
         return len(dead)
 
     def _count_dropped(self, entries: list[Entry]) -> None:
         """Warn once after many forwards in a row whose offloaded activations no backward asked for."""
         if any(entry.reloads for entry in entries):
             self._forwards_dropped = self._bytes_dropped = 0
-        elif entries:
+        else:
             self._forwards_dropped += 1
-            self._bytes_dropped += sum(entry.nbytes for entry in entries)
+            self._bytes_dropped += sum(entry.layout.nbytes for entry in entries)
         if self._forwards_dropped < DROPPED_BEFORE_WARNING or self._warned:
             return
         self._warned = True
@@ -142,14 +172,23 @@ class Entries:
             stacklevel=5,
         )
 
-    def _close(self, entry: Entry) -> None:
-        self._by_ticket.pop(entry.ticket, None)
-        if entry.reloads == 0:
-            COUNTERS.dropped += 1
+    def abandon(self, entry: Entry) -> None:
+        """Undo an offload that did not come about; it was never added, or is the last that was."""
+        with self._lock:
+            self._by_storage[entry.run.key].pop(entry.weak, None)
+            self._close(entry, came_about=False)
+
+    def _close(self, entry: Entry, *, came_about: bool = True) -> None:
+        COUNTERS.dropped += came_about and entry.reloads == 0
+        if entry.weak:
+            torch.UntypedStorage._free_weak_ref(entry.weak)
+            entry.weak = 0
+        if entry.ticket:
+            self._by_ticket.pop(entry.ticket, None)
         if entry.inflight:
             entry.inflight = False
-            COUNTERS.inflight_bytes -= entry.nbytes
-        streams = streams_of(entry.device)
+            COUNTERS.inflight_bytes -= entry.layout.nbytes
+        streams = streams_of(entry.layout.device)
         if streams is not None:
             # After an exception a source or a target can still be in a copy; its memory must not be reused before that.
             if entry.source is not None and entry.d2h_done is not None:
@@ -159,7 +198,7 @@ class Entries:
         entry.source = entry.target = entry.clone = None
         if entry.buffer is not None:
             entry.buffer.last_copy = entry.h2d_done if entry.h2d_done is not None else entry.d2h_done
-            POOL.give_back(entry.buffer, pin=entry.pin)
+            POOL.give_back(entry.buffer)
             entry.buffer = None
         if streams is not None and entry.h2d_done is not None:
             streams.recycle(entry.d2h_done)

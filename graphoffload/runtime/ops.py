@@ -27,7 +27,7 @@ from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.entries import ENTRIES, Entry
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.pool import POOL
-from graphoffload.runtime.registry import RunPlan, run_plan
+from graphoffload.runtime.registry import run_plan
 from graphoffload.runtime.streams import streams_of
 
 HANDLE_DTYPE = torch.int64
@@ -40,29 +40,6 @@ LIBRARY.define(
     "reload(Tensor handle, str plan, int id, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor", tags=_TAGS
 )
 LIBRARY.define("wait(Tensor(a!) y, Tensor handle, str plan, int id) -> ()", tags=_TAGS)
-
-
-def _contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for length in reversed(size):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
-
-
-def same_layout(size: Sequence[int], left: Sequence[int], right: Sequence[int]) -> bool:
-    """Whether two strides address the same elements; strides of dimensions of length 1 do not count."""
-    return all(a == b or length == 1 for length, a, b in zip(size, left, right, strict=True))
-
-
-def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill one block of memory without gaps or overlaps, in whatever order."""
-    expected = 1
-    for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
-        if step != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,67 +55,64 @@ def _handles_may_be_copied() -> bool:
 
 def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
     if id == 0:
-        ENTRIES.sweep()
+        ENTRIES.start_forward(plan)
     run = run_plan(plan)
-    handle = torch.empty(1, dtype=HANDLE_DTYPE, device=x.device)
-    dense = is_dense(x.shape, x.stride())
-    entry = Entry(
-        x, plan=plan, name=_name(run, id), stride=tuple(x.stride()) if dense else _contiguous_strides(x.shape)
-    )
-    if run.checksum:
-        entry.digest = digest(x)
-    if ACTIVE.twin:
-        entry.clone = x.clone()
-    elif entry.nbytes:
-        _copy_to_host(x, entry, dense=dense)
-    ENTRIES.add(handle, entry, may_be_copied=_handles_may_be_copied())
-    COUNTERS.offloads += 1
-    COUNTERS.d2h_bytes += entry.nbytes
-    COUNTERS.inflight_bytes += entry.nbytes
-    COUNTERS.inflight_peak_bytes = max(COUNTERS.inflight_peak_bytes, COUNTERS.inflight_bytes)
+    layout = run.layout(x, id)
+    handle = torch.empty(1, dtype=HANDLE_DTYPE, device=layout.device)
+    entry = Entry(x, layout, run, id)
+    try:
+        if run.checksum:
+            entry.digest = digest(x)
+        if ACTIVE.twin:
+            entry.clone = x.clone()
+        elif layout.nbytes:
+            _copy_to_host(x, entry)
+        ENTRIES.add(handle, entry, may_be_copied=_handles_may_be_copied())
+    except BaseException:
+        ENTRIES.abandon(entry)
+        raise
+    COUNTERS.offloaded(layout.nbytes)
     entry.inflight = True
     return handle
 
 
-def _name(run: RunPlan, id: int) -> str:
-    return run.names.get(id) or f"tensor {id}"
-
-
-def _copy_to_host(x: torch.Tensor, entry: Entry, *, dense: bool) -> None:
-    streams = streams_of(x.device)
-    entry.pin = x.device.type == "cuda"
-    buffer = entry.buffer = POOL.acquire(entry.nbytes, pin=entry.pin, name=entry.name)
-    host = buffer.flat(x.dtype)
+def _copy_to_host(x: torch.Tensor, entry: Entry) -> None:
+    layout = entry.layout
+    streams = streams_of(layout.device)
+    if streams is None:
+        buffer = entry.buffer = POOL.acquire(layout.nbytes, pin=False, name=entry.name)
+        buffer.flat(layout.dtype).copy_(_flat(x if layout.dense else x.contiguous()))
+        return
+    buffer = entry.buffer = POOL.acquire(layout.nbytes, pin=True, name=entry.name, device=streams.index)
+    before, buffer.last_copy = buffer.last_copy, None
 
     def run() -> None:
-        host.copy_(_flat(x) if dense else _flat(x.contiguous()), non_blocking=True)
+        buffer.flat(layout.dtype).copy_(_flat(x if layout.dense else x.contiguous()), non_blocking=True)
 
-    if streams is None:
-        run()
-    else:
-        entry.d2h_done = streams.copy("d2h", entry.name, (buffer.last_copy,), run)
-        streams.recycle(buffer.last_copy)
-        buffer.last_copy = None
+    block = (buffer.address, x.data_ptr(), layout.nbytes) if layout.dense else None
+    entry.d2h_done = streams.copy("d2h", entry, (before,), run, block)
+    streams.recycle(before)
 
 
 def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
-    entry = ENTRIES.find(handle, plan=plan, name=_name(run_plan(plan), id))
+    entry = ENTRIES.find(handle, plan, id)
     if entry.source is None:
         raise RuntimeStateError(f"{entry.name} was released twice (plan {plan}).")
+    nbytes = entry.layout.nbytes
     if x.data_ptr() != entry.source_ptr:
         raise RuntimeStateError(
             f"{entry.name}: release was given memory at {x.data_ptr():#x}, but offload copies from {entry.source_ptr:#x} "
-            f"({entry.nbytes} bytes). A compiler passed one of them a temporary; the copy could be of freed memory. "
+            f"({nbytes} bytes). A compiler passed one of them a temporary; the copy could be of freed memory. "
             'Try inner="aot_eager" or keep this tensor with policy={"<its module>": "keep"}, and report this.'
         )
     if entry.d2h_done is not None:
-        streams = streams_of(x.device)
+        streams = streams_of(entry.layout.device)
         assert streams is not None
         streams.compute_waits(entry.d2h_done)
     entry.source = None
     entry.inflight = False
     COUNTERS.releases += 1
-    COUNTERS.inflight_bytes -= entry.nbytes
+    COUNTERS.inflight_bytes -= nbytes
     if ACTIVE.release is not None:
         ACTIVE.release(x, entry.name)
 
@@ -146,61 +120,72 @@ def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
 def _reload(
     handle: torch.Tensor, plan: str, id: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    entry = ENTRIES.find(handle, plan=plan, name=_name(run_plan(plan), id))
-    if tuple(size) != entry.size or dtype != entry.dtype:
+    entry = ENTRIES.find(handle, plan, id)
+    layout = entry.layout
+    as_it_lies = layout.returns_as_it_lies(size, stride)
+    if as_it_lies is None or dtype != layout.dtype:
         raise RuntimeStateError(
-            f"{entry.name}: backward asks for {tuple(size)} {dtype}, but {entry.size} {entry.dtype} was offloaded "
+            f"{entry.name}: backward asks for {tuple(size)} {dtype}, but {tuple(layout.size)} {layout.dtype} was offloaded "
             f"(plan {plan})."
         )
-    y = torch.empty_strided(size, stride, dtype=dtype, device=handle.device)
+    y = torch.empty_strided(size, stride, dtype=dtype, device=layout.device)
+    if entry.target is not None and entry.h2d_done is not None:
+        # An earlier backward stopped before its wait: the memory it was copying to is about to be free.
+        streams = streams_of(layout.device)
+        assert streams is not None
+        streams.compute_waits(entry.h2d_done)
+    entry.target = y
     if entry.clone is not None:
         y.copy_(entry.clone)
-    elif entry.nbytes:
-        _copy_to_device(y, entry)
-    entry.target = y
+    elif layout.nbytes:
+        _copy_to_device(y, entry, as_it_lies=as_it_lies)
     entry.reloads += 1
+    ENTRIES.reloaded = True
     COUNTERS.reloads += 1
-    COUNTERS.h2d_bytes += entry.nbytes
+    COUNTERS.h2d_bytes += layout.nbytes
     return y
 
 
-def _copy_to_device(y: torch.Tensor, entry: Entry) -> None:
-    assert entry.buffer is not None
-    host = entry.buffer.flat(entry.dtype)
-    as_it_lies = same_layout(entry.size, entry.stride, y.stride()) and is_dense(y.shape, y.stride())
+def _copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> None:
+    buffer, layout = entry.buffer, entry.layout
+    assert buffer is not None
     if not as_it_lies:
         COUNTERS.relaid += 1
-        COUNTERS.relaid_bytes += entry.nbytes
+        COUNTERS.relaid_bytes += layout.nbytes
 
     def run() -> None:
+        host = buffer.flat(layout.dtype)
         if as_it_lies:
             _flat(y).copy_(host, non_blocking=True)
         else:  # allocated and used on the side stream alone
-            staged = torch.empty(host.shape, dtype=entry.dtype, device=y.device)
+            staged = torch.empty(host.shape, dtype=layout.dtype, device=y.device)
             staged.copy_(host, non_blocking=True)
-            y.copy_(staged.as_strided(entry.size, entry.stride))
+            y.copy_(staged.as_strided(layout.size, layout.stride))
 
-    streams = streams_of(y.device)
+    streams = streams_of(layout.device)
     if streams is None:
         run()
-    else:
-        entry.h2d_done = streams.copy("h2d", entry.name, (entry.d2h_done, entry.h2d_done), run)
+        return
+    block = (y.data_ptr(), buffer.address, layout.nbytes) if as_it_lies else None
+    before = entry.h2d_done
+    entry.h2d_done = streams.copy("h2d", entry, (entry.d2h_done, before), run, block)
+    streams.recycle(before)
 
 
 def _wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
-    run = run_plan(plan)
-    entry = ENTRIES.find(handle, plan=plan, name=_name(run, id))
-    if entry.target is None or y.data_ptr() != entry.target.data_ptr():
+    entry = ENTRIES.find(handle, plan, id)
+    target = entry.target
+    if target is None or y.data_ptr() != target.data_ptr():
         raise RuntimeStateError(
             f"{entry.name}: wait was given memory at {y.data_ptr():#x}, but "
-            + ("nothing was reloaded" if entry.target is None else f"reload writes to {entry.target.data_ptr():#x}")
+            + ("nothing was reloaded" if target is None else f"reload writes to {target.data_ptr():#x}")
             + f" (plan {plan}). The gradient could be wrong, so the step is stopped. Please report this with a graph dump."
         )
     if entry.h2d_done is not None:
-        streams = streams_of(y.device)
+        streams = streams_of(entry.layout.device)
         assert streams is not None
         streams.compute_waits(entry.h2d_done)
-    if run.checksum:
+    if entry.run.checksum:
         _check(entry, y)
     entry.target = None
     COUNTERS.waits += 1
@@ -211,9 +196,9 @@ def _check(entry: Entry, y: torch.Tensor) -> None:
     COUNTERS.checked += 1
     if entry.digest is None or not torch.equal(found, entry.digest):
         raise ChecksumError(
-            f"{entry.name}: the {entry.nbytes} bytes that came back from the host are not those that were offloaded "
+            f"{entry.name}: the {entry.layout.nbytes} bytes that came back from the host are not those that were offloaded "
             f"(digest {found.tolist()}, expected {entry.digest.tolist() if entry.digest is not None else None}; "
-            f"plan {entry.plan}). The gradients of this step are wrong and were stopped here. "
+            f"plan {entry.run.key}). The gradients of this step are wrong and were stopped here. "
             "Please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
         )
 

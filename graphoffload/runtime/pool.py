@@ -21,21 +21,24 @@ from graphoffload.errors import HostMemoryError, PageableMemoryWarning, warn
 from graphoffload.units import format_bytes
 
 _PAGE = 4096
+_PORTABLE = 1  # page-locked for every device of the process, not only the current one
 
 
 class HostBuffer:
     """`nbytes` of host memory; `pinned` says whether copies from it can overlap with compute."""
 
-    __slots__ = ("_flat", "_owner", "last_copy", "nbytes", "pinned")
+    __slots__ = ("_flat", "_owner", "address", "key", "last_copy", "nbytes", "pinned")
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, pin: bool, device: int = -1) -> None:
         self.nbytes = nbytes
+        self.key = (nbytes, pin, device)
         self.last_copy: Any = None
         self._owner = torch.empty(nbytes + (_PAGE if pin else 0), dtype=torch.uint8)
         start = -self._owner.data_ptr() % _PAGE if pin else 0
         raw = self._owner[start : start + nbytes]
         self.pinned = pin and nbytes > 0 and _page_lock(raw)
         self._flat = {torch.uint8: raw}
+        self.address = raw.data_ptr()
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
         """The whole buffer as a one-dimensional tensor of `dtype`."""
@@ -48,12 +51,12 @@ class HostBuffer:
         """Undo page-locking. The caller has made sure that no copy is under way."""
         if self.pinned:
             self.pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self._flat[torch.uint8].data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def _page_lock(raw: torch.Tensor) -> bool:
     raw.zero_()  # first touch by all intra-op threads: page-locking untouched memory faults it in on one
-    code = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
+    code = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), _PORTABLE))
     if code == 0:
         return True
     warn(
@@ -81,7 +84,7 @@ class HostPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[tuple[int, bool], list[HostBuffer]] = {}
+        self._idle: dict[tuple[int, bool, int], list[HostBuffer]] = {}
         self._held_bytes = 0
         self._pinned_bytes = 0
         self._in_use_bytes = 0
@@ -89,25 +92,33 @@ class HostPool:
         self._count = 0
         self.poison = False
 
-    def acquire(self, nbytes: int, *, pin: bool, name: str = "") -> HostBuffer:
+    def acquire(self, nbytes: int, *, pin: bool, name: str = "", device: int = -1) -> HostBuffer:
         """A buffer of exactly `nbytes`; its `last_copy` event, if any, must be waited for by the stream that writes it.
+
+        `device`: index of the device that copies; events belong to one device, so its buffers go to no other.
 
         Raises:
             HostMemoryError: the operating system refuses the memory.
         """
         with self._lock:
-            idle = self._idle.get((nbytes, pin))
+            idle = self._idle.get((nbytes, pin, device))
             buffer = idle.pop() if idle else None
-        if buffer is None:
-            buffer = self._allocate(nbytes, pin=pin, name=name)
+            if buffer is not None:
+                self._take(nbytes)
+                return buffer
+        buffer = self._allocate(nbytes, pin=pin, name=name, device=device)
         with self._lock:
-            self._in_use_bytes += nbytes
-            self._peak_bytes = max(self._peak_bytes, self._in_use_bytes)
+            self._take(nbytes)
         return buffer
 
-    def _allocate(self, nbytes: int, *, pin: bool, name: str) -> HostBuffer:
+    def _take(self, nbytes: int) -> None:
+        self._in_use_bytes += nbytes
+        if self._in_use_bytes > self._peak_bytes:
+            self._peak_bytes = self._in_use_bytes
+
+    def _allocate(self, nbytes: int, *, pin: bool, name: str, device: int) -> HostBuffer:
         try:
-            buffer = HostBuffer(nbytes, pin=pin)
+            buffer = HostBuffer(nbytes, pin=pin, device=device)
         except (RuntimeError, MemoryError) as error:
             raise HostMemoryError(
                 f"No host memory for {name or 'an offloaded tensor'}: {format_bytes(nbytes)} asked for, "
@@ -119,13 +130,13 @@ class HostPool:
             self._pinned_bytes += nbytes if buffer.pinned else 0
         return buffer
 
-    def give_back(self, buffer: HostBuffer, *, pin: bool) -> None:
+    def give_back(self, buffer: HostBuffer) -> None:
         """Return a buffer; a copy that still uses it is named by its `last_copy` event."""
         if self.poison and buffer.last_copy is None:
             buffer.flat(torch.uint8).fill_(0xFF)
         with self._lock:
             self._in_use_bytes -= buffer.nbytes
-            self._idle.setdefault((buffer.nbytes, pin), []).append(buffer)
+            self._idle.setdefault(buffer.key, []).append(buffer)
 
     def release_idle(self) -> int:
         """Give idle buffers back to the operating system; returns their bytes. Waits for copies that still use them."""

@@ -11,19 +11,34 @@ import tempfile
 import threading
 from pathlib import Path
 
+import torch
+
+from graphoffload.runtime.layouts import Layout
 from graphoffload.saved import Plan
 
 
 class RunPlan:
     """The part of a plan that the ops look at on every call."""
 
-    __slots__ = ("checksum", "names", "nbytes")
+    __slots__ = ("_names", "checksum", "key", "layouts")
 
-    def __init__(self, plan: Plan | None) -> None:
+    def __init__(self, plan: Plan | None, key: str) -> None:
         transfers = plan.transfers if plan is not None else ()
-        self.names = {t.id: f"{t.tensor} of {t.module or 'the model'}" for t in transfers}
-        self.nbytes = {t.id: t.nbytes for t in transfers}
+        self.key = key
+        self._names = {t.id: f"{t.tensor} of {t.module or 'the model'}" for t in transfers}
+        self.layouts: dict[int, Layout] = {}
         self.checksum = plan.checksum if plan is not None else False
+
+    def name(self, id: int) -> str:
+        """A transfer's tensor and module, for messages."""
+        return self._names.get(id) or f"tensor {id}"
+
+    def layout(self, x: torch.Tensor, id: int) -> Layout:
+        """The layout of a transfer's source: the last one seen, as long as it holds."""
+        layout = self.layouts.get(id)
+        if layout is None or not layout.is_of(x):
+            layout = self.layouts[id] = Layout(x)
+        return layout
 
 
 _LOCK = threading.Lock()
@@ -45,7 +60,7 @@ def register(plan: Plan, *, store: bool = True) -> None:
     with _LOCK:
         _PLANS.pop(plan.key, None)
         _PLANS[plan.key] = plan
-        _RUN[plan.key] = RunPlan(plan)
+        _RUN[plan.key] = RunPlan(plan, plan.key)
     if store:
         _write(plan, plan.key)
 
@@ -92,7 +107,7 @@ def run_plan(key: str) -> RunPlan:
     """What the ops need of a plan; loaded from disk the first time after a cache hit."""
     run = _RUN.get(key)
     if run is None:
-        run = _RUN.setdefault(key, RunPlan(stored(key)))
+        run = _RUN.setdefault(key, RunPlan(stored(key), key))
     return run
 
 

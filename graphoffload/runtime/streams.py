@@ -1,73 +1,115 @@
 """One D2H and one H2D side stream a device, and events from a pool. A device without streams copies synchronously.
 
-The compute stream is whatever stream is current when an op is called; it is read before any switch, and a switch is undone in
-try/finally.
+The compute stream is whatever stream is current on the tensor's device when an op is called. A plain copy names its stream and
+switches nothing; what needs the side stream to be current (torch's own copies, hooks, a caller on another device) runs inside
+`torch.cuda.stream`, which puts stream and device back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from graphoffload.errors import NoStreamsWarning, warn
+from graphoffload.errors import NoStreamsWarning, RuntimeStateError, warn
 from graphoffload.runtime.hooks import ACTIVE
+from graphoffload.runtime.memcpy import KINDS, find_memcpy
+
+Block = tuple[int, int, int]
+"""Addresses of destination and source, and bytes."""
+
+_MOST_STREAMS = 64
+
+
+class Named(Protocol):
+    """What is copied, for messages and hooks."""
+
+    @property
+    def name(self) -> str:
+        """The tensor and its module."""
 
 
 class DeviceStreams:
     """Side streams of one CUDA device."""
 
-    __slots__ = ("_events", "d2h", "device", "h2d")
+    __slots__ = ("_compute", "_events", "_memcpy", "_raw", "d2h", "device", "h2d", "index")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.index = torch.cuda.current_device() if device.index is None else device.index
         self.d2h = torch.cuda.Stream(device)
         self.h2d = torch.cuda.Stream(device)
+        self._raw = {"d2h": self.d2h.cuda_stream, "h2d": self.h2d.cuda_stream}
         self._events: list[Any] = []
+        self._compute: dict[int, torch.cuda.Stream] = {}
+        self._memcpy = find_memcpy()
 
     def compute(self) -> torch.cuda.Stream:
-        """The stream that the caller computes on."""
-        return torch.cuda.current_stream(self.device)
+        """The stream that the caller computes on: torch.cuda.current_stream without its checks, each object made once."""
+        id, index, type = torch._C._cuda_getCurrentStream(self.index)
+        stream = self._compute.get(id)
+        if stream is None:
+            if len(self._compute) >= _MOST_STREAMS:
+                self._compute = {}
+            stream = self._compute[id] = torch.cuda.Stream(stream_id=id, device_index=index, device_type=type)
+        return stream
 
     def event(self) -> Any:
         """An event nobody waits for any more."""
-        return self._events.pop() if self._events else torch.cuda.Event()
+        try:
+            return self._events.pop()
+        except IndexError:
+            return torch.cuda.Event()
 
     def recycle(self, event: Any) -> None:
         """Give an event back. A wait enqueued on it earlier is unaffected by its next record."""
         if event is not None:
             self._events.append(event)
 
-    def copy(self, direction: str, name: str, after: tuple[Any, ...], run: Callable[[], None]) -> Any:
-        """Run `run` on the side stream of `direction` once compute so far and the events `after` are done; gives its event."""
+    def copy(
+        self, direction: str, entry: Named, after: tuple[Any, ...], run: Callable[[], None], block: Block | None = None
+    ) -> Any:
+        """Copy on the side stream of `direction` once compute so far and the events `after` are done; gives the copy's event.
+
+        `block` says that the copy is of one block of bytes; `run` does the same by torch's means, with the side stream current.
+        If anything is raised no copy is under way any more.
+        """
         side = self.d2h if direction == "d2h" else self.h2d
-        compute = self.compute()
         issued = self.event()
-        issued.record(compute)
-        side.wait_event(issued)
-        self.recycle(issued)
+        issued.record(self.compute())
+        issued.wait(side)
+        self._events.append(issued)
         for event in after:
             if event is not None:
-                side.wait_event(event)
-        hook = ACTIVE.copy
-        torch.cuda.set_stream(side)
+                event.wait(side)
         try:
-            if hook is not None:
-                hook(direction, "before", name)
-            run()
-            if hook is not None:
-                hook(direction, "after", name)
+            if ACTIVE.copy is not None:
+                with torch.cuda.stream(side):
+                    ACTIVE.copy(direction, "before", entry.name)
+            if block is None or self._memcpy is None or torch._C._cuda_getDevice() != self.index:
+                with torch.cuda.stream(side):
+                    run()
+            elif code := self._memcpy(*block, KINDS[direction], self._raw[direction]):
+                raise RuntimeStateError(
+                    f"{entry.name}: the {direction} copy of {block[2]} bytes was refused (CUDA error {code})."
+                )
+            if ACTIVE.copy is not None:
+                with torch.cuda.stream(side):
+                    ACTIVE.copy(direction, "after", entry.name)
             done = self.event()
             done.record(side)
-        finally:
-            torch.cuda.set_stream(compute)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error counts
+                side.synchronize()
+            raise
         return done
 
     def compute_waits(self, event: Any) -> None:
         """Order everything issued to the compute stream from now on after `event`."""
-        self.compute().wait_event(event)
+        event.wait(self.compute())
 
 
 _STREAMS: dict[torch.device, DeviceStreams | None] = {}

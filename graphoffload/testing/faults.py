@@ -49,8 +49,8 @@ def host_copies(change: Callable[[Tensor], Any]) -> Iterator[None]:
     """Apply `change` in place to the host copy of every tensor right after it was written (on a GPU: when it is complete)."""
     original = ops._copy_to_host
 
-    def copy_to_host(x: Tensor, entry: Any, *, dense: bool) -> None:
-        original(x, entry, dense=dense)
+    def copy_to_host(x: Tensor, entry: Any) -> None:
+        original(x, entry)
         if entry.d2h_done is not None:
             entry.d2h_done.synchronize()
         change(entry.buffer.flat(x.dtype))

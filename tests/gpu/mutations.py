@@ -57,12 +57,11 @@ def wait_without_wait() -> contextlib.AbstractContextManager[None]:
 def _side_stream_does_not_wait(direction: str) -> contextlib.AbstractContextManager[Any]:
     original = streams.DeviceStreams.copy
 
-    def copy(self: Any, towards: str, name: str, after: tuple[Any, ...], run: Callable[[], None]) -> Any:
+    def copy(self: Any, towards: str, entry: Any, after: tuple[Any, ...], *how: Any) -> Any:
         if towards != direction:
-            return original(self, towards, name, after, run)
-        side = self.d2h if direction == "d2h" else self.h2d
-        with mock.patch.object(type(side), "wait_event", return_value=None):
-            return original(self, towards, name, (), run)
+            return original(self, towards, entry, after, *how)
+        with mock.patch.object(torch.cuda.Event, "wait", return_value=None):
+            return original(self, towards, entry, (), *how)
 
     return mock.patch.object(streams.DeviceStreams, "copy", copy)
 

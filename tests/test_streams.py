@@ -1,0 +1,307 @@
+"""The order of calls on side streams, on a machine without any: streams and events write down what is asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphoffload.errors import RuntimeStateError
+from graphoffload.runtime import copy_hook, ops, streams
+from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.layouts import Layout
+from graphoffload.runtime.memcpy import find_memcpy
+from graphoffload.runtime.pool import POOL
+from graphoffload.runtime.registry import RunPlan, run_plan
+
+DEVICE = torch.device("cuda", 1)
+ENTRY = types.SimpleNamespace(name="a of layer0")
+OPS = torch.ops.graphoffload
+
+
+class World:
+    """What a device would be asked, in order; `current` is the current stream's id, `device` the current device."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.made: list[str] = []
+        self.current, self.device, self.events = 0, 1, 0
+        self.refuses = 0
+
+    def stream(self, device: Any = None, **id: int) -> Any:
+        """torch.cuda.Stream: of the pool, or by id."""
+        name = f"compute{id['stream_id']}" if id else ("d2h", "h2d")[len(self.made)]
+        if not id:
+            self.made.append(name)
+        return types.SimpleNamespace(
+            name=name, cuda_stream=7 + len(self.made), synchronize=lambda: self.log.append(f"synchronize {name}")
+        )
+
+    def event(self) -> Any:
+        """torch.cuda.Event."""
+        name = f"e{self.events}"
+        self.events += 1
+        return types.SimpleNamespace(
+            name=name,
+            record=lambda stream: self.log.append(f"record {name} on {stream.name}"),
+            wait=lambda stream: self.log.append(f"{stream.name} waits {name}"),
+        )
+
+    @contextlib.contextmanager
+    def switch(self, stream: Any) -> Iterator[None]:
+        """torch.cuda.stream."""
+        self.log.append(f"enter {stream.name}")
+        try:
+            yield
+        finally:
+            self.log.append(f"leave {stream.name}")
+
+    def memcpy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> int:
+        """The driver's copy."""
+        self.log.append(f"memcpy {kind} {nbytes} on {stream}")
+        return self.refuses
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(torch.cuda, "Stream", world.stream)
+    monkeypatch.setattr(torch.cuda, "Event", world.event)
+    monkeypatch.setattr(torch.cuda, "stream", world.switch)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (world.current, index, 1), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: world.device, raising=False)
+    monkeypatch.setattr(streams, "find_memcpy", lambda: world.memcpy)
+    return world
+
+
+def by_torch() -> None:
+    """Torch's own copy, which is not asked for in most tests."""
+    raise AssertionError("copied by torch")
+
+
+def test_a_block_is_copied_without_a_switch(world: World) -> None:
+    """Compute so far, then the event of the buffer's last copy, then the copy on its own stream, then its event."""
+    side = streams.DeviceStreams(DEVICE)
+    done = side.copy("d2h", ENTRY, (None, side.event()), by_torch, (1, 2, 96))
+    assert world.log == [
+        "record e1 on compute0",
+        "d2h waits e1",
+        "d2h waits e0",
+        "memcpy 2 96 on 8",
+        f"record {done.name} on d2h",
+    ]
+    side.compute_waits(done)
+    assert world.log[-1] == f"compute0 waits {done.name}"
+
+
+def test_directions_have_their_own_streams(world: World) -> None:
+    """The reload's copy is on the H2D stream, host to device."""
+    streams.DeviceStreams(DEVICE).copy("h2d", ENTRY, (), by_torch, (1, 2, 96))
+    assert world.log[2] == "memcpy 1 96 on 9"
+
+
+def test_compute_is_the_callers_stream_at_each_call(world: World) -> None:
+    """A user's `with torch.cuda.stream(...)` around one call and not the next."""
+    side = streams.DeviceStreams(DEVICE)
+    for world.current in (3, 0, 3):
+        side.copy("d2h", ENTRY, (), by_torch, (1, 2, 96))
+    assert [line.split()[-1] for line in world.log if line.startswith("record") and "compute" in line] == [
+        "compute3", "compute0", "compute3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("why", ["another device is current", "no runtime library", "not one block"])
+def test_torchs_copy_runs_inside_a_switch(world: World, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.stream puts stream and device back; the order is the same."""
+    if why == "no runtime library":
+        monkeypatch.setattr(streams, "find_memcpy", lambda: None)
+    side = streams.DeviceStreams(DEVICE)
+    world.device = 0 if why == "another device is current" else 1
+    block = None if why == "not one block" else (1, 2, 96)
+    side.copy("h2d", ENTRY, (), lambda: world.log.append("copy_"), block)
+    assert world.log == ["record e0 on compute0", "h2d waits e0", "enter h2d", "copy_", "leave h2d", "record e0 on h2d"]
+
+
+def test_hooks_run_on_the_side_stream_around_the_same_copy(world: World) -> None:
+    """Delays in tests of races do not change how the copy is made."""
+    side = streams.DeviceStreams(DEVICE)
+    with copy_hook(lambda direction, when, name: world.log.append(f"{direction} {when} {name}")):
+        side.copy("d2h", ENTRY, (), by_torch, (1, 2, 96))
+    assert world.log[2:9] == [
+        "enter d2h", "d2h before a of layer0", "leave d2h", "memcpy 2 96 on 8",
+        "enter d2h", "d2h after a of layer0", "leave d2h",
+    ]  # fmt: skip
+
+
+def test_an_error_leaves_no_copy_behind(world: World) -> None:
+    """Whoever owns source and target may free them as soon as the error is out."""
+    side = streams.DeviceStreams(DEVICE)
+    world.refuses = 700
+    with pytest.raises(RuntimeStateError, match="d2h copy of 96 bytes was refused"):
+        side.copy("d2h", ENTRY, (), by_torch, (1, 2, 96))
+    assert world.log[-1] == "synchronize d2h"
+
+    def fails() -> None:
+        raise KeyError("interrupted")
+
+    with pytest.raises(KeyError):
+        side.copy("h2d", ENTRY, (), fails, None)
+    assert world.log[-2:] == ["leave h2d", "synchronize h2d"]
+
+
+def test_many_streams_are_not_kept(world: World) -> None:
+    """External streams may have any id."""
+    side = streams.DeviceStreams(DEVICE)
+    for world.current in range(1000):
+        assert side.compute().name == f"compute{world.current}"
+    assert len(side._compute) <= 64
+
+
+def test_no_runtime_library_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU build, a library that is not loaded: torch's own copies serve."""
+    find = find_memcpy.__wrapped__
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert find() is None
+    monkeypatch.setattr(torch.version, "cuda", "4711.0")
+    assert find() is None
+
+
+def forward(x: Tensor, plan: str, id: int = 0) -> Tensor:
+    handle = OPS.offload(x, plan, id)
+    OPS.release(x, handle, plan, id)
+    return handle
+
+
+def back(handle: Tensor, like: Tensor, plan: str, id: int = 0) -> Tensor:
+    y = OPS.reload(handle, plan, id, like.shape, like.stride(), like.dtype)
+    OPS.wait(y, handle, plan, id)
+    return y
+
+
+def test_layouts_are_remembered_only_while_they_hold() -> None:
+    """The same transfer with another shape, other strides, another type, a gap: each comes back as it was."""
+    base = torch.randn(6, 8)
+    tensors = [base, base[:4], base.t(), base.double(), base[:, :3], base[2:, 4:], torch.randn(2, 3, 4, 5).movedim(1, 3), base]
+    for x in (*tensors, *reversed(tensors)):
+        y = back(forward(x, "layouts"), x, "layouts")
+        assert y.stride() == x.stride()
+        assert torch.equal(y, x)
+        assert torch.equal(OPS.reload(forward(x, "layouts"), "layouts", 0, x.shape, x.contiguous().stride(), x.dtype), x)
+    assert set(run_plan("layouts").layouts) == {0}
+
+
+def test_layout_names_the_strides_of_the_host_copy() -> None:
+    """A dense source keeps its strides; one with gaps is packed."""
+    x = torch.randn(6, 8)
+    assert (Layout(x.t()).stride, Layout(x.t()).dense) == ((1, 8), True)
+    assert (Layout(x[:, :3]).stride, Layout(x[:, :3]).dense) == ((3, 1), False)
+    layout = RunPlan(None, "k").layout(x, 0)
+    assert layout.returns_as_it_lies([6, 8], [8, 1])
+    assert layout.returns_as_it_lies([6, 8], [1, 6]) is False
+    assert layout.returns_as_it_lies([8, 6], [6, 1]) is None
+
+
+@pytest.mark.parametrize("where", ["digest", "acquire", "copy", "add"])
+def test_an_offload_that_fails_holds_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever raises, the buffer goes back, no entry stays, and the next offload works."""
+    ENTRIES.sweep()
+    x, living, before = torch.randn(64), len(ENTRIES), POOL.snapshot().in_use_bytes
+    forward(x, "fails")
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyError("interrupted")
+
+    with monkeypatch.context() as patch:
+        if where == "digest":
+            patch.setattr(run_plan("fails"), "checksum", True)
+            patch.setattr(ops, "digest", interrupted)
+        elif where == "acquire":
+            patch.setattr(POOL, "acquire", interrupted)
+        elif where == "copy":
+            patch.setattr(ops, "_flat", interrupted)
+        else:
+            patch.setattr(ENTRIES, "add", interrupted)
+        with pytest.raises(KeyError):
+            forward(x, "fails")
+    ENTRIES.sweep()
+    assert len(ENTRIES) == living
+    assert POOL.snapshot().in_use_bytes == before
+    assert torch.equal(back(forward(x, "fails"), x, "fails"), x)
+
+
+def test_a_reload_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that is interrupted in a copy, and then runs again (retain_graph)."""
+    x = torch.randn(64)
+    handle = forward(x, "again")
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "_copy_to_device", lambda *_, **__: (_ for _ in ()).throw(KeyError("interrupted")))
+        with pytest.raises(KeyError):
+            back(handle, x, "again")
+    assert torch.equal(back(handle, x, "again"), x)
+
+
+def test_a_second_backward_waits_for_the_copy_of_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its target's memory is about to be free, and the first copy may still be writing to it."""
+    waited: list[Any] = []
+    side = types.SimpleNamespace(
+        index=-1, copy=lambda direction, entry, after, run, block: run() or f"{direction}{len(waited)}",
+        compute_waits=waited.append, recycle=lambda event: None,
+    )  # fmt: skip
+    monkeypatch.setattr(ops, "streams_of", lambda device: side)
+    monkeypatch.setattr("graphoffload.runtime.pool._page_lock", lambda raw: False)
+    x = torch.randn(64)
+    handle = forward(x, "stopped")
+    first = OPS.reload(handle, "stopped", 0, x.shape, x.stride(), x.dtype)
+    assert waited == ["d2h0"]
+    second = OPS.reload(handle, "stopped", 0, x.shape, x.stride(), x.dtype)
+    assert waited == ["d2h0", "h2d1"]
+    with pytest.raises(RuntimeStateError, match="wait was given memory"):
+        OPS.wait(first, handle, "stopped", 0)
+    OPS.wait(second, handle, "stopped", 0)
+    assert torch.equal(second, x)
+
+
+def test_plans_do_not_sweep_each_other_but_after_a_backward() -> None:
+    """With a plan for every block, looking at all handles at each block's start would cost more than the copies."""
+    x = torch.randn(64)
+    ENTRIES.sweep()
+    ENTRIES.reloaded = False
+    living = len(ENTRIES)
+    forward(x, "block0")  # dropped at once
+    forward(x, "block1")
+    assert len(ENTRIES) == living + 2
+    forward(x, "block1")
+    assert len(ENTRIES) == living + 2  # its own predecessor went
+    back(forward(x, "block2"), x, "block2")
+    forward(x, "block1")
+    assert len(ENTRIES) == living + 1
+    ENTRIES.sweep()
+
+
+def test_threads_offload_side_by_side() -> None:
+    """Pipeline stages or data-parallel replicas in threads of one process."""
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            x = torch.full((32 + number,), float(number))
+            for _ in range(200):
+                handles = [forward(x, f"thread{number % 2}", id) for id in range(3)]
+                for id, handle in enumerate(handles):
+                    assert torch.equal(back(handle, x, f"thread{number % 2}", id), x)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    ENTRIES.sweep()
