@@ -1,4 +1,4 @@
-"""Programs written to break the rewrite: wrong gradients, lost updates, silent recompiles. Each found something, or could have."""
+"""Programs written to break the rewrite: wrong gradients, lost updates, silent recompiles. Each found something, or could."""
 
 from __future__ import annotations
 
