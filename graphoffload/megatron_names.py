@@ -24,7 +24,7 @@ MEGATRON_NAMES: dict[str, str] = {
     "mlp_norm": "the norm before the MLP (pre_mlp_layernorm, post_attention_layernorm, ln_2)",
     "router_fc1": "the first linear of the routed experts, or of a dense MLP",
     "router_fc2": "the second linear of the routed experts, or of a dense MLP",
-    "shared_experts": "the shared experts of an MoE layer (shared_experts, shared_expert)",
+    "shared_experts": "the shared experts of an MoE layer (shared_experts, shared_expert, shared_mlp)",
     "expert_fc1": "the first linear of the routed experts, or of a dense MLP (linear_fc1, gate_proj + up_proj, c_fc)",
     "moe_act": "the activation function between them (activation_func, act_fn, act), gate included",
 }
@@ -46,7 +46,8 @@ _CORE = _words("core_attention core_attn")
 _PROJ = _words("linear_proj attn_proj attn_linear o_proj c_proj out_proj dense wo proj to_out")
 _FC1 = _words("linear_fc1 fc1 gate_proj up_proj gate_up_proj c_fc fc_in dense_h_to_4h w1 w3 wi wi_0 wi_1 input_linear")
 _FC2 = _words("linear_fc2 fc2 down_proj c_proj fc_out dense_4h_to_h w2 wo output_linear")
-_ACT = _words("act_fn act activation activation_fn activation_func moe_act")
+_ACT = _words("act_fn act activation activation_fn activation_func moe_act gelu_impl")
+_SHARED = _words("shared_experts shared_expert shared_mlp")
 # The first row that matches wins: where a norm is named after the MLP, one named after attention is another thing.
 _ATTN_NORM = (_words("attn_norm input_layernorm ln_1 attention_norm self_attn_layer_norm input_norm norm1"),)
 _MLP_NORM = (
@@ -74,21 +75,20 @@ class BodyRule:
         produced: globs on forward operations; for recompute, what one of them produced there is selected.
         masks: globs on forward operations whose product there is selected for offload and keep too.
         modules: where they run, innermost module exactly; None: anywhere.
-        producer, not_producer: globs that narrow `needed` by the operation that produced the activation.
+        made_here: narrows `needed` by who produced the activation. True: one of `_POINTWISE` in these modules; False: all else.
     """
 
     needed: tuple[str, ...]
     produced: tuple[str, ...]
     masks: tuple[str, ...] = ()
     modules: frozenset[str] | None = None
-    producer: tuple[str, ...] = ("*",)
-    not_producer: tuple[str, ...] = ()
+    made_here: bool | None = None
 
     def needs(self, tensor: SavedTensor) -> bool:
         """Whether an operation of this rule needs the activation for backward."""
         if self.masks and self._here(tensor.module) and _any(self.masks, tensor.op):
             return True
-        if not _any(self.producer, tensor.op) or _any(self.not_producer, tensor.op):
+        if self.made_here is not None and self.made_here != (self._here(tensor.module) and _any(_POINTWISE, tensor.op)):
             return False
         return any(
             _any(self.needed, op) and self._here(path) for op, _, path in (r.partition("@") for r in tensor.saved_by_ops)
@@ -134,7 +134,7 @@ def rules_for(
         wanted = _QKV if name == "qkv_linear" else _PROJ
         return frozenset(path for path in paths if _last(path) in wanted and _in_attention(path)), ()
     if name == "shared_experts":
-        return frozenset(path for path in paths if _last(path) in ("shared_experts", "shared_expert")), ()
+        return frozenset(path for path in paths if _last(path) in _SHARED), ()
     if name == "moe_act":
         return _activation(paths)
     return _expert_linear(paths, second=name == "router_fc2")
@@ -162,7 +162,7 @@ def _core_attention(
 
 def _routed(paths: Iterable[str]) -> list[str]:
     """Paths of routed experts where a model has them, else all paths of dense MLPs; shared experts are neither."""
-    found = [p for p in paths if "shared_expert" not in p and not _in_attention(p) and _last(p) not in _ATTENTION]
+    found = [p for p in paths if _SHARED.isdisjoint(p.split(".")) and not _in_attention(p) and _last(p) not in _ATTENTION]
     routed = [path for path in found if "experts" in path.split(".")]
     return routed or found
 
@@ -173,10 +173,9 @@ def _expert_linear(paths: tuple[str, ...], *, second: bool) -> tuple[frozenset[s
     bodies = frozenset(path for path in routed if _last(path) == "experts")
     if modules or not bodies:
         return modules, ()
-    # Expert weights in one tensor, products called as functions in the body: the second one reads what the gate multiplied.
-    if second:
-        return modules, (BodyRule(_MATRIX_OPS, _MATRIX_OPS, modules=bodies, producer=_POINTWISE),)
-    return modules, (BodyRule(_MATRIX_OPS, _MATRIX_OPS, modules=bodies, not_producer=_POINTWISE),)
+    # Expert weights in one tensor, products called as functions in the body: the second one reads what the gate multiplied
+    # there. The first one's input may be a product too, of hidden state and routing weight (Llama 4), but not one made there.
+    return modules, (BodyRule(_MATRIX_OPS, _MATRIX_OPS, modules=bodies, made_here=second),)
 
 
 def _activation(paths: tuple[str, ...]) -> tuple[frozenset[str], tuple[BodyRule, ...]]:

@@ -15,13 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
+import graphoffload
 from graphoffload.analysis.modules_of import module_path, module_stack
 from graphoffload.analysis.saved_values import GraphPair, real_uses, saved_placeholders, saved_table
+from graphoffload.errors import PatternError
 from graphoffload.megatron_names import MEGATRON_NAMES
 from graphoffload.modules import Resolution, ancestors, clean_path, matches, near_misses, resolve, selects
 from graphoffload.saved import SavedTable, SavedTensor
+from graphoffload.testing import observe
 
 PART = st.text("abcdefgh_0123456789", min_size=1, max_size=6).filter(lambda part: part not in ("self", "_modules"))
 PATH = st.lists(PART, min_size=1, max_size=5).map(".".join)
@@ -369,6 +373,72 @@ def test_what_a_megatron_name_selects(name: str, model: str) -> None:
         return
     chosen = [t for t in table.tensors if selects(resolution[name], t)]
     assert sum(t.nbytes or 0 for t in chosen) == BYTES[name][model], [(t.name, t.nbytes) for t in chosen]
+
+
+def mixture(name: str) -> tuple[SavedTable, Resolution]:
+    """A model of two layers with routed experts, and shared ones where the architecture has them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "Qwen2Moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts": 4},
+        "DeepseekV3": {
+            "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+        "GraniteMoeShared": {"intermediate_size": 32, "num_local_experts": 4, "shared_intermediate_size": 48},
+        "Llama4": {"intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 4, "head_dim": 16},
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}TextConfig" if name == "Llama4" else f"{name}Config")(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=97, pad_token_id=0,
+        **({} if name == "Llama4" else {"num_experts_per_tok": 2}), **sizes[name],
+    )  # fmt: skip
+    return trace(getattr(transformers, f"{name}ForCausalLM")(config), torch.zeros(2, 16, dtype=torch.long), use_cache=False)
+
+
+# In widths (8192 bytes): two experts a token, or all four where every expert computes every token; 32 or 96 of 64 inside.
+MIXTURES: dict[str, dict[str, float]] = {
+    "Qwen2Moe": {"expert_fc1": 4, "router_fc2": 2, "moe_act": 4, "shared_experts": 2 * (1 + 3 * 0.75)},
+    "DeepseekV3": {"expert_fc1": 2, "router_fc2": 1, "moe_act": 2, "shared_experts": 1 + 3 * 0.5},  # one layer of two is dense
+    "GraniteMoeShared": {"expert_fc1": 4, "router_fc2": 2, "moe_act": 4, "shared_experts": 2 * (1 + 3 * 0.75)},
+    "Llama4": {"expert_fc1": 8, "router_fc2": 12, "moe_act": 24, "shared_experts": 2 * (1 + 3 * 1.5)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MIXTURES)
+def test_routed_and_shared_experts(model: str) -> None:
+    """Hugging Face's mixtures call products as functions in the experts' body, or scale what goes into the first one."""
+    table, resolution = mixture(model)
+    found = {name: [t for t in table.tensors if selects(resolution[name], t)] for name in (*MIXTURES[model], "router_fc1")}
+    widths = {name: sum(t.nbytes or 0 for t in chosen if t.dtype == "float32") / WIDTH for name, chosen in found.items()}
+    assert widths == {**MIXTURES[model], "router_fc1": MIXTURES[model]["expert_fc1"]}
+
+
+@pytest.mark.parametrize("name", MEGATRON_NAMES)
+def test_the_backend_offloads_what_a_name_selects(name: str) -> None:
+    """offload_modules=(name,) on a Megatron layer: those bytes, but for what may not go, and no others."""
+    table, resolution = megatron()
+    chosen = {t.name for t in table.tensors if selects(resolution[name], t) and t.eligible}
+    options: dict[str, Any] = {"policy": "offload", "offload_modules": (name,), "min_tensor_bytes": 0, "inner": "aot_eager"}
+    model = nn.Sequential(nn.Linear(64, 64), MegatronLayer())
+    torch._dynamo.reset()
+    with observe() as seen:
+        torch.compile(model, backend=graphoffload.OffloadBackend(**options))(torch.randn(2, 16, 64)).sum().backward()
+    (plan,) = seen.plans
+    assert {d.name for d in plan.decisions if d.action == "offload"} == chosen
+    assert seen.copied_bytes == sum(table[t].nbytes or 0 for t in chosen) > 0
+
+
+@pytest.mark.parametrize("name", MEGATRON_NAMES)
+def test_the_backend_refuses_a_name_that_means_nothing(name: str) -> None:
+    """A model of linears: each name is an error that says what it stands for."""
+    torch._dynamo.reset()
+    backend = graphoffload.OffloadBackend(offload_modules=(name,), min_tensor_bytes=0, inner="aot_eager")
+    model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), backend=backend)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        model(torch.randn(2, 64))
+    assert isinstance(caught.value.inner_exception, PatternError)
+    assert MEGATRON_NAMES[name] in str(caught.value)
 
 
 @pytest.mark.parametrize("model", TRACES)
