@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphoffload.errors import RuntimeStateError
-from graphoffload.runtime import copy_hook, ops, streams
+from graphoffload.runtime import copy_hook, ops, stats, streams, trace_stalls
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.memcpy import find_memcpy
@@ -43,12 +43,15 @@ class World:
             name=name, cuda_stream=7 + len(self.made), synchronize=lambda: self.log.append(f"synchronize {name}")
         )
 
-    def event(self) -> Any:
-        """torch.cuda.Event."""
-        name = f"e{self.events}"
+    def event(self, enable_timing: bool = False) -> Any:
+        """torch.cuda.Event; a timed one is reached a millisecond after the one made before it."""
+        name, at_ms = f"{'t' if enable_timing else 'e'}{self.events}", float(self.events)
         self.events += 1
         return types.SimpleNamespace(
             name=name,
+            at_ms=at_ms,
+            elapsed_time=lambda end: end.at_ms - at_ms,
+            synchronize=lambda: None,
             record=lambda stream: self.log.append(f"record {name} on {stream.name}"),
             wait=lambda stream: self.log.append(f"{stream.name} waits {name}"),
         )
@@ -172,6 +175,50 @@ def test_no_runtime_library_without_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find() is None
 
 
+def test_stalls_are_timed_when_asked_for(world: World) -> None:
+    """Two timing events around each wait and one behind each copy; nothing of it outside of the block."""
+    side = streams.DeviceStreams(DEVICE)
+    counted = stats()
+    with trace_stalls() as stalls:
+        done = side.copy("h2d", ENTRY, (), by_torch, (1, 2, 96))
+        side.compute_waits_for("wait", ENTRY, done)
+        side.compute_waits_for("release", ENTRY, side.event())
+    assert world.log[3:8] == [
+        "record e0 on h2d", "record t1 on h2d", "record t2 on compute0", "compute0 waits e0", "record t3 on compute0",
+    ]  # fmt: skip
+    assert (stalls.wait_ms, stalls.release_ms) == (1.0, 1.0)
+    assert stalls.by_tensor_ms == {"a of layer0": 2.0}
+    assert stalls.early_ms == {"a of layer0": 2.0}
+    assert {key: value - counted[key] for key, value in stats().items() if value != counted[key]} == {
+        "release_stall_us": 1000, "wait_stall_us": 1000,
+    }  # fmt: skip
+    world.log.clear()
+    side.compute_waits_for("wait", ENTRY, done)
+    assert world.log == ["compute0 waits e0"]
+
+
+def test_stalls_without_side_streams() -> None:
+    """On a CPU copies are synchronous: nothing waits, nothing is recorded."""
+    x = torch.randn(8)
+    with trace_stalls() as stalls:
+        back(forward(x, "stalls"), x, "stalls")
+    assert (stalls.by_tensor_ms, stalls.wait_ms) == ({}, 0.0)
+
+
+def test_copies_are_ranges_under_a_profiler(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """With the tensor's name; emit_nvtx makes NVTX ranges of the same. And a line each when debugging."""
+    side = streams.DeviceStreams(DEVICE)
+    with torch.autograd.profiler.profile() as profiler:
+        side.copy("d2h", ENTRY, (), by_torch, (1, 2, 96))
+    side.copy("d2h", ENTRY, (), by_torch, (1, 2, 96))
+    assert [e.count for e in profiler.key_averages() if e.key == "graphoffload::d2h a of layer0"] == [1]
+    assert "memcpy 2 96 on 8" in world.log
+    with caplog.at_level("DEBUG", "graphoffload"):
+        side.copy("h2d", ENTRY, (), by_torch, (1, 2, 96))
+    assert "h2d of a of layer0 starts: 96 bytes" in caplog.text
+    assert len([line for line in world.log if line.startswith("memcpy")]) == 3
+
+
 def forward(x: Tensor, plan: str, id: int = 0) -> Tensor:
     handle = OPS.offload(x, plan, id)
     OPS.release(x, handle, plan, id)
@@ -251,7 +298,7 @@ def test_a_second_backward_waits_for_the_copy_of_a_stopped_one(monkeypatch: pyte
     waited: list[Any] = []
     side = types.SimpleNamespace(
         index=-1, copy=lambda direction, entry, after, run, block: run() or f"{direction}{len(waited)}",
-        compute_waits=waited.append, recycle=lambda event: None,
+        compute_waits=waited.append, compute_waits_for=lambda op, entry, event: waited.append(event), recycle=lambda event: None,
     )  # fmt: skip
     monkeypatch.setattr(ops, "streams_of", lambda device: side)
     monkeypatch.setattr("graphoffload.runtime.pool._page_lock", lambda raw: False)

@@ -5,6 +5,7 @@
     layouts.py      how a tensor lies in memory             memcpy.py     one copy of bytes on a stream
     registry.py     plans by key                            checksum.py   digests on the device
     counters.py     what moved                              hooks.py      switches for tests
+    stalls.py       what compute waited for
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from graphoffload.runtime.counters import reset_stats, stats
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.hooks import copy_hook, release_hook, twin_copies
 from graphoffload.runtime.pool import POOL, HostMemory
+from graphoffload.runtime.stalls import Stalls, trace_stalls
 
 __all__ = [
-    "HostMemory", "copy_hook", "host_memory", "release_hook", "release_host_memory", "reset_stats", "stats", "twin_copies",
+    "HostMemory", "Stalls", "copy_hook", "host_memory", "release_hook", "release_host_memory", "reset_stats", "stats",
+    "trace_stalls", "twin_copies",
 ]  # fmt: skip
 
 

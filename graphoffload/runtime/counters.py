@@ -11,7 +11,8 @@ class Counters:
 
     offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes moved. relaid: reloads whose run-time strides differed from the
     graph's, so that a second copy on the device put them right. dropped: offloaded tensors that no backward asked for.
-    checked: digests compared. inflight_peak_bytes: most bytes offloaded and not yet released at one time.
+    checked: digests compared. inflight_peak_bytes: most bytes offloaded and not yet released at one time. release_stall_us,
+    wait_stall_us: what compute waited for copies to and from the host, as far as it was timed (runtime.trace_stalls).
     """
 
     offloads: int = 0
@@ -26,6 +27,8 @@ class Counters:
     checked: int = 0
     inflight_bytes: int = 0
     inflight_peak_bytes: int = 0
+    release_stall_us: int = 0
+    wait_stall_us: int = 0
 
     def offloaded(self, nbytes: int) -> None:
         """One tensor more on its way to the host."""

@@ -1,15 +1,18 @@
-"""Switches that tests turn: delays beside copies, memory overwritten after release, copies that never leave the device.
+"""Switches: delays beside copies, memory overwritten after release, copies that never leave the device, stalls that are timed.
 
-None of them is active in training; each is one attribute that the hot path compares with None.
+None of them is active in plain training; each is one attribute that the hot path compares with None.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from graphoffload.runtime.stalls import Stalls
 
 CopyHook = Callable[[str, str, str], None]
 ReleaseHook = Callable[[torch.Tensor, str], None]
@@ -18,11 +21,12 @@ ReleaseHook = Callable[[torch.Tensor, str], None]
 class _Hooks:
     """The active hooks of this process."""
 
-    __slots__ = ("copy", "release", "twin")
+    __slots__ = ("copy", "release", "stalls", "twin")
 
     def __init__(self) -> None:
         self.copy: CopyHook | None = None
         self.release: ReleaseHook | None = None
+        self.stalls: Stalls | None = None
         self.twin = False
 
 
@@ -30,7 +34,8 @@ ACTIVE = _Hooks()
 
 
 @contextlib.contextmanager
-def _set(attribute: str, value: Any) -> Iterator[None]:
+def switched(attribute: str, value: Any) -> Iterator[None]:
+    """One switch set to `value` for the code inside."""
     before = getattr(ACTIVE, attribute)
     setattr(ACTIVE, attribute, value)
     try:
@@ -44,12 +49,12 @@ def copy_hook(hook: CopyHook) -> contextlib.AbstractContextManager[None]:
 
     direction is "d2h" or "h2d", when is "before" or "after", name is the tensor's.
     """
-    return _set("copy", hook)
+    return switched("copy", hook)
 
 
 def release_hook(hook: ReleaseHook) -> contextlib.AbstractContextManager[None]:
     """Call `hook(source, name)` right after a source was released, on the compute stream."""
-    return _set("release", hook)
+    return switched("release", hook)
 
 
 def twin_copies() -> contextlib.AbstractContextManager[None]:
@@ -57,4 +62,4 @@ def twin_copies() -> contextlib.AbstractContextManager[None]:
 
     What differs between a run with and one without is the copies alone, so gradients must be equal to the bit.
     """
-    return _set("twin", True)
+    return switched("twin", True)

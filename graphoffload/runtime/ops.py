@@ -108,7 +108,7 @@ def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     if entry.d2h_done is not None:
         streams = streams_of(entry.layout.device)
         assert streams is not None
-        streams.compute_waits(entry.d2h_done)
+        streams.compute_waits_for("release", entry, entry.d2h_done)
     entry.source = None
     entry.inflight = False
     COUNTERS.releases += 1
@@ -184,7 +184,7 @@ def _wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     if entry.h2d_done is not None:
         streams = streams_of(entry.layout.device)
         assert streams is not None
-        streams.compute_waits(entry.h2d_done)
+        streams.compute_waits_for("wait", entry, entry.h2d_done)
     if entry.run.checksum:
         _check(entry, y)
     entry.target = None

@@ -2,12 +2,14 @@
 
 The compute stream is whatever stream is current on the tensor's device when an op is called. A plain copy names its stream and
 switches nothing; what needs the side stream to be current (torch's own copies, hooks, a caller on another device) runs inside
-`torch.cuda.stream`, which puts stream and device back.
+`torch.cuda.stream`, which puts stream and device back. Under a profiler (or `emit_nvtx`) each copy is a range with its
+tensor's name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from graphoffload.errors import NoStreamsWarning, RuntimeStateError, warn
+from graphoffload.log import log
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.memcpy import KINDS, find_memcpy
 
@@ -86,30 +89,49 @@ class DeviceStreams:
             if event is not None:
                 event.wait(side)
         try:
-            if ACTIVE.copy is not None:
-                with torch.cuda.stream(side):
-                    ACTIVE.copy(direction, "before", entry.name)
-            if block is None or self._memcpy is None or torch._C._cuda_getDevice() != self.index:
-                with torch.cuda.stream(side):
-                    run()
-            elif code := self._memcpy(*block, KINDS[direction], self._raw[direction]):
-                raise RuntimeStateError(
-                    f"{entry.name}: the {direction} copy of {block[2]} bytes was refused (CUDA error {code})."
-                )
-            if ACTIVE.copy is not None:
-                with torch.cuda.stream(side):
-                    ACTIVE.copy(direction, "after", entry.name)
+            if torch._C._autograd._profiler_enabled() or log.isEnabledFor(logging.DEBUG):
+                log.debug("%s of %s starts%s", direction, entry.name, "" if block is None else f": {block[2]} bytes")
+                with torch.profiler.record_function(f"graphoffload::{direction} {entry.name}"):
+                    self._start(direction, side, entry, run, block)
+            else:
+                self._start(direction, side, entry, run, block)
             done = self.event()
             done.record(side)
+            if ACTIVE.stalls is not None:
+                ACTIVE.stalls.copied(done, side)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error counts
                 side.synchronize()
             raise
         return done
 
+    def _start(
+        self, direction: str, side: torch.cuda.Stream, entry: Named, run: Callable[[], None], block: Block | None
+    ) -> None:
+        hook = ACTIVE.copy
+        if hook is not None:
+            with torch.cuda.stream(side):
+                hook(direction, "before", entry.name)
+        if block is None or self._memcpy is None or torch._C._cuda_getDevice() != self.index:
+            with torch.cuda.stream(side):
+                run()
+        elif code := self._memcpy(*block, KINDS[direction], self._raw[direction]):
+            raise RuntimeStateError(f"{entry.name}: the {direction} copy of {block[2]} bytes was refused (CUDA error {code}).")
+        if hook is not None:
+            with torch.cuda.stream(side):
+                hook(direction, "after", entry.name)
+
     def compute_waits(self, event: Any) -> None:
         """Order everything issued to the compute stream from now on after `event`."""
         event.wait(self.compute())
+
+    def compute_waits_for(self, op: str, entry: Named, event: Any) -> None:
+        """The same for the op `release` or `wait`, timed where that was asked for."""
+        compute = self.compute()
+        if ACTIVE.stalls is None:
+            event.wait(compute)
+        else:
+            ACTIVE.stalls.around(op, entry.name, event, compute)
 
 
 _STREAMS: dict[torch.device, DeviceStreams | None] = {}

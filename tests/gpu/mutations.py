@@ -37,7 +37,7 @@ Mutation = Callable[[], contextlib.AbstractContextManager[Any]]
 @contextlib.contextmanager
 def _op_without_wait(name: str, original: Callable[..., None]) -> Iterator[None]:
     def careless(*args: Any) -> None:
-        with mock.patch.object(streams.DeviceStreams, "compute_waits", return_value=None):
+        with mock.patch.object(streams.DeviceStreams, "compute_waits_for", return_value=None):
             original(*args)
 
     with _implementation(name, careless):

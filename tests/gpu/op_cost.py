@@ -51,6 +51,9 @@ class NoStream:
     def compute_waits(self, event: Any) -> None:
         """Nothing to wait for."""
 
+    def compute_waits_for(self, op: str, entry: Any, event: Any) -> None:
+        """Nothing to wait for."""
+
     def recycle(self, event: Any) -> None:
         """Nothing to keep."""
 
