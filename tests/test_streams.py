@@ -298,7 +298,8 @@ def test_a_second_backward_waits_for_the_copy_of_a_stopped_one(monkeypatch: pyte
     waited: list[Any] = []
     side = types.SimpleNamespace(
         index=-1, copy=lambda direction, entry, after, run, block: run() or f"{direction}{len(waited)}",
-        compute_waits=waited.append, compute_waits_for=lambda op, entry, event: waited.append(event), recycle=lambda event: None,
+        compute_waits=waited.append, compute_waits_for=lambda op, entry, event: waited.append(event),
+        recycle=lambda event: None,
     )  # fmt: skip
     monkeypatch.setattr(ops, "streams_of", lambda device: side)
     monkeypatch.setattr("graphoffload.runtime.pool._page_lock", lambda raw: False)
