@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import networkx as nx
 
 from graphoffload.svg import element, page, shorten
-from graphoffload.timeline import chrome_trace as chrome_trace
-from graphoffload.timeline import draw_timeline as draw_timeline
 from graphoffload.units import format_bytes
 
 if TYPE_CHECKING:

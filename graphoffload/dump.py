@@ -25,9 +25,11 @@ import torch
 
 from graphoffload.drawing import drawn_nodes, drawn_pair, graph_svg
 from graphoffload.errors import ConfigError
-from graphoffload.report import plan_table
+from graphoffload.plan.predicted import Predicted
 from graphoffload.saved import Plan
 from graphoffload.svg import element, page
+from graphoffload.table import plan_table
+from graphoffload.timeline import picture_of, timeline_svg, trace_json
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -42,6 +44,7 @@ def write_dump(
     backward_before: GraphModule | None = None,
     forward: GraphModule | None = None,
     backward: GraphModule | None = None,
+    predicted: Predicted | None = None,
 ) -> list[Path]:
     """Writes everything given about one graph into `folder`, which is made if it is not there; graphs are not changed.
 
@@ -50,6 +53,7 @@ def write_dump(
         plan: decides the colours, and is written as JSON and as its table.
         joint: before partitioning. forward_before, backward_before: as torch's partitioner left them.
         forward, backward: with our operations.
+        predicted: what the step is predicted to look like; drawn, and written as a trace.
 
     Returns:
         The files written, in a fixed order.
@@ -57,8 +61,6 @@ def write_dump(
     Raises:
         ConfigError: the folder cannot be made or written.
     """
-    folder = Path(folder).expanduser()
-    stem = f"{_plain(plan.graph) or 'graph'}.{_plain(plan.key)[:8] or 'nokey'}{_rank_suffix()}"
     graphs = {"joint": joint, "forward.before": forward_before, "backward.before": backward_before,
               "forward.after": forward, "backward.after": backward}  # fmt: skip
     pairs = {"joint": (joint, None), "before": (forward_before, backward_before), "after": (forward, backward)}
@@ -71,6 +73,43 @@ def write_dump(
         for name, pair in pairs.items()
         if pair != (None, None)
     }
+    if predicted is not None:
+        texts |= _pictures(plan, predicted)
+    return _write_all(
+        Path(folder).expanduser(), plan, texts, f"dump_dir={str(folder)!r}", "unset dump_dir and GRAPHOFFLOAD_DUMP_DIR"
+    )
+
+
+def write_pictures(folder: str | Path, plan: Plan, predicted: Predicted | None) -> list[Path]:
+    """Writes the picture of the predicted step (SVG) and its trace (JSON, for Perfetto and chrome://tracing) into `folder`.
+
+    Args:
+        predicted: None where the plan was made in another process: the picture says so, and there is no trace.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    texts = _pictures(plan, predicted)
+    return _write_all(Path(folder).expanduser(), plan, texts, f"folder {str(folder)!r}", "")
+
+
+def _pictures(plan: Plan, predicted: Predicted | None) -> dict[str, Callable[[], str]]:
+    def drawn() -> str:
+        try:
+            return timeline_svg(picture_of(plan, predicted))
+        except Exception as error:  # a picture must not stop a compilation either
+            return _apology(error)
+
+    texts: dict[str, Callable[[], str]] = {"timeline.svg": drawn}
+    return texts if predicted is None else {**texts, "trace.json": lambda: trace_json(picture_of(plan, predicted))}
+
+
+def _write_all(folder: Path, plan: Plan, texts: dict[str, Callable[[], str]], what: str, remedy: str) -> list[Path]:
+    """Every text under the plan's name; what it is called to the user and what else to do if that fails."""
+    stem = f"{_plain(plan.graph) or 'graph'}.{_plain(plan.key)[:8] or 'nokey'}{_rank_suffix()}"
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,8 +117,8 @@ def write_dump(
             written.append(_write(folder / f"{stem}.{name}", _or_say_so(text)))
     except OSError as error:
         raise ConfigError(
-            f"dump_dir={str(folder)!r} cannot be written: {error.strerror or error} (errno {error.errno}); "
-            f"{len(written)} files were. Name a folder this process may write to, or unset dump_dir and GRAPHOFFLOAD_DUMP_DIR."
+            f"{what} cannot be written: {error.strerror or error} (errno {error.errno}); {len(written)} files were. "
+            f"Name a folder this process may write to{', or ' + remedy if remedy else ''}."
         ) from error
     return written
 
@@ -114,8 +153,12 @@ def _drawing(plan: Plan, first: GraphModule | None, second: GraphModule | None, 
             nodes, edges = drawn_nodes(graph, actions, side="backward" if first is None else None, modules=modules)
         return graph_svg(nodes, edges, title=title)
     except Exception as error:  # as above; the text must stay XML
-        reason = f"this could not be drawn: {type(error).__name__}: {error}"
-        return page(1080, 60, [element("text", text=reason, x=12, y=30, fill="#c0392b")])
+        return _apology(error)
+
+
+def _apology(error: Exception) -> str:
+    reason = f"this could not be drawn: {type(error).__name__}: {error}"
+    return page(1080, 60, [element("text", text=reason, x=12, y=30, fill="#c0392b")])
 
 
 def _write(path: Path, text: str) -> Path:

@@ -12,6 +12,7 @@ import hashlib
 import secrets
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,18 @@ from torch.fx import GraphModule
 
 from graphoffload import compat
 from graphoffload.config import OffloadConfig
+from graphoffload.decide import Limits
 from graphoffload.dump import write_dump
 from graphoffload.errors import FallbackWarning, warn
 from graphoffload.fragments import Fragment
+from graphoffload.hardware import resolve_hardware
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
 from graphoffload.pipeline import Request, Rewritten, copy_graph, rewrite
+from graphoffload.plan.predicted import Predicted
 from graphoffload.policies import stable_text
 from graphoffload.report import plan_table, summary_line
-from graphoffload.runtime import registry
+from graphoffload.runtime import predictions, registry
 
 
 class OffloadPartitioner(CustomPartitionerFn):
@@ -74,7 +78,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         rewritten = rewrite(request)
         if rewritten.plan.transfers and self.key is None and kwargs.get("compiler") == "inductor":
             _check_inductor_settings()
-        _announce(rewritten, gm, self.config)
+        _announce(rewritten, gm, self.config, limits)
         return rewritten.graphs.forward, rewritten.graphs.backward
 
     def uuid(self) -> str:
@@ -88,10 +92,15 @@ def partition_fn(gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any)
     return OffloadPartitioner(config)(gm, joint_inputs, **kwargs)
 
 
-def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig) -> None:
-    plan = rewritten.plan
+def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, limits: Limits) -> None:
+    hardware = resolve_hardware(config.hardware, rewritten.plan.device)
+    device_bytes = None if hardware.source == "cpu" else hardware.memory_bytes
+    plan = replace(rewritten.plan, summary=summary_line(rewritten.plan, device_bytes=device_bytes, hint=rewritten.hint))
+    predicted = _predicted(rewritten, limits, hardware.name)
     registry.register(plan)
-    say(f"{plan.graph}: {summary_line(plan)}")
+    if predicted is not None:
+        predictions.remember(plan.key, predicted)
+    say(f"{plan.graph}: {plan.summary}")
     if log.isEnabledFor(10):
         log.debug("%s", plan_table(plan))
     if config.dump_dir and rewritten.before is not None:
@@ -103,7 +112,16 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig) -
             backward_before=rewritten.before.backward,
             forward=rewritten.graphs.forward,
             backward=rewritten.graphs.backward,
+            predicted=predicted,
         )
+
+
+def _predicted(rewritten: Rewritten, limits: Limits, hardware: str) -> Predicted | None:
+    if rewritten.timeline is None or rewritten.keep_timeline is None:
+        return None
+    budget = limits.device_budget_bytes
+    limit_bytes = None if budget is None else max(0, budget - limits.reserve_bytes)
+    return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware)
 
 
 def _check_torch_settings(config: OffloadConfig) -> None:

@@ -4,6 +4,10 @@
 
 prints a table for every graph (identical graphs, as per-block compile makes them, share one), totals, and predicted against
 measured where a step ran. See graphoffload.table for how the table reads.
+
+    OffloadReport(plans=graphoffload.last_plans()).save_pictures("pictures")
+
+draws every graph's step as it was predicted; see graphoffload.timeline.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from graphoffload.dump import write_pictures
 from graphoffload.errors import PlanError
+from graphoffload.runtime.predictions import predicted_of
 from graphoffload.saved import Plan
 from graphoffload.table import bound, folded_rows, percent, table_of, total_lines, totals
 from graphoffload.table import plan_table as plan_table
@@ -104,6 +111,20 @@ class OffloadReport:
         if self.measured is None or self.measured.step_time_s is None or not self.measured.keep_step_time_s:
             return None
         return self.measured.step_time_s / self.measured.keep_step_time_s - 1.0
+
+    def save_pictures(self, folder: str | Path) -> list[Path]:
+        """Writes, for each graph, its predicted step as a picture (SVG) and as a trace for Perfetto (JSON) into `folder`.
+
+        The picture has compute, D2H and H2D over time with stalls in red, and memory for keep-all and for the plan. What was
+        predicted is known to the process that planned: a plan out of a compile cache or from_json gets a picture that says so.
+
+        Returns:
+            The files written.
+
+        Raises:
+            ConfigError: the folder cannot be made or written.
+        """
+        return [path for plan in self.plans for path in write_pictures(folder, plan, predicted_of(plan.key))]
 
     def to_json(self) -> str:
         """Plans, measurements and, under "derived", every figure of this class; from_json reads it back."""

@@ -22,12 +22,12 @@ def clean(text: str) -> str:
     return escape(_NOT_XML.sub("?", text))
 
 
-def page(width: float, height: float, body: Sequence[str]) -> str:
+def page(width: float, height: float, body: Sequence[str], *, font_size: float = 10) -> str:
     """A whole SVG file: a white page of `width` x `height` pixels that scales with its window."""
     drawn = element(
         "svg", element("rect", width="100%", height="100%", fill="#ffffff"), "\n", "\n".join(body), "\n",
         xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {_value(width)} {_value(height)}", width=width, height=height,
-        font_family="DejaVu Sans Mono, Menlo, Consolas, monospace", font_size=10,
+        font_family="DejaVu Sans Mono, Menlo, Consolas, monospace", font_size=font_size,
     )  # fmt: skip
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{drawn}\n'
 

@@ -133,7 +133,9 @@ def summary_line(plan: Plan, *, device_bytes: int | None = None, hint: str = "")
         line = f"{peak}: kept all" if peak else f"kept all {format_bytes(nbytes)} in {_tensors(count)}; no peak predicted"
         return f"{line}; {hint}" if hint else line
     parts = [*done, f"kept {format_bytes(amounts['keep'][1])}"]
-    costs = [f"{peak} (keep-all {format_bytes(predicted.keep_peak_bytes)})" if peak else "no peak predicted"]
+    least = predicted.lower_bound_peak_bytes
+    against = f"keep-all {format_bytes(predicted.keep_peak_bytes)}" + (f", bound {format_bytes(least)}" if least else "")
+    costs = [f"{peak} ({against})" if peak else "no peak predicted"]
     if predicted.keep_time_s and predicted.predicted_time_s:
         costs.append(f"slowdown {percent(predicted.predicted_slowdown)}{bound(predicted.lower_bound_slowdown)}")
     else:

@@ -1,8 +1,7 @@
-"""Drawings: well-formed SVG with a box for every decision, readable at 2000 nodes; timelines and Perfetto traces."""
+"""Drawings: well-formed SVG with a box for every decision, readable at 2000 nodes."""
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from itertools import pairwise
@@ -18,9 +17,7 @@ from graphoffload.drawing import (
     DrawnNode,
     Edge,
     Role,
-    chrome_trace,
     draw_graph,
-    draw_timeline,
     drawn_nodes,
     drawn_pair,
     graph_svg,
@@ -219,77 +216,6 @@ def backward_of(saved: str) -> torch.fx.Graph:
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.neg, (graph.placeholder(saved),)))
     return graph
-
-
-# Timeline and trace
-
-LANES = [
-    ("compute", 0.0, 0.010, "mm"),
-    ("compute", 0.010, 0.020, "mm_1"),
-    ("D2H", 0.005, 0.015, "relu"),
-    ("H2D", 0.016, 0.024, "relu"),
-]
-STALLS = [(0.020, 0.024, "waits for relu")]
-KEEP, PLAN = [(0.0, 4 * 2**30), (0.010, 9 * 2**30), (0.024, 0)], [(0.0, 4 * 2**30), (0.010, 6 * 2**30), (0.024, 0)]
-
-
-def rects(svg: str, kind: str) -> list[ElementTree.Element]:
-    return [rect for rect in ElementTree.fromstring(svg.encode()).iter(f"{SVG}rect") if rect.get("class") == kind]
-
-
-def test_timeline_shows_lanes_stalls_and_both_memory_curves(tmp_path: Path) -> None:
-    svg = draw_timeline(LANES, STALLS, KEEP, PLAN, tmp_path / "t.svg", budget_bytes=7 * 2**30, title="graph 0").read_text()
-    assert len(rects(svg, "span")) == 4
-    (stall,) = rects(svg, "stall")
-    assert stall.get("fill") == "#d62728"
-    compute = rects(svg, "span")[0]
-    assert stall.get("y") == compute.get("y")
-    assert float(stall.get("width", "")) == pytest.approx(0.4 * float(compute.get("width", "")), rel=0.02)
-    text = {element.text for element in ElementTree.fromstring(svg.encode()).iter(f"{SVG}text")}
-    assert {"compute", "D2H", "H2D", "keep-all: peak 9.00 GiB", "plan: peak 6.00 GiB", "budget 7.00 GiB"} <= text
-    assert "stalls (red): 4.000 ms; dashed: budget" in text
-    assert "stall 4.000 ms: waits for relu" in titles(svg)
-
-
-def test_higher_memory_is_drawn_higher(tmp_path: Path) -> None:
-    svg = draw_timeline(LANES, [], KEEP, PLAN, tmp_path / "t.svg", budget_bytes=7 * 2**30).read_text()
-    root = ElementTree.fromstring(svg.encode())
-    tops = {
-        p.get("class"): min(float(v.split("H")[0]) for v in p.get("d", "").split("V")[1:])
-        for p in root.iter(f"{SVG}path")
-        if p.get("class")
-    }
-    budget = next(float(line.get("y1", "")) for line in root.iter(f"{SVG}line") if line.get("class") == "budget")
-    assert tops["keep-all"] < budget < tops["plan"]
-
-
-def test_ten_thousand_kernels_stay_small_and_lose_no_time(tmp_path: Path) -> None:
-    lanes = [("compute", i * 1e-5, (i + 1) * 1e-5, f"k{i}") for i in range(10_000) if not 5000 <= i < 6000]
-    svg = draw_timeline(lanes, [], [], [], tmp_path / "t.svg").read_text()
-    spans = rects(svg, "span")
-    assert len(spans) < 1300
-    ends = [float(span.get("x", "")) + float(span.get("width", "")) for span in spans]
-    gaps = sorted(float(span.get("x", "")) - end for span, end in zip(spans[1:], ends, strict=False))
-    assert gaps[-1] == pytest.approx(0.1 * (ends[-1] - float(spans[0].get("x", ""))), rel=0.05), "the pause is drawn"
-    assert gaps[-2] < 1.0, "no other gap is"
-
-
-def test_without_times_the_timeline_says_so(tmp_path: Path) -> None:
-    assert "no times" in draw_timeline([], [], [], [], tmp_path / "t.svg").read_text()
-    assert "no times" not in draw_timeline(LANES, [], [], [], tmp_path / "t.svg").read_text()
-
-
-def test_an_interval_that_ends_before_it_starts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'relu' ends at 1\.0 s, before it starts at 2\.0 s"):
-        draw_timeline([("D2H", 2.0, 1.0, "relu")], [], [], [], tmp_path / "t.svg")
-
-
-def test_trace_has_every_span_in_microseconds_on_its_lane(tmp_path: Path) -> None:
-    events = json.loads(chrome_trace(LANES, tmp_path / "t.json", memory=PLAN).read_text())["traceEvents"]
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    spans = [(lanes[e["tid"]], e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["ph"] == "X"]
-    assert spans == [(lane, pytest.approx(start * 1e6), pytest.approx(end * 1e6), label) for lane, start, end, label in LANES]
-    assert [event["args"]["bytes"] for event in events if event["ph"] == "C"] == [nbytes for _, nbytes in PLAN]
 
 
 # svg

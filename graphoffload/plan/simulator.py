@@ -102,6 +102,7 @@ class Timeline:
     inflight_peak_bytes: int
     recompute_s: float
     ends_s: tuple[float, ...] = ()  # of each step: `memory` against time
+    forward_steps: int = 0
 
     @property
     def slowdown(self) -> float:
@@ -383,6 +384,7 @@ def timeline_of(arrays: Arrays, result: Evaluation) -> Timeline:
         inflight_peak_bytes=result.inflight_peak_bytes,
         recompute_s=result.recompute_s,
         ends_s=_ends_s(arrays, result),
+        forward_steps=arrays.forward_steps,
     )
 
 
