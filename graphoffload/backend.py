@@ -117,7 +117,7 @@ def _after_compile(base: str, key: str) -> None:
         if plan is None:
             return  # nothing was partitioned: no output of the graph needs a gradient
         registry.register(plan, store=False)
-        say(f"{plan.graph}: {summary_line(plan)} (from the compile cache)")
+        say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
     registry.remember(base, plan)
 
 

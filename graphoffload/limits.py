@@ -51,10 +51,14 @@ def _device_budget(config: OffloadConfig, device: torch.device, hardware: Hardwa
     if wanted != "auto":
         return parse_size(wanted, field="device_budget", whole_bytes=hardware.memory_bytes)
     if device.type != "cuda":
-        return None
+        whole = hardware.memory_bytes  # planned for a GPU that is not there: what fits its memory
+        return None if hardware.source == "cpu" else max(0, whole - _margin(whole))
     free, total = torch.cuda.mem_get_info(device)
-    margin = max(_MARGIN_BYTES, int(total * _MARGIN_SHARE))
-    return int(free + torch.cuda.memory_reserved(device) - margin)
+    return int(free + torch.cuda.memory_reserved(device) - _margin(total))
+
+
+def _margin(whole_bytes: int) -> int:
+    return max(_MARGIN_BYTES, int(whole_bytes * _MARGIN_SHARE))
 
 
 def _reserve(config: OffloadConfig, trainable: int, device: torch.device, hardware: HardwareProfile) -> int:

@@ -8,18 +8,25 @@ Accept changed texts with one command, then read the diff:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import graphoffload
+from graphoffload import decide
 from graphoffload.errors import PlanError
 from graphoffload.report import Measured, OffloadReport, plan_table, summary_line
+from graphoffload.runtime import registry
 from graphoffload.saved import Action, Decision, Plan, Prediction, SavedTable, SavedTensor, Transfer
 from graphoffload.table import folded_rows
+from graphoffload.units import format_bytes
 
 GOLDEN = Path(__file__).parent / "golden"
 MIB, GIB = 2**20, 2**30
@@ -256,6 +263,7 @@ def test_what_differs_in_more_than_numbers_stays_apart(field: str) -> None:
 # Summary line
 
 NO_TIMES = Prediction(predicted_peak_bytes=GIB, keep_peak_bytes=2 * GIB)
+WITHIN_SLOWDOWN = dataclasses.replace(NO_TIMES, lower_bound_peak_bytes=GIB // 2, keep_time_s=1.0, predicted_time_s=1.02)
 
 
 def kept_plan(**prediction: object) -> Plan:
@@ -288,6 +296,11 @@ def kept_plan(**prediction: object) -> Plan:
             summary_line(dataclasses.replace(llama_plan(), prediction=NO_TIMES)),
             "offloaded 772.0 MiB in 14 tensors, recomputed 256.0 MiB in 8 tensors, kept 428.0 MiB: "
             "predicted peak 1.00 GiB (keep-all 2.00 GiB), no time predicted",
+        ),
+        (
+            summary_line(dataclasses.replace(llama_plan(), prediction=WITHIN_SLOWDOWN), device_bytes=139 * GIB),
+            "offloaded 772.0 MiB in 14 tensors, recomputed 256.0 MiB in 8 tensors, kept 428.0 MiB: "
+            "predicted peak 1.00 of 139.0 GiB (keep-all 2.00 GiB, bound 512.0 MiB), slowdown +2.0 %",
         ),
         (
             summary_line(awkward_plan(), hint="device_budget=\"1MiB\" would do more"),
@@ -379,3 +392,94 @@ def test_identical_graphs_share_a_table() -> None:
     assert "graph head" in text
     changed = dataclasses.replace(llama_plan(3), notes=("another note",))
     assert str(OffloadReport(plans=(llama_plan(3), changed))).count("hides behind\n") == 2
+
+
+# The line after a compile, end to end
+
+
+class Residual(torch.nn.Module):
+    """Layers of a norm, which costs little to compute again, and a product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(3))
+        self.products = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, product in zip(self.norms, self.products, strict=True):
+            x = x + product(norm(x))
+        return x.square().mean()
+
+
+def explained(**fields: object) -> OffloadReport:
+    with torch.device("meta"):
+        return graphoffload.explain(Residual(8192).bfloat16(), fields)(torch.empty(8192, 8192, dtype=torch.bfloat16))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hint however slow the machine is."""
+    monkeypatch.setattr(decide, "saved_within", functools.partial(decide.saved_within, patience_s=60.0))
+
+
+@pytest.mark.usefixtures("patient")
+def test_keep_all_that_fits_says_what_a_percent_would_buy(capfd: pytest.CaptureFixture[str]) -> None:
+    """A named GPU that is not there is the budget; the hint is no promise that the planner cannot keep."""
+    (plan,) = explained(hardware="h200-sxm").plans
+    found = re.fullmatch(r"predicted peak (\S+) of 139\.0 GiB: kept all; max_slowdown=0\.01 would save (\S+) MiB", plan.summary)
+    assert found, plan.summary
+    assert plan.summary in capfd.readouterr().err
+    (paid,) = explained(hardware="h200-sxm", max_slowdown=0.01).plans
+    assert paid.prediction.predicted_slowdown <= 0.01 + 1e-9
+    saved_bytes = paid.prediction.keep_peak_bytes - paid.prediction.predicted_peak_bytes
+    assert 0 < float(found[2]) <= saved_bytes / MIB + 1
+    assert paid.prediction.lower_bound_peak_bytes is not None
+    assert 0 < paid.prediction.lower_bound_peak_bytes <= paid.prediction.predicted_peak_bytes
+    assert f"bound {format_bytes(paid.prediction.lower_bound_peak_bytes)})" in paid.summary
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"policy": "keep", "hardware": "h200-sxm"}, id="nobody wants to know"),
+        pytest.param({"offload_fraction": 0.0, "policy": {"*": "keep"}, "hardware": "h200-sxm"}, id="nothing may move"),
+        pytest.param({}, id="nothing to fit on a CPU"),
+        pytest.param({"hardware": "h200-sxm", "max_slowdown": 0.0}, id="a slowdown was asked for"),
+    ],
+)
+def test_no_hint_where_there_is_nothing_to_say(fields: dict[str, object]) -> None:
+    (plan,) = explained(**fields).plans
+    assert "would save" not in plan.summary
+    assert plan.summary
+
+
+def test_no_hint_that_was_not_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: None)
+    (plan,) = explained(hardware="h200-sxm").plans
+    assert plan.summary.endswith("of 139.0 GiB: kept all")
+
+
+def test_no_hint_that_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: 2 * MIB)
+    assert explained(hardware="h200-sxm").plans[0].summary.endswith("kept all")
+    monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: 200 * MIB)
+    assert explained(hardware="h200-sxm").plans[0].summary.endswith("max_slowdown=0.01 would save 200.0 MiB")
+
+
+def test_a_cache_hit_says_the_same_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """The plan carries its line: what the device is and what the hint was."""
+    said = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        registry.forget()
+        torch.manual_seed(0)
+        model, x = Residual(64), torch.randn(32, 64)
+        model.compile(backend="graphoffload", options={"hardware": "a100-40g"})
+        model(x).backward()
+        said.append(capfd.readouterr().err)
+    assert "(from the compile cache)" not in said[0]
+    assert "(from the compile cache)" in said[1]
+    line = said[0].split(": ", 2)[2].strip()
+    assert "of 39.0 GiB: kept all" in line
+    assert line in said[1]
