@@ -184,13 +184,18 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
                 f"{variable}={text!r} in the environment sets no known field.{hint} Known: {known}. Unset it, or rename it."
             )
         try:
-            found[name] = _CHECKS[name](name, _parse_variable(name, text))
+            found[name] = _CHECKS[name](name, parse_text(name, text))
         except ConfigError as error:
             raise ConfigError(f"{error} (The value came from the environment variable {variable}.)") from None
     return found
 
 
-def _parse_variable(name: str, text: str) -> Any:
+def parse_text(name: str, text: str) -> Any:
+    """A field's value as written in a variable or on a command line: lists by commas, mappings as JSON, "none" for None.
+
+    Raises:
+        ConfigError: JSON or a number that does not parse. The value is checked when the configuration is made.
+    """
     if text.lower() == "none" and name in ("max_slowdown", "offload_modules", "max_inflight_bytes", "dump_dir", "mode"):
         return None
     if name == "verify":

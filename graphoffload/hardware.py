@@ -6,7 +6,7 @@
 
 A copy of n bytes takes latency + n / bandwidth. That is one straight line for both ends of what is measured: below about 1 MiB
 a copy is latency, above 16 MiB it is bandwidth. Compute rates are what a large kernel achieves, not the datasheet's peak;
-profiles marked "datasheet" are the datasheet's peak times the share that such kernels usually achieve (_ACHIEVED).
+profiles marked "datasheet" are the datasheet's peak times the share that such kernels usually achieve (ACHIEVED).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from graphoffload.units import format_bytes, parse_size
 
 Direction = Literal["d2h", "h2d"]
 Source = Literal["measured", "datasheet", "cpu"]
-_ACHIEVED = 0.7
-_LINK_ACHIEVED = 0.86
-_BANDWIDTH_ACHIEVED = 0.85
+ACHIEVED = 0.7
+LINK_ACHIEVED = 0.86
+BANDWIDTH_ACHIEVED = 0.85
 _MEASURE_BYTES = 256 * 2**20
 
 
@@ -96,20 +96,24 @@ class HardwareProfile:
         )
 
     def table_lines(self) -> list[str]:
-        """For people, one fact a line."""
-        rates = ", ".join(f"{dtype} {rate / 1e12:.0f}" for dtype, rate in self.matmul_flops_per_s)
-        rows = [
-            ("memory", format_bytes(self.memory_bytes)),
-            ("D2H / H2D", f"{self.d2h_bytes_per_s / 1e9:.1f} / {self.h2d_bytes_per_s / 1e9:.1f} GB/s"),
-            ("link shared by", f"{self.links_shared_by} GPUs" if self.links_shared_by > 1 else "nobody"),
-            ("both at once", f"x {self.duplex_factor:.2f} each way"),
-            ("copy latency", f"{self.copy_latency_s * 1e6:.1f} us"),
-            ("compute while copying", f"{self.compute_slowdown_while_copying:+.1%}"),
-            ("matmul", f"{rates or 'unknown'} TFLOP/s achieved"),
-            ("device memory", f"{self.device_bandwidth_bytes_per_s / 1e9:.0f} GB/s"),
-            ("kernel launch", f"{self.kernel_launch_s * 1e6:.1f} us"),
-        ]
-        return [f"{self.name} [{self.source}]", *(f"  {label:<22}{value}" for label, value in rows)]
+        """For people, one figure a line: what it is, its value with its unit, and where it comes from."""
+        both = ("d2h_bytes_per_s", "h2d_bytes_per_s")
+        rows = [("memory", format_bytes(self.memory_bytes), _origin(self, "memory_bytes"))]
+        rows += [(n[:3].upper(), f"{getattr(self, n) / 1e9:.1f} GB/s", _origin(self, n, LINK_ACHIEVED)) for n in both]
+        shared = f"{self.links_shared_by} GPUs" if self.links_shared_by > 1 else "nobody else"
+        rows += [
+            ("link shared with", shared, "assumed" if self.links_shared_by == 1 else "as given"),
+            ("both directions at once", f"x {self.duplex_factor:.2f} each", _origin(self, "duplex_factor")),
+            ("copy latency", f"{self.copy_latency_s * 1e6:.1f} us", _origin(self, "copy_latency_s")),
+            ("compute beside a copy", f"{self.compute_slowdown_while_copying * 100:+.1f} % time",
+             _origin(self, "compute_slowdown_while_copying")),
+            *((f"matmul {dtype}", f"{rate / 1e12:.3g} TFLOP/s", _origin(self, "matmul_flops_per_s", ACHIEVED))
+              for dtype, rate in self.matmul_flops_per_s),
+            ("device memory bandwidth", f"{self.device_bandwidth_bytes_per_s / 1e9:.0f} GB/s",
+             _origin(self, "device_bandwidth_bytes_per_s", BANDWIDTH_ACHIEVED)),
+            ("kernel launch", f"{self.kernel_launch_s * 1e6:.1f} us", _origin(self, "kernel_launch_s")),
+        ]  # fmt: skip
+        return [f"{self.name} [{self.source}]", *(f"  {what:<25}{value:<16}{origin}" for what, value, origin in rows)]
 
     def to_json(self) -> str:
         """All fields; from_json reads it back."""
@@ -131,13 +135,13 @@ def _datasheet(
         name=name,
         source="datasheet",
         memory_bytes=parse_size(f"{memory_gib}GiB", field="memory_bytes"),
-        d2h_bytes_per_s=link_gb * 1e9 * _LINK_ACHIEVED,
-        h2d_bytes_per_s=link_gb * 1e9 * _LINK_ACHIEVED,
+        d2h_bytes_per_s=link_gb * 1e9 * LINK_ACHIEVED,
+        h2d_bytes_per_s=link_gb * 1e9 * LINK_ACHIEVED,
         matmul_flops_per_s=tuple(
-            (dtype, peak * 1e12 * _ACHIEVED)
+            (dtype, peak * 1e12 * ACHIEVED)
             for dtype, peak in (("bfloat16", half_tflops), ("float16", half_tflops), ("float32", single_tflops))
         ),
-        device_bandwidth_bytes_per_s=memory_gb_per_s * 1e9 * _BANDWIDTH_ACHIEVED,
+        device_bandwidth_bytes_per_s=memory_gb_per_s * 1e9 * BANDWIDTH_ACHIEVED,
     )
 
 
@@ -172,6 +176,19 @@ PROFILES: dict[str, HardwareProfile] = {
         ),
     )
 }
+
+
+def _origin(profile: HardwareProfile, field: str, share: float = 1.0) -> str:
+    """Where a profile's figure comes from; `share` is what large kernels or copies achieve of a datasheet's peak."""
+    if profile.source == "cpu":
+        return "this machine" if field == "memory_bytes" else "assumed: nothing is hidden behind a CPU"
+    named = profile.name in PROFILES
+    defaults = {item.name: item.default for item in dataclasses.fields(HardwareProfile)}
+    if (named or profile.source == "datasheet") and getattr(profile, field) == defaults[field]:
+        return "default, as on an H200"
+    if profile.source == "measured":
+        return "measured on such a device" if named else "measured on this device"
+    return f"datasheet x {share:g}" if share < 1.0 else "datasheet"
 
 
 def resolve_hardware(spec: str | HardwareProfile, device: object = "cpu") -> HardwareProfile:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -47,6 +49,28 @@ def test_json_round_trip_and_table(name: str) -> None:
     lines = profile.table_lines()
     assert lines[0] == f"{name} [{profile.source}]"
     assert any("GB/s" in line for line in lines)
+
+
+def test_every_figure_has_a_unit_and_a_source() -> None:
+    """Where a number comes from differs: measured, of the datasheet less what kernels lose, a default, assumed."""
+
+    def rows(profile: HardwareProfile) -> dict[str, str]:
+        lines = [re.split(r"  +", line.strip()) for line in profile.table_lines()[1:]]
+        assert all(len(line) == 3 for line in lines), lines
+        return {what: f"{value}, {origin}" for what, value, origin in lines}
+
+    named, a100, cpu = rows(PROFILES["h200-sxm"]), rows(PROFILES["a100-80g"]), rows(PROFILES["cpu"])
+    assert named["D2H"] == "55.3 GB/s, measured on such a device"
+    assert named["copy latency"] == "3.0 us, default, as on an H200"
+    assert a100["D2H"] == "27.5 GB/s, datasheet x 0.86"
+    assert a100["matmul bfloat16"] == "218 TFLOP/s, datasheet x 0.7"
+    assert a100["device memory bandwidth"] == "1733 GB/s, datasheet x 0.85"
+    assert a100["memory"] == "79.0 GiB, datasheet"
+    assert cpu["memory"].endswith(", this machine")
+    assert cpu["H2D"] == "10.0 GB/s, assumed: nothing is hidden behind a CPU"
+    mine = dataclasses.replace(PROFILES["h200-sxm"], name="NVIDIA H200", copy_latency_s=3e-6, links_shared_by=2)
+    assert rows(mine)["copy latency"] == "3.0 us, measured on this device"
+    assert rows(mine)["link shared with"] == "2 GPUs, as given"
 
 
 @pytest.mark.parametrize(
