@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch._guards import TracingContext
-from torch.fx import GraphModule
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.errors import GraphOffloadError, UntestedTorchWarning, warn
@@ -76,13 +80,27 @@ def min_cut(joint: GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> tu
 _MIN_CUT_ARGUMENTS = ("compiler", "num_fwd_outputs", "static_lifetime_input_indices")
 
 
-def mutated_input_positions() -> frozenset[int]:
-    """Positions of forward inputs that the traced function mutates; empty where torch does not say."""
-    context = TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None) if context is not None else None
-    if metadata is None:
-        return frozenset()
-    return frozenset(i for i, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata)
+def mutated_inputs(graph: Graph) -> frozenset[Node]:
+    """Placeholders of a joint or forward graph that AOTAutograd writes to behind it: the new value is an output of the graph.
+
+    All of them, where an output mutates an input that no placeholder is described as, such as one of several views of a base.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    output = next(iter(reversed(graph.nodes)))
+    written = {_described(desc.mutated_input) for desc in map(_described, output.meta.get("desc", ())) if _mutates(desc)}
+    found = frozenset(node for node in placeholders if written and _described(node.meta.get("desc")) in written)
+    return found if len(found) >= len(written) else frozenset(placeholders)
+
+
+def _mutates(desc: Any) -> bool:
+    return isinstance(desc, InputMutationAOTOutput)
+
+
+def _described(desc: Any) -> Any:
+    """The description of a whole argument, for that of a part of a tensor subclass."""
+    while isinstance(desc, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
+        desc = desc.base
+    return desc
 
 
 def torch_memory_budget() -> float:

@@ -217,7 +217,7 @@ def _binding_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
 
 def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
     """Running an operation again after its input was written to would compute something else."""
-    mutated = mutated_placeholders(joint.graph, compat.mutated_input_positions())
+    mutated = mutated_placeholders(joint.graph, compat.mutated_inputs(joint.graph))
     for placeholder in mutated:
         if fake(placeholder) is None:
             continue
@@ -250,7 +250,7 @@ def _chains(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
         value = fake(nodes[tensor.name])
         assert value is not None
         owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
-    mutated = mutated_placeholders(pair.forward.graph, compat.mutated_input_positions())
+    mutated = mutated_placeholders(pair.forward.graph, compat.mutated_inputs(pair.forward.graph))
     found = {}
     for tensor in table.tensors:
         targets = tuple(nodes[name] for name in dict.fromkeys((*tensor.views, tensor.name)))

@@ -84,10 +84,9 @@ def _refusal(node: Node) -> str:
     return ""
 
 
-def mutated_placeholders(forward: Graph, positions: frozenset[int]) -> frozenset[Node]:
+def mutated_placeholders(forward: Graph, named: frozenset[Node]) -> frozenset[Node]:
     """Placeholders that the forward writes to: those that AOTAutograd names, and targets of in-place operations."""
-    placeholders = forward.find_nodes(op="placeholder")
-    found = {node for at, node in enumerate(placeholders) if at in positions}
+    found = set(named)
     for node in forward.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             found.update(arg for arg in node.all_input_nodes if arg.op == "placeholder")
