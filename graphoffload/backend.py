@@ -26,6 +26,7 @@ from graphoffload.out_of_memory import with_note
 from graphoffload.partitioner import OffloadPartitioner, graph_key
 from graphoffload.report import summary_line
 from graphoffload.runtime import registry
+from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
 
 _graphs = itertools.count()
@@ -83,8 +84,9 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     known = registry.stored(base)
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
     partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config))
-    compiled = _inner(gm, example_inputs, config, partitioner)
-    _after_compile(base, key)
+    with memory_ahead(limits.host_budget_bytes):
+        compiled = _inner(gm, example_inputs, config, partitioner)
+        _after_compile(base, key)
     return with_note(compiled, key)
 
 

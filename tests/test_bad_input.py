@@ -167,7 +167,7 @@ def test_no_host_memory_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError("refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "HostBuffer", refuse)
+        patch.setattr(pool, "Slab", refuse)
         with pytest.raises(HostMemoryError, match=r"No host memory for .*asked for.*host_budget"):
             run_step(module, CASE.example("cpu"))
     gc.collect()

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import graphoffload
+from graphoffload.runtime import ops, pool
+from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.pool import POOL
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, keep_all, observe, run_step, weighted_loss
 
 CASE = ZOO["attention"]
@@ -237,8 +240,6 @@ def test_saved_tensors_hooks_around_the_model(kind: str, inner: str) -> None:
         del loss
     graphoffload.release_host_memory()
     if in_use():  # nobody can tell when copies of a handle die: at most the latest few stay, and reset gives them back
-        from graphoffload.runtime.entries import ENTRIES
-
         assert len(ENTRIES) <= 8 * 20
         for queue in ENTRIES._copied.values():
             while queue:
@@ -290,3 +291,64 @@ def test_training_goes_the_same_way() -> None:
             optimizer.step()
         found.append([parameter.detach().clone() for parameter in module.parameters()])
     assert_same(*found)
+
+
+def test_poisoned_buffers_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every buffer is overwritten as soon as it is given back: nobody reads one that is no longer theirs."""
+    module = offloading()
+    expected = [step(module, seed) for seed in range(3)]
+    monkeypatch.setattr(POOL, "poison", True)
+    for seed in range(3):
+        assert_equal_bits(step(module, seed), expected[seed])
+    losses = [CASE.loss(module(*arguments(seed))) for seed in range(3)]
+    module(*arguments(1))  # dropped: poisoned while the others are in flight
+    for seed in (1, 2, 0):
+        module.zero_grad()
+        losses[seed].backward()
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter.grad, expected[seed].grads[name])
+    del losses
+
+
+class Fault:
+    """Calls of one function: the one at `at` raises, before or after it did its work; counts them all."""
+
+    def __init__(self, original: Any, at: int, *, after: bool) -> None:
+        self.original, self.at, self.after, self.calls = original, at, after, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls - 1 != self.at:
+            return self.original(*args, **kwargs)
+        if self.after:
+            self.original(*args, **kwargs)
+        raise KeyError("injected")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(pool, "Slab"), (POOL, "acquire"), (ops, "_copy_to_host"), (ENTRIES, "add"), (ops, "_copy_to_device"), (ENTRIES, "find")],
+    ids=["allocation", "buffer", "d2h", "handle", "h2d", "look-up"],
+)
+def test_a_fault_at_every_allocation_and_copy(owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call in turn raises: the step fails with that error, all memory comes back, the next step is right to the bit."""
+    module = offloading()
+    expected = step(module, 0)
+    count = Fault(getattr(owner, name), -1, after=after)
+    with monkeypatch.context() as patch:
+        graphoffload.release_host_memory()
+        patch.setattr(owner, name, count)
+        step(module, 0)
+    assert count.calls > 0
+    if after and name in ("acquire", "Slab"):
+        return  # nobody could give back what was never returned
+    for at in range(count.calls):
+        graphoffload.release_host_memory()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, Fault(getattr(owner, name), at, after=after))
+            with pytest.raises(KeyError, match="injected"):
+                step(module, 1)
+        assert in_use() == 0
+        module.zero_grad()
+        assert_equal_bits(step(module, 0), expected)

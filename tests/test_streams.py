@@ -296,19 +296,23 @@ def test_a_reload_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_second_backward_waits_for_the_copy_of_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its target's memory is about to be free, and the first copy may still be writing to it."""
     waited: list[Any] = []
+
+    def copy(direction: str, entry: Any, after: Any, run: Any, block: Any) -> Any:
+        run()
+        return types.SimpleNamespace(of=f"{direction}{len(waited)}", query=lambda: True)
+
     side = types.SimpleNamespace(
-        index=-1, copy=lambda direction, entry, after, run, block: run() or f"{direction}{len(waited)}",
-        compute_waits=waited.append, compute_waits_for=lambda op, entry, event: waited.append(event),
-        recycle=lambda event: None,
+        index=-1, copy=copy, compute_waits=waited.append, recycle=lambda event: None,
+        compute_waits_for=lambda op, entry, event: waited.append(event),
     )  # fmt: skip
     monkeypatch.setattr(ops, "streams_of", lambda device: side)
-    monkeypatch.setattr("graphoffload.runtime.pool._page_lock", lambda raw: False)
+    monkeypatch.setattr("graphoffload.runtime.slabs._page_lock", lambda raw: False)
     x = torch.randn(64)
     handle = forward(x, "stopped")
     first = OPS.reload(handle, "stopped", 0, x.shape, x.stride(), x.dtype)
-    assert waited == ["d2h0"]
+    assert [event.of for event in waited] == ["d2h0"]
     second = OPS.reload(handle, "stopped", 0, x.shape, x.stride(), x.dtype)
-    assert waited == ["d2h0", "h2d1"]
+    assert [event.of for event in waited] == ["d2h0", "h2d1"]
     with pytest.raises(RuntimeStateError, match="wait was given memory"):
         OPS.wait(first, handle, "stopped", 0)
     OPS.wait(second, handle, "stopped", 0)
@@ -318,6 +322,8 @@ def test_a_second_backward_waits_for_the_copy_of_a_stopped_one(monkeypatch: pyte
 def test_plans_do_not_sweep_each_other_but_after_a_backward() -> None:
     """With a plan for every block, looking at all handles at each block's start would cost more than the copies."""
     x = torch.randn(64)
+    ready = [forward(x, "block0") for _ in range(4)]  # a miss in the pool would sweep all
+    del ready
     ENTRIES.sweep()
     ENTRIES.reloaded = False
     living = len(ENTRIES)

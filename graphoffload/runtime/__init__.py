@@ -1,14 +1,17 @@
 """What runs in a training step: the ops, their streams, the host memory, and the handles that tie them together.
 
     ops.py          the four ops                            entries.py    handle -> what it stands for
-    streams.py      side streams and events of a device     pool.py       page-locked host buffers of exact size
+    streams.py      side streams and events of a device     pool.py       host buffers of exact size
     layouts.py      how a tensor lies in memory             memcpy.py     one copy of bytes on a stream
     registry.py     plans by key                            checksum.py   digests on the device
     counters.py     what moved                              hooks.py      switches for tests
-    stalls.py       what compute waited for
+    stalls.py       what compute waited for                 slabs.py      page-locked memory that buffers are cut from
+    ahead.py        memory taken while a plan compiles      predictions.py  timelines for pictures
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from graphoffload.runtime.counters import reset_stats, stats
 from graphoffload.runtime.entries import ENTRIES
@@ -25,7 +28,7 @@ __all__ = [
 def host_memory() -> HostMemory:
     """Host memory held for offloaded activations, after handles that nobody owns any more were cleared."""
     ENTRIES.sweep()
-    return POOL.snapshot()
+    return replace(POOL.snapshot(), by_tensor=ENTRIES.bytes_by_tensor())
 
 
 def release_host_memory() -> int:

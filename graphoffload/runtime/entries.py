@@ -22,8 +22,9 @@ import torch
 from graphoffload.errors import BackwardNeverCameWarning, RuntimeStateError, warn
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.layouts import Layout
-from graphoffload.runtime.pool import POOL, HostBuffer
+from graphoffload.runtime.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
+from graphoffload.runtime.slabs import HostBuffer
 from graphoffload.runtime.streams import streams_of
 from graphoffload.units import format_bytes
 
@@ -78,6 +79,17 @@ class Entries:
 
     def __len__(self) -> int:
         return sum(map(len, self._by_storage.values())) + sum(map(len, self._copied.values()))
+
+    def bytes_by_tensor(self) -> dict[str, int]:
+        """Host bytes in use by tensor, the largest first; several microbatches in flight are added up."""
+        with self._lock:
+            living = [entry for group in self._by_storage.values() for entry in group.values()]
+            living += [entry for queue in self._copied.values() for entry in queue]
+            found: dict[str, int] = {}
+            for entry in living:
+                if entry.buffer is not None:
+                    found[entry.name] = found.get(entry.name, 0) + entry.buffer.nbytes
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def add(self, handle: torch.Tensor, entry: Entry, *, may_be_copied: bool) -> None:
         """Tie an entry to its handle's storage, and to its content where hooks may copy the handle."""
@@ -205,3 +217,4 @@ class Entries:
 
 
 ENTRIES = Entries()
+POOL.reclaim = ENTRIES.sweep

@@ -27,7 +27,7 @@ from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.entries import ENTRIES, Entry
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.pool import POOL
-from graphoffload.runtime.registry import run_plan
+from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.streams import streams_of
 
 HANDLE_DTYPE = torch.int64
@@ -54,9 +54,9 @@ def _handles_may_be_copied() -> bool:
 
 
 def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
-    if id == 0:
-        ENTRIES.start_forward(plan)
     run = run_plan(plan)
+    if id == 0:
+        _start_forward(run, x.device)
     layout = run.layout(x, id)
     handle = torch.empty(1, dtype=HANDLE_DTYPE, device=layout.device)
     entry = Entry(x, layout, run, id)
@@ -74,6 +74,13 @@ def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
     COUNTERS.offloaded(layout.nbytes)
     entry.inflight = True
     return handle
+
+
+def _start_forward(run: RunPlan, device: torch.device) -> None:
+    ENTRIES.start_forward(run.key)
+    streams = streams_of(device)
+    index = -1 if streams is None else streams.index
+    POOL.arrange(run.key, (layout.nbytes for layout in run.layouts.values()), pin=streams is not None, device=index)
 
 
 def _copy_to_host(x: torch.Tensor, entry: Entry) -> None:

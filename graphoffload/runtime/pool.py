@@ -1,95 +1,64 @@
-"""Host memory for offloaded activations: buffers of exact size, page-locked once, reused step after step.
+"""Host memory for offloaded activations: buffers of exact size out of page-locked slabs, reused step after step.
 
-torch's own pinned allocator rounds every request up to a power of two, up to twice the RAM that was planned. A buffer here is
-ordinary memory, touched by all intra-op threads (so that its pages exist) and then page-locked as it is. Page-locking costs
-a quarter to a whole second per GiB, so a buffer is given back to the operating system only on request or when another size
-needs the room.
+torch's own pinned allocator rounds every request up to a power of two, up to twice the RAM that was planned. Here memory is
+page-locked as it is. That costs a quarter to a whole second per GiB, so it is done ahead, beside compiling (`prepare`), and
+undone only on request, or where idle memory would make what is held exceed the largest set ever in flight by more than 5 %.
+
+    acquire   a buffer of this size lies idle                 every step but the first
+              else one is cut from free memory                another shape: idle buffers are joined and cut anew
+              else the oversized rest is given up, and memory is taken and page-locked
 
 A buffer may still be read or written by a copy when it returns to the pool: it carries the event of that copy, and the next
-user's stream waits for it. The host never waits.
+user's stream waits for it. The host waits only for idle buffers that are to be cut anew.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 
-from graphoffload.errors import HostMemoryError, PageableMemoryWarning, warn
-from graphoffload.units import format_bytes
+from graphoffload.errors import HostMemoryError, PageableMemoryWarning
+from graphoffload.runtime.slabs import HostBuffer, Key, Kind, Slab, in_background, rounded
+from graphoffload.units import format_bytes, parse_size
 
-_PAGE = 4096
-_PORTABLE = 1  # page-locked for every device of the process, not only the current one
-
-
-class HostBuffer:
-    """`nbytes` of host memory; `pinned` says whether copies from it can overlap with compute."""
-
-    __slots__ = ("_flat", "_owner", "address", "key", "last_copy", "nbytes", "pinned")
-
-    def __init__(self, nbytes: int, *, pin: bool, device: int = -1) -> None:
-        self.nbytes = nbytes
-        self.key = (nbytes, pin, device)
-        self.last_copy: Any = None
-        self._owner = torch.empty(nbytes + (_PAGE if pin else 0), dtype=torch.uint8)
-        start = -self._owner.data_ptr() % _PAGE if pin else 0
-        raw = self._owner[start : start + nbytes]
-        self.pinned = pin and nbytes > 0 and _page_lock(raw)
-        self._flat = {torch.uint8: raw}
-        self.address = raw.data_ptr()
-
-    def flat(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole buffer as a one-dimensional tensor of `dtype`."""
-        view = self._flat.get(dtype)
-        if view is None:
-            view = self._flat[dtype] = self._flat[torch.uint8].view(dtype)
-        return view
-
-    def close(self) -> None:
-        """Undo page-locking. The caller has made sure that no copy is under way."""
-        if self.pinned:
-            self.pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-
-
-def _page_lock(raw: torch.Tensor) -> bool:
-    raw.zero_()  # first touch by all intra-op threads: page-locking untouched memory faults it in on one
-    code = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), _PORTABLE))
-    if code == 0:
-        return True
-    warn(
-        PageableMemoryWarning,
-        f"{format_bytes(raw.numel())} of host memory could not be page-locked (CUDA error {code}): copies of this tensor run "
-        "through pageable memory, block the host and hide behind nothing. Raise the memlock limit (ulimit -l) or lower "
-        "host_budget.",
-    )
-    return False
+_SLACK = 1.05
+_CHUNK_BYTES = parse_size("1GiB", field="chunk")
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What the pool holds: bytes in all, of them in use by offloaded tensors, page-locked, the peak in use, and buffers."""
+    """What the pool holds, in bytes: in all, of them in use by offloaded tensors, page-locked, and the peak in use.
+
+    buffers: pieces in use or idle. allocations: how often memory was taken from the operating system (and page-locked).
+    by_tensor: bytes in use by tensor; several microbatches in flight are added up.
+    """
 
     held_bytes: int
     in_use_bytes: int
     pinned_bytes: int
     peak_bytes: int
     buffers: int
+    allocations: int = 0
+    by_tensor: dict[str, int] = field(default_factory=dict, hash=False)
 
 
 class HostPool:
-    """Buffers by exact size. Thread-safe: forward and backward run on different threads."""
+    """Buffers by exact size. Thread-safe: forward and backward run on different threads, and a third page-locks ahead."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[tuple[int, bool, int], list[HostBuffer]] = {}
-        self._held_bytes = 0
-        self._pinned_bytes = 0
-        self._in_use_bytes = 0
-        self._peak_bytes = 0
-        self._count = 0
+        self._arrived = threading.Condition(self._lock)
+        self._slabs: list[Slab] = []
+        self._idle: dict[Key, list[HostBuffer]] = {}
+        self._coming: Counter[Key] = Counter()
+        self._in_use_bytes = self._peak_bytes = self._count = self._allocations = 0
+        self._arranged_for = ""
+        self.budget_bytes: int | None = None
+        self.reclaim: Callable[[], object] | None = None
         self.poison = False
 
     def acquire(self, nbytes: int, *, pin: bool, name: str = "", device: int = -1) -> HostBuffer:
@@ -98,67 +67,229 @@ class HostPool:
         `device`: index of the device that copies; events belong to one device, so its buffers go to no other.
 
         Raises:
-            HostMemoryError: the operating system refuses the memory.
+            HostMemoryError: the operating system refuses the memory, or more would be in use than `budget_bytes`.
         """
+        key = (nbytes, pin, device)
         with self._lock:
-            idle = self._idle.get((nbytes, pin, device))
-            buffer = idle.pop() if idle else None
-            if buffer is not None:
-                self._take(nbytes)
-                return buffer
-        buffer = self._allocate(nbytes, pin=pin, name=name, device=device)
-        with self._lock:
-            self._take(nbytes)
-        return buffer
+            idle = self._idle.get(key)
+            if idle:
+                return self._hand_out(idle.pop())
+        return self._acquire_slowly(key, name)
 
-    def _take(self, nbytes: int) -> None:
-        self._in_use_bytes += nbytes
+    def _hand_out(self, buffer: HostBuffer) -> HostBuffer:
+        buffer.fresh = False
+        self._in_use_bytes += buffer.nbytes
         if self._in_use_bytes > self._peak_bytes:
             self._peak_bytes = self._in_use_bytes
+        return buffer
 
-    def _allocate(self, nbytes: int, *, pin: bool, name: str, device: int) -> HostBuffer:
+    def _acquire_slowly(self, key: Key, name: str) -> HostBuffer:
+        if self.reclaim is not None:
+            self.reclaim()
+        with self._lock:
+            while not self._idle.get(key) and self._coming[key] > 0:
+                self._arrived.wait()
+            idle = self._idle.get(key)
+            buffer = idle.pop() if idle else self._cut(key)
+            if buffer is not None:
+                return self._hand_out(buffer)
+            self._within_budget(key[0], name)
+            closing = self._oversize(rounded(key[0]))
+        slab = self._allocate(rounded(key[0]), key[1:], closing, name)
+        with self._lock:
+            self._slabs.append(slab)
+            return self._hand_out(self._buffer(slab, 0, key[0]))
+
+    def _buffer(self, slab: Slab, offset: int, nbytes: int) -> HostBuffer:
+        self._count += 1
+        return HostBuffer(slab, offset, nbytes)
+
+    def _within_budget(self, nbytes: int, name: str) -> None:
+        if self.budget_bytes is not None and self._in_use_bytes + nbytes > self.budget_bytes:
+            raise HostMemoryError(
+                f"host_budget={format_bytes(self.budget_bytes)} is spent: {name or 'an offloaded tensor'} needs "
+                f"{format_bytes(nbytes)}, and {format_bytes(self._in_use_bytes)} are in use by activations whose backward is "
+                "still to come. Raise host_budget, or keep fewer microbatches in flight."
+            )
+
+    def _allocate(self, nbytes: int, kind: Kind, closing: list[Slab], name: str) -> Slab:
+        for slab in closing:
+            slab.close()
         try:
-            buffer = HostBuffer(nbytes, pin=pin, device=device)
+            slab = Slab(nbytes, kind)
         except (RuntimeError, MemoryError) as error:
             raise HostMemoryError(
                 f"No host memory for {name or 'an offloaded tensor'}: {format_bytes(nbytes)} asked for, "
-                f"{format_bytes(self._held_bytes)} held already. Lower host_budget, or call graphoffload.release_host_memory()."
+                f"{format_bytes(self._held())} held already. Lower host_budget, or call graphoffload.release_host_memory()."
             ) from error
+        self._allocations += 1
+        return slab
+
+    def _held(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def _cut(self, key: Key) -> HostBuffer | None:
+        """A buffer out of free memory: first what is free, then idle buffers at rest, then all idle buffers."""
+        for attempt in range(3):
+            if attempt and not self._melt(key[1:], everything=attempt == 2):
+                continue
+            if (buffer := self._cut_free(key)) is not None:
+                return buffer
+        return None
+
+    def _cut_free(self, key: Key) -> HostBuffer | None:
+        gaps = ((gap, slab) for slab in self._slabs if slab.kind == key[1:] and (gap := slab.smallest_gap(rounded(key[0]))))
+        found = min(gaps, key=lambda item: item[0], default=None)
+        return None if found is None else self._buffer(found[1], found[0][1], key[0])
+
+    def _melt(self, kind: Kind | None, *, everything: bool, keep: Counter[Key] | None = None) -> int:
+        """Idle buffers become free memory again; those made ahead, or in a copy that the host must wait for, only if asked to.
+
+        `keep`: as many buffers of each key as stay. Returns how many went.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return 0  # asking an event would break the capture
+        melted = 0
+        for key, buffers in self._idle.items():
+            if kind is not None and key[1:] != kind:
+                continue
+            staying = buffers[: keep[key]] if keep is not None else []
+            for buffer in buffers[len(staying) :]:
+                busy = buffer.last_copy is not None and not buffer.last_copy.query()
+                if not everything and (busy or buffer.fresh):
+                    staying.append(buffer)
+                    continue
+                if busy:
+                    buffer.last_copy.synchronize()
+                buffer.slab.put(buffer.offset, rounded(buffer.nbytes))
+                melted += 1
+            self._idle[key] = staying
+        self._count -= melted
+        return melted
+
+    def _oversize(self, nbytes: int, *, promised: int = 0) -> list[Slab]:
+        """Unused slabs to close before `nbytes` more are taken, smallest first, so that little more is held than is needed."""
+        needed = max(self._peak_bytes, self._in_use_bytes + nbytes, promised)
+        limit = needed * _SLACK if self.budget_bytes is None else min(needed * _SLACK, self.budget_bytes)
+        closing: list[Slab] = []
+        held = self._held()
+        for slab in sorted((slab for slab in self._slabs if slab.unused), key=lambda slab: slab.nbytes):
+            if held + nbytes <= limit:
+                break
+            closing.append(slab)
+            held -= slab.nbytes
+        self._slabs = [slab for slab in self._slabs if slab not in closing]
+        return closing
+
+    def prepare(self, sizes: Iterable[int], *, pin: bool, device: int = -1, wait: bool = False) -> None:
+        """Have a buffer of each of these sizes ready, taking what is missing beside whatever runs.
+
+        An `acquire` of a size that is on its way waits for it. Buffers made ahead for one plan are not counted on by the next.
+        What the operating system refuses is asked for again, and complained about, when it is needed.
+        """
+        kind = (pin, device)
         with self._lock:
-            self._held_bytes += nbytes
-            self._count += 1
-            self._pinned_bytes += nbytes if buffer.pinned else 0
-        return buffer
+            wanted = Counter[Key]((nbytes, pin, device) for nbytes in sizes if nbytes)
+            made_ahead = sum(buffer.nbytes for idle in self._idle.values() for buffer in idle if buffer.fresh)
+            promised = self._in_use_bytes + made_ahead + sum(key[0] * count for key, count in wanted.items())
+            missing = wanted - Counter({key: sum(not buffer.fresh for buffer in idle) for key, idle in self._idle.items()})
+            if missing:
+                self._melt(kind, everything=False, keep=wanted)
+            made = self._cut_all(missing)
+            keys = list((missing - Counter(buffer.key for buffer in made)).elements())
+            if keys and promised >= self._peak_bytes:
+                # The largest set so far: memory of its own, in few pieces, of which every smaller set can be cut.
+                for buffer in made:
+                    buffer.slab.put(buffer.offset, rounded(buffer.nbytes))
+                self._count -= len(made)
+                made = []
+                self._melt(kind, everything=False)
+                keys = list(wanted.elements())
+            for buffer in made:
+                buffer.fresh = True
+                self._idle.setdefault(buffer.key, []).append(buffer)
+            self._coming.update(keys)
+        if not keys:
+            return
+        thread = threading.Thread(target=self._bring, args=(keys, promised), name="graphoffload-host-memory")
+        if wait or not in_background(thread):
+            self._bring(keys, promised)
+
+    def arrange(self, plan: str, sizes: Iterable[int], *, pin: bool, device: int = -1) -> None:
+        """A forward of another plan starts with nothing in use: cut idle memory for the sizes that it had last time."""
+        with self._lock:
+            if plan == self._arranged_for or self._in_use_bytes:
+                return
+            self._arranged_for = plan
+            wanted = Counter[Key]((nbytes, pin, device) for nbytes in sizes if nbytes)
+            if wanted - Counter({key: len(idle) for key, idle in self._idle.items()}):
+                self._melt((pin, device), everything=True)
+                for buffer in self._cut_all(wanted):
+                    self._idle.setdefault(buffer.key, []).append(buffer)
+
+    def _cut_all(self, keys: Counter[Key]) -> list[HostBuffer]:
+        """Buffers out of free memory, as far as it goes, the largest first."""
+        found = (self._cut_free(key) for key in sorted(keys.elements(), reverse=True))
+        return [buffer for buffer in found if buffer is not None]
+
+    def _bring(self, keys: list[Key], promised: int) -> None:
+        """Take memory for buffers of these keys, a chunk at a time, so that the first are there soon."""
+        left = list(keys)
+        try:
+            while left and threading.main_thread().is_alive():
+                chunk = [left[0]]
+                while len(chunk) < len(left) and sum(rounded(key[0]) for key in left[: len(chunk) + 1]) <= _CHUNK_BYTES:
+                    chunk.append(left[len(chunk)])
+                total = sum(rounded(key[0]) for key in chunk)
+                with self._lock:
+                    closing = self._oversize(total, promised=promised)
+                slab = self._allocate(total, chunk[0][1:], closing, "what was planned")
+                del left[: len(chunk)]
+                self._deliver(slab, chunk)
+        except (HostMemoryError, PageableMemoryWarning):
+            return  # whoever needs the memory asks again, and says so
+        finally:
+            with self._lock:
+                self._coming.subtract(left)
+                self._arrived.notify_all()
+
+    def _deliver(self, slab: Slab, keys: list[Key]) -> None:
+        with self._lock:
+            self._slabs.append(slab)
+            offset = 0
+            for key in keys:
+                buffer = self._buffer(slab, offset, key[0])
+                buffer.fresh = True
+                self._idle.setdefault(key, []).append(buffer)
+                offset += rounded(key[0])
+            self._coming.subtract(keys)
+            self._arrived.notify_all()
 
     def give_back(self, buffer: HostBuffer) -> None:
         """Return a buffer; a copy that still uses it is named by its `last_copy` event."""
-        if self.poison and buffer.last_copy is None:
+        if self.poison:
+            if buffer.last_copy is not None:
+                buffer.last_copy.synchronize()
             buffer.flat(torch.uint8).fill_(0xFF)
         with self._lock:
             self._in_use_bytes -= buffer.nbytes
             self._idle.setdefault(buffer.key, []).append(buffer)
 
     def release_idle(self) -> int:
-        """Give idle buffers back to the operating system; returns their bytes. Waits for copies that still use them."""
+        """Give idle memory back to the operating system; returns its bytes. Waits for copies that still use it."""
         with self._lock:
-            idle, self._idle = self._idle, {}
-        released = 0
-        for buffers in idle.values():
-            for buffer in buffers:
-                if buffer.last_copy is not None:
-                    buffer.last_copy.synchronize()
-                with self._lock:
-                    self._held_bytes -= buffer.nbytes
-                    self._pinned_bytes -= buffer.nbytes if buffer.pinned else 0
-                    self._count -= 1
-                released += buffer.nbytes
-                buffer.close()
-        return released
+            self._melt(None, everything=True)
+            closing = [slab for slab in self._slabs if slab.unused]
+            self._slabs = [slab for slab in self._slabs if not slab.unused]
+        for slab in closing:
+            slab.close()
+        return sum(slab.nbytes for slab in closing)
 
     def snapshot(self) -> HostMemory:
         """What is held now."""
         with self._lock:
-            return HostMemory(self._held_bytes, self._in_use_bytes, self._pinned_bytes, self._peak_bytes, self._count)
+            pinned = sum(slab.nbytes for slab in self._slabs if slab.pinned)
+            return HostMemory(self._held(), self._in_use_bytes, pinned, self._peak_bytes, self._count, self._allocations)
 
 
 POOL = HostPool()

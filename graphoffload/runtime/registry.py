@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from graphoffload.runtime.ahead import prepare_plan
 from graphoffload.runtime.layouts import Layout
 from graphoffload.saved import Plan
 
@@ -56,7 +57,11 @@ def cache_dir() -> Path:
 
 
 def register(plan: Plan, *, store: bool = True) -> None:
-    """Make a plan known to the ops and to last_plans(); `store` writes it to disk for later compile-cache hits."""
+    """Make a plan known to the ops and to last_plans(); `store` writes it to disk for later compile-cache hits.
+
+    Where the plan is going to run, host memory for it is taken from now on.
+    """
+    prepare_plan(plan)
     with _LOCK:
         _PLANS.pop(plan.key, None)
         _PLANS[plan.key] = plan

@@ -1,0 +1,134 @@
+"""Host memory as it comes from the operating system, page-locked in one piece and cut into buffers."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from graphoffload.errors import PageableMemoryWarning, warn
+from graphoffload.units import format_bytes
+
+ALIGNMENT = 64
+_PAGE = 4096
+_PORTABLE = 1  # page-locked for every device of the process, not only the current one
+
+Kind = tuple[bool, int]
+"""Whether page-locked, and the index of the device that copies (-1 without one): events belong to one device."""
+Key = tuple[int, bool, int]
+"""Bytes of a buffer, and its kind."""
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes that a buffer takes of its slab."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Slab:
+    """`nbytes` of host memory; `pinned` says whether copies from it can overlap with compute; `free` lists (offset, bytes).
+
+    Raises:
+        RuntimeError, MemoryError: the operating system refuses the memory.
+        PageableMemoryWarning: where warnings of this class are errors and the memory cannot be page-locked.
+    """
+
+    __slots__ = ("_owner", "_raw", "address", "free", "kind", "nbytes", "pinned")
+
+    def __init__(self, nbytes: int, kind: Kind) -> None:
+        pin = kind[0]
+        self.kind = kind
+        self.nbytes = nbytes
+        self._owner = torch.empty(nbytes + (_PAGE if pin else 0), dtype=torch.uint8)
+        start = -self._owner.data_ptr() % _PAGE if pin else 0
+        self._raw = self._owner[start : start + nbytes]
+        self.address = self._raw.data_ptr()
+        self.pinned = pin and nbytes > 0 and _page_lock(self._raw)
+        self.free = [(0, nbytes)]
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Some of the bytes."""
+        return self._raw[offset : offset + nbytes]
+
+    def smallest_gap(self, nbytes: int) -> tuple[int, int] | None:
+        """Bytes and offset of the smallest free piece that holds `nbytes`."""
+        return min(((length, offset) for offset, length in self.free if length >= nbytes), default=None)
+
+    def take(self, offset: int, nbytes: int) -> None:
+        """The front of the free piece at `offset` is in use from now on."""
+        at = next(i for i, piece in enumerate(self.free) if piece[0] == offset)
+        length = self.free[at][1]
+        self.free[at : at + 1] = [(offset + nbytes, length - nbytes)] if length > nbytes else []
+
+    def put(self, offset: int, nbytes: int) -> None:
+        """Free again, and joined to free neighbours. No copy of these bytes is under way."""
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self.free, (offset, nbytes)]):
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self.free = merged
+
+    @property
+    def unused(self) -> bool:
+        """Whether nothing is cut from it."""
+        return self.free == [(0, self.nbytes)]
+
+    def close(self) -> None:
+        """Undo page-locking. The caller has made sure that no copy is under way."""
+        if self.pinned:
+            self.pinned = False
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+class HostBuffer:
+    """A piece of a slab. `last_copy`: event of a copy that may still use it; `fresh`: made ahead, never used yet."""
+
+    __slots__ = ("_flat", "address", "fresh", "key", "last_copy", "nbytes", "offset", "slab")
+
+    def __init__(self, slab: Slab, offset: int, nbytes: int) -> None:
+        self.slab = slab
+        self.offset = offset
+        self.nbytes = nbytes
+        self.key: Key = (nbytes, *slab.kind)
+        self.address = slab.address + offset
+        self.last_copy: Any = None
+        self.fresh = False
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        slab.take(offset, rounded(nbytes))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is page-locked."""
+        return self.slab.pinned
+
+    def flat(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole buffer as a one-dimensional tensor of `dtype`."""
+        view = self._flat.get(dtype)
+        if view is None:
+            view = self._flat[dtype] = self.slab.view(self.offset, self.nbytes).view(dtype)
+        return view
+
+
+def _page_lock(raw: torch.Tensor) -> bool:
+    raw.zero_()  # first touch by all intra-op threads: page-locking untouched memory faults it in on one
+    code = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), _PORTABLE))
+    if code == 0:
+        return True
+    warn(
+        PageableMemoryWarning,
+        f"{format_bytes(raw.numel())} of host memory could not be page-locked (CUDA error {code}): copies of this tensor run "
+        "through pageable memory, block the host and hide behind nothing. Raise the memlock limit (ulimit -l) or lower "
+        'host_budget. To stop instead: warnings.simplefilter("error", graphoffload.errors.PageableMemoryWarning).',
+    )
+    return False
+
+
+def in_background(thread: threading.Thread) -> bool:
+    """Start a thread unless the program is ending."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
