@@ -19,8 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload import compat
 from graphoffload.analysis.chains import Chain, chain_of, mutated_placeholders
+from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
-from graphoffload.analysis.program import build_program
+from graphoffload.analysis.program import Instance, build_program
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs, real_uses, saved_table
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import missing_symbols
@@ -34,8 +35,7 @@ from graphoffload.modules import resolve
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.reload import insert_reloads
 from graphoffload.passes.tag import tag_joint
-from graphoffload.plan.program import Program
-from graphoffload.plan.simulator import Timeline, simulate
+from graphoffload.plan.simulator import Scheduled, Timeline, simulate
 from graphoffload.policies import patterns_of
 from graphoffload.runtime import registry
 from graphoffload.saved import Action, Decision, Plan, Prediction, SavedTable, SavedTensor, Transfer
@@ -94,7 +94,7 @@ def rewrite(request: Request) -> Rewritten:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
     work = _analyse(request)
-    program = _program(work, fixed={})
+    program = _instance(work, fixed={}).program
     decided = decide_actions(program, work.table, work.wanted, request.config, request.limits, work.hardware)
     work.notes.extend(decided.notes)
     keep_timeline = decided.keep_timeline
@@ -104,8 +104,8 @@ def rewrite(request: Request) -> Rewritten:
         actions = _partition_again(work, actions)
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
-    timeline = _schedule(work, actions, decided)
-    plan = _plan(work, original, actions, decided, timeline)
+    instance, timeline = _schedule(work, actions, decided)
+    plan = _plan(work, original, actions, decided, instance, timeline)
     before = _copies(work.pair) if request.config.dump_dir else None
     names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
     graphs = insert_reloads(insert_offloads(work.pair, plan), plan)
@@ -258,13 +258,13 @@ def _chains(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
     return found
 
 
-def _program(work: _Work, *, fixed: dict[str, Action]) -> Program:
-    times: dict[str, float] = {}
+def _instance(work: _Work, *, fixed: dict[str, Action]) -> Instance:
+    times: dict[str, Measured] = {}
     if work.hardware.source == "measured":
         graphs = (work.pair.forward.graph, work.pair.backward.graph)
         times = kernel_times(graphs, torch.device(_device(work.table)), registry.cache_dir())
 
-    def measured(node: Node) -> float | None:
+    def measured(node: Node) -> Measured | None:
         name = signature(node) if times else None
         return times.get(name) if name is not None else None
 
@@ -313,37 +313,23 @@ def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Actio
     }
 
 
-def _schedule(work: _Work, actions: dict[str, Action], decided: Decided) -> Timeline:
+def _schedule(work: _Work, actions: dict[str, Action], decided: Decided) -> tuple[Instance, Timeline]:
     eligible: dict[str, Action] = {}
     for tensor in work.table.tensors:
         action = actions[tensor.name]
         eligible[tensor.name] = "keep" if action == "offload" and not tensor.eligible else action
     actions.update(eligible)
-    program = _program(work, fixed=eligible)
+    instance = _instance(work, fixed=eligible)
     chosen = [eligible[tensor.name] for tensor in work.table.tensors]
-    return simulate(program, chosen, work.hardware, max_inflight_bytes=decided.max_inflight_bytes)
+    return instance, simulate(instance.program, chosen, work.hardware, max_inflight_bytes=decided.max_inflight_bytes)
 
 
-def _plan(work: _Work, original: SavedTable, actions: dict[str, Action], decided: Decided, timeline: Timeline) -> Plan:
+def _plan(
+    work: _Work, original: SavedTable, actions: dict[str, Action], decided: Decided, instance: Instance, timeline: Timeline
+) -> Plan:
     request = work.request
-    forward, backward = list(work.pair.forward.graph.nodes), list(work.pair.backward.graph.nodes)
-    last_placeholder = max(at for at, node in enumerate(backward) if node.op == "placeholder")
-    transfers = []
-    for number, item in enumerate(sorted(timeline.schedule, key=lambda s: (s.offload_at, s.candidate))):
-        tensor = work.table.tensors[item.candidate]
-        wait_at = max(item.wait_at, last_placeholder + 1)
-        transfers.append(
-            Transfer(
-                id=number,
-                tensor=tensor.name,
-                nbytes=tensor.nbytes,
-                offload_after=tensor.name,
-                release_after=_release_after(forward, tensor, item.release_at),
-                reload_before=backward[min(max(item.reload_at, last_placeholder + 1), wait_at)].name,
-                wait_before=backward[wait_at].name,
-                module=tensor.module,
-            )
-        )
+    placed = sorted(timeline.schedule, key=lambda item: (item.offload_at, item.candidate))
+    transfers = tuple(_transfer(work, instance, number, item) for number, item in enumerate(placed))
     reasons = dict(zip((tensor.name for tensor in original.tensors), decided.reasons, strict=True))
     gone = [tensor for tensor in original.tensors if tensor.name not in actions]
     tensors = sorted((*work.table.tensors, *gone), key=lambda tensor: tensor.produced_at)
@@ -357,7 +343,7 @@ def _plan(work: _Work, original: SavedTable, actions: dict[str, Action], decided
         key=request.key,
         graph=request.name,
         decisions=decisions,
-        transfers=tuple(transfers),
+        transfers=transfers,
         prediction=_prediction(decided, timeline),
         notes=tuple(work.notes),
         saved=SavedTable(tuple(tensors)),
@@ -367,12 +353,35 @@ def _plan(work: _Work, original: SavedTable, actions: dict[str, Action], decided
     )
 
 
-def _release_after(forward: list[Node], tensor: SavedTensor, release_at: int | None) -> str | None:
-    if release_at is None or forward[release_at].op == "output":
+def _transfer(work: _Work, instance: Instance, number: int, item: Scheduled) -> Transfer:
+    """A scheduled transfer at its places in the graphs: steps are nodes, in the order in which they run."""
+    tensor, program = work.table.tensors[item.candidate], instance.program
+    backward = list(work.pair.backward.graph.nodes)
+    at = {node.name: position for position, node in enumerate(backward)}
+    earliest = max(position for position, node in enumerate(backward) if node.op == "placeholder") + 1
+    wait_at = max(tensor.backward_uses[0], earliest)
+    reload_at = min(max(at[program.backward[item.reload_at].name], earliest), wait_at)
+    return Transfer(
+        id=number,
+        tensor=tensor.name,
+        nbytes=tensor.nbytes,
+        offload_after=tensor.name,
+        release_after=_release_after(work, instance, item),
+        reload_before=backward[reload_at].name,
+        wait_before=backward[wait_at].name,
+        module=tensor.module,
+    )
+
+
+def _release_after(work: _Work, instance: Instance, item: Scheduled) -> str | None:
+    """The forward node behind which a release stands; None at the end of forward."""
+    if item.release_at is None:
         return None
-    position = max(release_at, tensor.last_forward_use, tensor.produced_at)
-    if forward[position].op == "output":
-        return None
+    forward = list(work.pair.forward.graph.nodes)
+    at = {node.name: position for position, node in enumerate(forward)}
+    tensor = work.table.tensors[item.candidate]
+    step = instance.program.forward[item.release_at].name
+    position = max(at[step], instance.behind[item.candidate], tensor.last_forward_use, tensor.produced_at)
     while forward[position].op == "placeholder":
         position += 1
     return None if forward[position].op == "output" else forward[position].name

@@ -1,22 +1,47 @@
 """From a partitioned pair of graphs to the instance that is planned: a Program of steps, buffers and candidates.
 
-Every graph node is one step, so that a position in the program is a position in the graph.
+Every graph node is one step, in the order in which a fusing compiler will run them, which is not quite the graph's.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from graphoffload.analysis.chains import Chain
-from graphoffload.analysis.costs import NodeCost, materialised, node_costs
+from graphoffload.analysis.costs import Measured, NodeCost, node_costs
+from graphoffload.analysis.fusion import Fusion, fusion_of
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id, storage_nbytes, tensor_nbytes
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.saved import Action, SavedTable, SavedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A Program, whose steps are graph nodes by name in the order in which they run, and what ties it to the graph.
+
+    Attributes:
+        behind: for each candidate, the position in the forward graph of the last operation whose kernel reads it. A release
+            in front of it would make a compiler compute early what it reads.
+    """
+
+    program: Program
+    behind: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """How both graphs run once they are fused, and where each node stands in that order."""
+
+    forward: Fusion
+    backward: Fusion
+    forward_at: dict[Node, int]
+    backward_at: dict[Node, int]
 
 
 def build_program(
@@ -29,8 +54,8 @@ def build_program(
     chains: Mapping[str, Chain],
     fixed: Mapping[str, Action],
     reserve_bytes: int = 0,
-    measured: Callable[[Node], float | None] | None = None,
-) -> Program:
+    measured: Callable[[Node], Measured | None] | None = None,
+) -> Instance:
     """The planning instance of a pair.
 
     Args:
@@ -38,31 +63,87 @@ def build_program(
         fixed: actions that are no longer free, by SavedTensor name.
         static_bytes: device bytes that live throughout: parameters, gradients, inputs, what lives outside the graph.
         reserve_bytes: device bytes to keep free.
-        measured: a kernel's time in seconds where it was measured.
+        measured: a kernel's time in seconds and its workspace in bytes where they were measured.
     """
-    forward = node_costs(pair.forward.graph, hardware, fuses=fuses, measured=measured)
-    backward = node_costs(pair.backward.graph, hardware, fuses=fuses, measured=measured)
+    runs = _runs(pair, fuses=fuses)
+    forward = node_costs(runs.forward, hardware, measured=measured)
+    backward = node_costs(runs.backward, hardware, measured=measured)
     index = {tensor.name: at for at, tensor in enumerate(table.tensors)}
-    times = {node.name: cost for node, cost in zip(pair.forward.graph.nodes, forward, strict=True)}
+    times = {node.name: cost for node, cost in zip(runs.forward.order, forward, strict=True)}
+    lives = _lives(pair, table, runs)
     candidates = tuple(
-        _candidate(tensor, chains.get(tensor.name), fixed.get(tensor.name), index, times) for tensor in table.tensors
+        _candidate(tensor, chains.get(tensor.name), fixed.get(tensor.name), index, times, life)
+        for tensor, life in zip(table.tensors, lives, strict=True)
     )
-    return Program(
-        forward=_steps(pair.forward.graph, forward),
-        backward=_steps(pair.backward.graph, backward),
-        buffers=_buffers(pair, fuses=fuses),
+    program = Program(
+        forward=_steps(runs.forward, forward),
+        backward=_steps(runs.backward, backward),
+        buffers=_buffers(pair, runs),
         candidates=candidates,
         static_bytes=static_bytes,
         reserve_bytes=reserve_bytes,
     )
+    return Instance(program, tuple(life.behind for life in lives))
 
 
-def _steps(graph: Graph, costs: list[NodeCost]) -> tuple[Step, ...]:
-    return tuple(Step(node.name, cost.time_s) for node, cost in zip(graph.nodes, costs, strict=True))
+def _runs(pair: GraphPair, *, fuses: bool) -> _Runs:
+    forward, backward = (fusion_of(module.graph, fuses=fuses) for module in (pair.forward, pair.backward))
+    return _Runs(
+        forward,
+        backward,
+        {node: at for at, node in enumerate(forward.order)},
+        {node: at for at, node in enumerate(backward.order)},
+    )
+
+
+def _steps(fusion: Fusion, costs: list[NodeCost]) -> tuple[Step, ...]:
+    return tuple(Step(node.name, cost.time_s, cost.workspace_bytes) for node, cost in zip(fusion.order, costs, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """When a saved activation is in use, by the kernels that make and read it; `behind`: see Instance."""
+
+    produced_at: int
+    last_forward_use: int
+    backward_uses: tuple[int, ...]
+    behind: int
+
+
+def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
+    """The life of every tensor of the table. In backward a tensor is needed from the first operation of the graph that reads
+    it, for the wait stands before that one, until its last kernel ends."""
+    nodes = {node.name: node for node in pair.forward.graph.nodes}
+    graph_at = {node: at for at, node in enumerate(pair.forward.graph.nodes)}
+    backward = list(pair.backward.graph.nodes)
+    placeholders = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
+    lives = []
+    for tensor in table.tensors:
+        value = fake(nodes[tensor.name])
+        assert value is not None
+        made = runs.forward_at[nodes[tensor.name]]
+        forward_readers = runs.forward.readers.get(storage_id(value), ())
+        last = max([made, *(runs.forward.spans[node][1] for node in forward_readers)])
+        behind = max([tensor.last_forward_use, *(graph_at[node] for node in forward_readers)])
+        uses: set[int] = set()
+        for name in tensor.views:
+            saved = fake(placeholders[name])
+            assert saved is not None
+            readers = runs.backward.readers.get(storage_id(saved), ())
+            uses.update(at for node in readers for at in runs.backward.spans[node])
+        if tensor.backward_uses:
+            uses.add(min([runs.backward_at[backward[at]] for at in tensor.backward_uses]))
+        lives.append(_Life(made, last, tuple(sorted(uses)), behind))
+    return lives
 
 
 def _candidate(
-    tensor: SavedTensor, chain: Chain | None, fixed: Action | None, index: Mapping[str, int], times: Mapping[str, NodeCost]
+    tensor: SavedTensor,
+    chain: Chain | None,
+    fixed: Action | None,
+    index: Mapping[str, int],
+    times: Mapping[str, NodeCost],
+    life: _Life,
 ) -> Candidate:
     recompute = None
     if chain is not None and not chain.why_not and chain.nodes and all(name in index for name in chain.reads):
@@ -72,9 +153,9 @@ def _candidate(
     return Candidate(
         name=tensor.name,
         nbytes=tensor.nbytes or 0,
-        produced_at=tensor.produced_at,
-        last_forward_use=max(tensor.last_forward_use, tensor.produced_at),
-        backward_uses=tensor.backward_uses,
+        produced_at=life.produced_at,
+        last_forward_use=life.last_forward_use,
+        backward_uses=life.backward_uses,
         can_offload=tensor.eligible,
         recompute=recompute,
         fixed=fixed,
@@ -82,45 +163,39 @@ def _candidate(
     )
 
 
-def _buffers(pair: GraphPair, *, fuses: bool) -> tuple[Buffer, ...]:
+def _buffers(pair: GraphPair, runs: _Runs) -> tuple[Buffer, ...]:
     """Device memory besides saved activations and graph inputs: temporaries, model outputs, gradients."""
     forward_nodes, backward_nodes = list(pair.forward.graph.nodes), list(pair.backward.graph.nodes)
     outputs = {node for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs] if node is not None}
     saved = {node for node in graph_outputs(pair.forward)[pair.num_fwd_outputs :] if node is not None}
     total = len(forward_nodes) + len(backward_nodes)
-    buffers = _live_ranges(forward_nodes, pair.forward.graph, 0, total - 1, held=outputs, skip=saved, fuses=fuses)
+    buffers = _live_ranges(forward_nodes, runs.forward, runs.forward_at, 0, total - 1, held=outputs, skip=saved)
     inputs = {node for node in pair.backward.graph.find_nodes(op="placeholder") if not str(node.target).startswith("tangents")}
     grads = {node for node in graph_outputs(pair.backward) if node is not None}
-    buffers += _live_ranges(
-        backward_nodes, pair.backward.graph, len(forward_nodes), total - 1, held=grads, skip=inputs, fuses=fuses
-    )
+    offset = len(forward_nodes)
+    buffers += _live_ranges(backward_nodes, runs.backward, runs.backward_at, offset, total - 1, held=grads, skip=inputs)
     # Gradients of outputs come from autograd, which holds them until backward returns. Their fake storages cannot be trusted:
     # torch 2.11 traces them as the outputs themselves.
     for node in pair.backward.graph.find_nodes(op="placeholder"):
         value = fake(node)
         if value is not None and str(node.target).startswith("tangents"):
-            buffers.append(Buffer(node.name, tensor_nbytes(value) or 0, len(forward_nodes), total - 1))
+            buffers.append(Buffer(node.name, tensor_nbytes(value) or 0, offset, total - 1))
     return tuple(buffers)
 
 
 def _live_ranges(
-    nodes: list[Node], graph: Graph, offset: int, end: int, *, held: set[Node], skip: set[Node], fuses: bool
+    nodes: list[Node], fusion: Fusion, at: dict[Node, int], offset: int, end: int, *, held: set[Node], skip: set[Node]
 ) -> list[Buffer]:
-    real = materialised(graph, fuses=fuses)
-    at = {node: position for position, node in enumerate(nodes)}
     skipped = {storage_id(value) for node in skip if (value := fake(node)) is not None}
-    skipped |= {
-        storage_id(value)
-        for node in nodes
-        if node.op == "placeholder" and (value := fake(node)) is not None
-    }
+    skipped |= {storage_id(value) for node in nodes if node.op == "placeholder" and (value := fake(node)) is not None}
     kept = {storage_id(value) for node in held if (value := fake(node)) is not None}
     buffers = []
     for identity, members in group_by_storage(nodes).items():
         value = fake(members[0])
-        if identity not in real or identity in skipped or value is None:
+        if identity not in fusion.real or identity in skipped or value is None:
             continue
-        last = max([at[user] for member in members for user in member.users], default=at[members[0]])
+        first, last = fusion.spans.get(members[0], (at[members[0]], at[members[0]]))
+        last = max([last, *(fusion.spans[reader][1] for reader in fusion.readers.get(identity, ()))])
         nbytes = storage_nbytes(value) or 0
-        buffers.append(Buffer(members[0].name, nbytes, offset + at[members[0]], end if identity in kept else offset + last))
+        buffers.append(Buffer(members[0].name, nbytes, offset + first, end if identity in kept else offset + last))
     return buffers

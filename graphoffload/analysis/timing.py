@@ -1,4 +1,4 @@
-"""Measured times of a graph's kernels: each distinct (operation, shapes, dtypes, strides) is timed once on the device.
+"""Measured times and workspaces of a graph's kernels: each distinct (operation, shapes, dtypes, strides) once on the device.
 
 Inputs are random tensors of the graph's shapes. What would need more than half of the device memory that is free now is not
 run, and keeps its roofline time. Results are kept for the process and, with the hardware profile, on disk.
@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,21 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphoffload.analysis.costs import kind_of
+from graphoffload.analysis.costs import Measured
+from graphoffload.analysis.fusion import kind_of
 from graphoffload.analysis.storages import fake, tensor_nbytes
 from graphoffload.log import log
 
-_REPEATS = 5
+_REPEATS = (5, 50)
+_LONG_ENOUGH_S = 0.02
+_HEAT_S = 0.3
 _MEMORY_SHARE = 0.5
-_times: dict[str, float] = {}
+_known: dict[str, Measured] = {}
 _loaded: set[Path] = set()
 
 
-def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> dict[str, float]:
-    """Seconds by signature for every kernel of the graphs that can be timed on `device`; {} without a CUDA device.
+def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> dict[str, Measured]:
+    """Time and workspace by signature for every kernel of the graphs that can be timed on `device`; {} without a CUDA device.
 
     Args:
         store: folder for the cache on disk.
@@ -42,15 +46,15 @@ def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> 
     new = 0
     for graph in graphs:
         for node in graph.nodes:
-            if kind_of(node, fuses=True) != "kernel" or (name := signature(node)) is None or name in _times:
+            if kind_of(node, fuses=True) != "kernel" or (name := signature(node)) is None or name in _known:
                 continue
-            seconds = _measure(node, device)
-            if seconds is not None:
-                _times[name] = seconds
+            found = _measure(node, device, heat=not new)
+            if found is not None:
+                _known[name] = found
                 new += 1
     if new:
         _save(path)
-    return _times
+    return _known
 
 
 def signature(node: Node) -> str | None:
@@ -69,7 +73,7 @@ def signature(node: Node) -> str | None:
     return " ".join(parts)
 
 
-def _measure(node: Node, device: torch.device) -> float | None:
+def _measure(node: Node, device: torch.device, *, heat: bool) -> Measured | None:
     values = [fake(argument) for argument in node.all_input_nodes]
     outputs = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     if any(value is None or (value.device.type != "cuda" and value.is_floating_point()) for value in values):
@@ -83,13 +87,25 @@ def _measure(node: Node, device: torch.device) -> float | None:
         return None
     try:
         with torch._subclasses.fake_tensor.unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
-            return _run(node, device)
+            if heat:
+                _heat(device)
+            return _run(node, device, sum(tensor_nbytes(value) or 0 for value in outputs))
     except Exception as error:  # inputs that made-up values do not make valid: the roofline time stays
         log.debug("not timed, priced by roofline: %s (%s)", node.target, error)
         return None
 
 
-def _run(node: Node, device: torch.device) -> float | None:
+def _heat(device: torch.device) -> None:
+    """Keep the device busy until its clocks are those of a training step: one that was idle runs the first kernels faster."""
+    factor = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device).normal_(generator=_generator(device))
+    began = time.perf_counter()
+    while time.perf_counter() - began < _HEAT_S:
+        for _ in range(20):
+            factor @ factor
+        torch.cuda.synchronize(device)
+
+
+def _run(node: Node, device: torch.device, output_bytes: int) -> Measured | None:
     made: dict[Node, torch.Tensor] = {}
 
     def argument(value: Any) -> Any:
@@ -103,14 +119,31 @@ def _run(node: Node, device: torch.device) -> float | None:
     args, kwargs = tree_map(argument, node.args), tree_map(argument, node.kwargs)
     stream = torch.cuda.current_stream(device)
     target(*args, **kwargs)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+    torch.cuda.synchronize(device)
+    before = _allocated_so_far(device)
+    began = time.perf_counter()
+    target(*args, **kwargs)
+    allocated = _allocated_so_far(device) - before
+    torch.cuda.synchronize(device)
+    once_s = time.perf_counter() - began
+    repeats = min(max(int(_LONG_ENOUGH_S / once_s), _REPEATS[0]), _REPEATS[1])
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record(stream)
     for mark in marks[1:]:
         target(*args, **kwargs)
         mark.record(stream)
     marks[-1].synchronize()
     laps: list[float] = sorted(first.elapsed_time(second) for first, second in itertools.pairwise(marks))
-    return laps[_REPEATS // 2] / 1e3
+    return Measured(laps[repeats // 2] / 1e3, max(0, allocated - output_bytes))
+
+
+def _allocated_so_far(device: torch.device) -> int:
+    """Bytes that were ever allocated: a difference is what a call allocated, and reading it resets no statistic."""
+    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)  # never the user's random numbers
 
 
 def _filled(like: torch.Tensor | None) -> torch.Tensor:
@@ -118,8 +151,7 @@ def _filled(like: torch.Tensor | None) -> torch.Tensor:
     assert like is not None
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     if like.dtype.is_floating_point:
-        generator = torch.Generator(like.device).manual_seed(0)  # never the user's random numbers
-        return made.normal_(generator=generator)
+        return made.normal_(generator=_generator(like.device))
     return made.zero_()
 
 
@@ -128,8 +160,9 @@ def _load(path: Path) -> None:
         return
     _loaded.add(path)
     try:
-        _times.update({str(name): float(seconds) for name, seconds in json.loads(path.read_text()).items()})
-    except (OSError, ValueError):
+        stored = json.loads(path.read_text())
+        _known.update({str(name): Measured(float(facts[0]), int(facts[1])) for name, facts in stored.items()})
+    except (OSError, ValueError, TypeError, LookupError):  # unreadable, or of an earlier format: measured again
         return
 
 
@@ -137,7 +170,7 @@ def _save(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=".tmp") as file:
-            json.dump(_times, file)
+            json.dump({name: (facts.time_s, facts.workspace_bytes) for name, facts in _known.items()}, file)
         os.replace(file.name, path)
     except OSError:
         return

@@ -1,0 +1,264 @@
+"""What a fusing compiler makes of a graph: which values exist in memory, and which operations run as one kernel, when.
+
+A node is one of
+    view     moves nothing
+    kernel   runs alone: matrix products, attention, convolutions, sorts, collectives, custom operations
+    fused    pointwise operations and reductions. One that no kernel and not the graph's output reads need not exist: it is
+             computed where it is read. Those that exist and share data run as one kernel as long as nothing must run in between
+
+    gate ─┬─▶ silu ─▶ mul ──▶ mm            silu is computed where it is read (twice); mul, dgate and dup are written by one
+    up ───┤                                 kernel, so that all three are in memory at once, and gate, up and d until then
+    d ────┴─▶ dgate ─▶ mm, dup ─▶ mm
+
+Under an inner compiler that does not fuse, every operation that is not a view is a kernel and every value exists.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from graphoffload.analysis.storages import concrete, fake, storage_id, storage_nbytes, tensor_nbytes
+
+Kind = Literal["view", "kernel", "fused", "none"]
+
+_KERNEL_WORDS = (
+    "sort",
+    "topk",
+    "fft",
+    "linalg",
+    "c10d",
+    "scan",
+    "nonzero",
+    "unique",
+    "multinomial",
+    "embedding_dense_backward",
+    "attention",
+    "convolution",
+)
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
+_INLINED_READS = 4  # Inductor computes a value again where it is read rather than store it, up to this many reads
+_FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
+
+
+def kind_of(node: Node, *, fuses: bool) -> Kind:
+    """How a node runs; see the module's docstring."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return "none"
+    value = node.meta.get("val")
+    if not isinstance(value, (torch.Tensor, tuple, list)):
+        return "none"
+    if _is_view(node):
+        return "view"
+    if not fuses or not isinstance(node.target, torch._ops.OpOverload):
+        return "kernel"
+    packet = node.target._overloadpacket
+    name = str(node.target)
+    if packet in flop_registry or node.target.namespace not in _FUSED_NAMESPACES or any(word in name for word in _KERNEL_WORDS):
+        return "kernel"
+    return "fused"
+
+
+def _is_view(node: Node) -> bool:
+    value, first = fake(node), node.args[0] if node.args else None
+    source = fake(first) if isinstance(first, Node) else None
+    return value is not None and source is not None and storage_id(value) == storage_id(source)
+
+
+@dataclass(slots=True)
+class Fusion:
+    """How the nodes of one graph run.
+
+    Attributes:
+        real: storages that exist in memory.
+        sources: for a storage that does not exist, the existing ones it is computed from.
+        order: the nodes in the order in which they run. A kernel's nodes stand together; what is no part of one stands near
+            its place in the graph.
+        spans: first and last position in `order` of the kernel that computes a node; only for nodes that are part of one.
+        readers: of each storage that exists, the nodes whose kernels read it.
+    """
+
+    kinds: dict[Node, Kind]
+    real: set[int] = field(default_factory=set)
+    sources: dict[int, frozenset[int]] = field(default_factory=dict)
+    order: list[Node] = field(default_factory=list)
+    spans: dict[Node, tuple[int, int]] = field(default_factory=dict)
+    readers: dict[int, list[Node]] = field(default_factory=dict)
+
+    def read_by(self, node: Node) -> frozenset[int]:
+        """Storages in memory that a node's kernel reads for it."""
+        found: set[int] = set()
+        for argument in node.all_input_nodes:
+            for value in _tensors(argument):
+                identity = storage_id(value)
+                found |= self.sources.get(identity, frozenset((identity,)))
+        return frozenset(found)
+
+
+def _tensors(node: Node) -> Iterable[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [one for one in values if isinstance(one, torch.Tensor) and one.layout == torch.strided]
+
+
+def fusion_of(graph: Graph, *, fuses: bool) -> Fusion:
+    """Follow a fusing compiler: a value exists when a kernel or the graph's output reads it, when it is the smaller result of a
+    reduction, or when several operations read it and computing it again for each would read too many others."""
+    fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes})
+    for node in graph.nodes:
+        value = fake(node)
+        if value is None or storage_id(value) in fusion.real or storage_id(value) in fusion.sources:
+            continue
+        sources = fusion.read_by(node)
+        if fusion.kinds[node] != "fused" or _exists(node, sources):
+            fusion.real.add(storage_id(value))
+        else:
+            fusion.sources[storage_id(value)] = sources
+    _group(graph, fusion)
+    return fusion
+
+
+def _exists(node: Node, sources: frozenset[int]) -> bool:
+    readers = _readers(node)
+    if any(user.op == "output" or kind_of(user, fuses=True) == "kernel" for user in readers):
+        return True
+    value = fake(node)
+    assert value is not None
+    inputs = [tensor_nbytes(other) or 0 for argument in node.all_input_nodes if (other := fake(argument)) is not None]
+    if inputs and 2 * (tensor_nbytes(value) or 0) * max(1, _widening(node)) <= max(inputs):
+        return True
+    return len(sources) > _INLINED_READS and len(readers) > 1
+
+
+def _widening(node: Node) -> int:
+    """A cast to half the width is no reduction."""
+    value = fake(node)
+    first = next((other for argument in node.all_input_nodes if (other := fake(argument)) is not None), None)
+    return 1 if value is None or first is None else max(1, first.element_size() // value.element_size())
+
+
+def _readers(node: Node) -> list[Node]:
+    value = fake(node)
+    assert value is not None
+    found, pending = [], [node]
+    while pending:
+        for user in pending.pop().users:
+            other = fake(user)
+            if other is not None and storage_id(other) == storage_id(value):
+                pending.append(user)
+            else:
+                found.append(user)
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Kernel:
+    """Nodes that run as one, at the earliest where `first` is. `space`: elements it iterates over, None: it runs alone.
+
+    `needs` are the numbers of the kernels it reads from, `ancestors` those and theirs as bits.
+    """
+
+    number: int
+    first: int
+    space: int | None
+    nodes: list[Node] = field(default_factory=list)
+    needs: set[int] = field(default_factory=set)
+    ancestors: int = 0
+
+
+def _group(graph: Graph, fusion: Fusion) -> None:
+    """Fill `order`, `spans` and `readers`: a fused operation joins the kernel that it shares most bytes with."""
+    kernels: list[_Kernel] = []
+    made_by: dict[int, int] = {}
+    touching: dict[int, list[int]] = {}
+    sizes = {storage_id(value): storage_nbytes(value) or 0 for node in graph.nodes for value in _tensors(node)}
+    for at, node in enumerate(graph.nodes):
+        kind = fusion.kinds[node]
+        value = fake(node)
+        if kind not in ("kernel", "fused") or (kind == "fused" and value is not None and storage_id(value) in fusion.sources):
+            continue
+        reads = fusion.read_by(node)
+        for identity in reads:
+            fusion.readers.setdefault(identity, []).append(node)
+        needs = {made_by[identity] for identity in reads if identity in made_by}
+        space = _space(node) if kind == "fused" else None
+        weights = {identity: sizes.get(identity, 0) for identity in reads}
+        home = _home(kernels, touching, weights, needs, space) if space else None
+        if home is None:
+            home = _Kernel(len(kernels), at, space)
+            kernels.append(home)
+        home.nodes.append(node)
+        home.needs |= needs - {home.number}
+        for number in needs - {home.number}:
+            home.ancestors |= kernels[number].ancestors | 1 << number
+        outputs = [storage_id(tensor) for tensor in _tensors(node)]
+        for identity in outputs:
+            made_by.setdefault(identity, home.number)
+        if kind == "fused":
+            for identity in (*reads, *outputs):
+                touching.setdefault(identity, []).append(home.number)
+    _place(kernels, fusion)
+
+
+def _home(
+    kernels: list[_Kernel], touching: dict[int, list[int]], reads: dict[int, int], needs: set[int], space: int
+) -> _Kernel | None:
+    """The kernel that an operation joins: it touches the same data, has the same iteration space, and nothing that the
+    operation needs must run after it."""
+    shared: dict[int, int] = {}
+    for identity, nbytes in reads.items():
+        for number in set(touching.get(identity, ())):
+            shared[number] = shared.get(number, 0) + nbytes
+    after = {number: kernels[number].ancestors for number in needs}
+    for number in sorted(shared, key=lambda n: (shared[n], n), reverse=True):
+        kernel = kernels[number]
+        if kernel.space != space:
+            continue
+        if any(bits >> number & 1 for other, bits in after.items() if other != number):
+            continue
+        return kernel
+    return None
+
+
+def _space(node: Node) -> int | None:
+    """Elements that an operation iterates over: its inputs' for a reduction, its output's for others; None when symbolic."""
+    sizes = [concrete(value.numel()) for value in _tensors(node)]
+    packet = node.target._overloadpacket if isinstance(node.target, torch._ops.OpOverload) else None
+    if packet is not None and packet.__name__ in _REDUCTIONS:
+        sizes += [concrete(value.numel()) for argument in node.all_input_nodes for value in _tensors(argument)]
+    known = [size for size in sizes if size is not None]
+    return max(known) if known and len(known) == len(sizes) else None
+
+
+def _place(kernels: list[_Kernel], fusion: Fusion) -> None:
+    """Kernels run in the order of their first operations, each after all that it needs, which is fetched from behind it."""
+    placed: set[int] = set()
+    sequence: list[_Kernel] = []
+    for kernel in kernels:
+        pending = [(kernel, False)]
+        while pending:
+            current, ready = pending.pop()
+            if current.number in placed:
+                continue
+            if ready:
+                placed.add(current.number)
+                sequence.append(current)
+                continue
+            pending.append((current, True))
+            pending.extend((kernels[number], False) for number in sorted(current.needs, reverse=True) if number not in placed)
+    members = {node for kernel in kernels for node in kernel.nodes}
+    others = [(at, node) for at, node in enumerate(fusion.kinds) if node not in members]
+    others.reverse()
+    for kernel in sequence:
+        while others and others[-1][0] < kernel.first:
+            fusion.order.append(others.pop()[1])
+        start = len(fusion.order)
+        fusion.order.extend(kernel.nodes)
+        fusion.spans.update(dict.fromkeys(kernel.nodes, (start, len(fusion.order) - 1)))
+    fusion.order.extend(node for _, node in reversed(others))

@@ -1,0 +1,163 @@
+"""Where a step's memory and time go, beside what was predicted: for the day on which a prediction is off.
+
+    python3 tests/gpu/where.py --model llama4k --variants ours-keep over:11.5GB --out DIR
+
+For each variant: the blocks alive at the measured peak with the generated line that allocated each; the storages alive at the
+predicted peak; kernels by measured time; graph operations by predicted time. The generated code is copied to DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import linecache
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from gpu import measure, variants  # noqa: E402
+from gpu.models import MODELS, build  # noqa: E402
+from graphoffload import pipeline  # noqa: E402
+from graphoffload.plan.program import Program  # noqa: E402
+from graphoffload.plan.simulator import Timeline  # noqa: E402
+
+Planned = tuple[Program, list[str], Timeline]
+
+
+def watch_plans(found: list[Planned]) -> None:
+    """Note the program, the actions and the timeline of everything that is scheduled from now on."""
+    simulate = pipeline.simulate
+
+    def noting(program: Program, actions: Any, *args: Any, **kwargs: Any) -> Timeline:
+        timeline = simulate(program, actions, *args, **kwargs)
+        found.append((program, list(actions), timeline))
+        return timeline
+
+    pipeline.simulate = noting
+
+
+def predicted_live(planned: Planned) -> list[tuple[int, str]]:
+    """Bytes and name of what is alive at the predicted peak, static bytes left out."""
+    program, actions, timeline = planned
+    at, steps = timeline.peak_step, len(program.forward)
+    live = [(b.nbytes, f"buffer {b.name} [{b.first}, {b.last}]") for b in program.buffers if b.first <= at <= b.last]
+    moved = {item.candidate: item for item in timeline.schedule}
+    for index, (candidate, action) in enumerate(zip(program.candidates, actions, strict=True)):
+        last = steps + candidate.backward_uses[-1] if candidate.backward_uses else candidate.last_forward_use
+        spans = [(candidate.produced_at, last)]
+        if action == "offload" and index in moved:
+            item = moved[index]
+            out = steps - 1 if item.release_at is None else item.release_at
+            spans = [(candidate.produced_at, out), (steps + item.reload_at, last)]
+        if any(first <= at <= end for first, end in spans):
+            live.append((candidate.nbytes, f"{action} {candidate.name} {spans}"))
+    return sorted(live, reverse=True)
+
+
+def live_at_peak(session: measure.Session) -> tuple[int, list[tuple[int, str]], int]:
+    """Peak over the bytes before the step, what was alive there, and which allocation event that was."""
+    memory: Any = torch.cuda.memory
+    session.step()
+    memory._record_memory_history(max_entries=400_000, context="alloc", stacks="python")
+    session.step()
+    events = memory._snapshot()["device_traces"][0]
+    memory._record_memory_history(enabled=None)
+    live: dict[int, tuple[int, Any]] = {}
+    total = peak = at = 0
+    best: list[tuple[int, Any]] = []
+    for number, event in enumerate(events):
+        if event["action"] == "alloc":
+            live[event["addr"]] = (event["size"], event.get("frames", []))
+            total += event["size"]
+            if total > peak:
+                peak, at, best = total, number, list(live.values())
+        elif event["action"] == "free_completed" and event["addr"] in live:
+            total -= live.pop(event["addr"])[0]
+    return peak, sorted(((size, _line(frames)) for size, frames in best), reverse=True), at
+
+
+def _line(frames: list[dict[str, Any]]) -> str:
+    for frame in frames:
+        if "torchinductor" in frame["filename"] or "/inductor" in frame["filename"]:
+            text = linecache.getline(frame["filename"], frame["line"]).strip()
+            return f"{Path(frame['filename']).stem[:8]}:{frame['line']} {text[:150]}"
+    return " < ".join(f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in frames[:4]) or "no frames"
+
+
+def kernels(session: measure.Session) -> list[tuple[float, int, str]]:
+    """Milliseconds, count and name of the kernels of one step, longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        session.step()
+    rows = [(e.device_time_total / 1e3, e.count, e.key) for e in profiler.key_averages()]
+    return sorted(rows, reverse=True)
+
+
+def show(title: str, rows: list[tuple[Any, ...]], limit: int) -> None:
+    """The longest rows of a list, counted where they repeat."""
+    print(f"  {title}")
+    for row in rows[:limit]:
+        print("    " + "  ".join(f"{part:.3f}" if isinstance(part, float) else str(part) for part in row))
+
+
+def run(model: str, name: str, out: Path | None, limit: int) -> None:
+    """Everything about one variant."""
+    torch._dynamo.reset()
+    found: list[Planned] = []
+    watch_plans(found)
+    workload = build(model, torch.device("cuda"))
+    measure.materialise_gradients(workload.module)
+    session = measure.Session(workload, variants.apply(variants.parse(name), workload, variants.Eligible()))
+    measure.warm_up(session, 2)
+    peak, live, at = live_at_peak(session)
+    sample = session.step()
+    print(f"\n{model} {name}: measured peak {peak / 1e9:.3f} GB (max_memory_allocated {(sample.peak_bytes or 0) / 1e9:.3f}), "
+          f"event {at}, {sample.step_ms:.1f} ms")  # fmt: skip
+    show("alive at the measured peak (bytes, allocated by)", live, limit)
+    if found:
+        program, _, timeline = found[-1]
+        static = program.static_bytes
+        print(f"  predicted peak {(timeline.peak_bytes - static) / 1e9:.3f} GB over static {static / 1e9:.3f} GB at "
+              f"{timeline.peak_step} of {len(program.forward)} + {len(program.backward)} "
+              f"({program.step_name(timeline.peak_step)}), {timeline.time_s * 1e3:.1f} ms")  # fmt: skip
+        show("alive at the predicted peak", predicted_live(found[-1]), limit)
+        by_op: dict[str, list[float]] = collections.defaultdict(list)
+        for step in (*program.forward, *program.backward):
+            by_op[step.name.rstrip("0123456789_")].append(step.time_s * 1e3)
+        rows = sorted(((sum(times), len(times), name) for name, times in by_op.items()), reverse=True)
+        show("predicted ms by operation", [row for row in rows if row[0] > 0.2], 40)
+    show("kernels, ms", [row for row in kernels(session) if row[0] > 0.2], 60)
+    session.close()
+    measure.tidy()
+    if out is not None:
+        cache = Path(torch._inductor.runtime.cache_dir_utils.cache_dir())
+        for path in cache.glob("*/*.py"):
+            if "def call(" in path.read_text():
+                shutil.copy(path, out / f"{path.stem[:12]}.py.txt")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=["llama4k"])
+    parser.add_argument("--variants", nargs="+", default=["ours-keep"])
+    parser.add_argument("--rows", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")
+    for model in given.model:
+        for name in given.variants:
+            run(model, name, given.out, given.rows)
+
+
+if __name__ == "__main__":
+    main()
