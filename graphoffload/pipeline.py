@@ -35,10 +35,11 @@ from graphoffload.modules import resolve
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.reload import insert_reloads
 from graphoffload.passes.tag import tag_joint
-from graphoffload.plan.simulator import Scheduled, Timeline, simulate
+from graphoffload.plan.simulator import Timeline, simulate
+from graphoffload.planned import PlannedPair, make_plan
 from graphoffload.policies import patterns_of
 from graphoffload.runtime import registry
-from graphoffload.saved import Action, Decision, Plan, Prediction, SavedTable, SavedTensor, Transfer
+from graphoffload.saved import Action, Plan, SavedTable, SavedTensor
 from graphoffload.verify import verify_graphs
 from graphoffload.wishes import Wish, check_tags, wishes_for, without_effect
 
@@ -105,7 +106,16 @@ def rewrite(request: Request) -> Rewritten:
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
     instance, timeline = _schedule(work, actions, decided)
-    plan = _plan(work, original, actions, decided, instance, timeline)
+    plan = make_plan(
+        PlannedPair(work.pair, original, work.table, instance, timeline),
+        actions,
+        decided,
+        key=request.key,
+        name=request.name,
+        notes=work.notes,
+        device=_device(work.table),
+        checksum=request.config.verify == "checksum",
+    )
     before = _copies(work.pair) if request.config.dump_dir else None
     names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
     graphs = insert_reloads(insert_offloads(work.pair, plan), plan)
@@ -322,82 +332,6 @@ def _schedule(work: _Work, actions: dict[str, Action], decided: Decided) -> tupl
     instance = _instance(work, fixed=eligible)
     chosen = [eligible[tensor.name] for tensor in work.table.tensors]
     return instance, simulate(instance.program, chosen, work.hardware, max_inflight_bytes=decided.max_inflight_bytes)
-
-
-def _plan(
-    work: _Work, original: SavedTable, actions: dict[str, Action], decided: Decided, instance: Instance, timeline: Timeline
-) -> Plan:
-    request = work.request
-    placed = sorted(timeline.schedule, key=lambda item: (item.offload_at, item.candidate))
-    transfers = tuple(_transfer(work, instance, number, item) for number, item in enumerate(placed))
-    reasons = dict(zip((tensor.name for tensor in original.tensors), decided.reasons, strict=True))
-    gone = [tensor for tensor in original.tensors if tensor.name not in actions]
-    tensors = sorted((*work.table.tensors, *gone), key=lambda tensor: tensor.produced_at)
-    decisions = tuple(
-        Decision(
-            tensor.name, actions.get(tensor.name, "recompute"), reasons.get(tensor.name, "saved because others are recomputed")
-        )
-        for tensor in tensors
-    )
-    return Plan(
-        key=request.key,
-        graph=request.name,
-        decisions=decisions,
-        transfers=transfers,
-        prediction=_prediction(decided, timeline),
-        notes=tuple(work.notes),
-        saved=SavedTable(tuple(tensors)),
-        torch_version=compat.torch_version(),
-        device=_device(work.table),
-        checksum=request.config.verify == "checksum",
-    )
-
-
-def _transfer(work: _Work, instance: Instance, number: int, item: Scheduled) -> Transfer:
-    """A scheduled transfer at its places in the graphs: steps are nodes, in the order in which they run."""
-    tensor, program = work.table.tensors[item.candidate], instance.program
-    backward = list(work.pair.backward.graph.nodes)
-    at = {node.name: position for position, node in enumerate(backward)}
-    earliest = max(position for position, node in enumerate(backward) if node.op == "placeholder") + 1
-    wait_at = max(tensor.backward_uses[0], earliest)
-    reload_at = min(max(at[program.backward[item.reload_at].name], earliest), wait_at)
-    return Transfer(
-        id=number,
-        tensor=tensor.name,
-        nbytes=tensor.nbytes,
-        offload_after=tensor.name,
-        release_after=_release_after(work, instance, item),
-        reload_before=backward[reload_at].name,
-        wait_before=backward[wait_at].name,
-        module=tensor.module,
-    )
-
-
-def _release_after(work: _Work, instance: Instance, item: Scheduled) -> str | None:
-    """The forward node behind which a release stands; None at the end of forward."""
-    if item.release_at is None:
-        return None
-    forward = list(work.pair.forward.graph.nodes)
-    at = {node.name: position for position, node in enumerate(forward)}
-    tensor = work.table.tensors[item.candidate]
-    step = instance.program.forward[item.release_at].name
-    position = max(at[step], instance.behind[item.candidate], tensor.last_forward_use, tensor.produced_at)
-    while forward[position].op == "placeholder":
-        position += 1
-    return None if forward[position].op == "output" else forward[position].name
-
-
-def _prediction(decided: Decided, timeline: Timeline) -> Prediction:
-    return Prediction(
-        keep_peak_bytes=decided.keep_timeline.peak_bytes,
-        predicted_peak_bytes=timeline.peak_bytes,
-        keep_time_s=decided.keep_timeline.time_s,
-        predicted_time_s=timeline.time_s,
-        lower_bound_time_s=None if decided.lower_bound_s is None else min(decided.lower_bound_s, timeline.time_s),
-        host_bytes=timeline.host_bytes,
-        stall_s=timeline.stall_s,
-        lower_bound_peak_bytes=None if (bound := decided.lower_bound_peak_bytes) is None else min(bound, timeline.peak_bytes),
-    )
 
 
 __all__ = ["Request", "Rewritten", "copy_graph", "rewrite"]

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from gpu import measure, variants  # noqa: E402
 from gpu.models import MODELS, build  # noqa: E402
+
 from graphoffload import pipeline  # noqa: E402
 from graphoffload.plan.program import Program  # noqa: E402
 from graphoffload.plan.simulator import Timeline  # noqa: E402

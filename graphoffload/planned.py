@@ -1,0 +1,125 @@
+"""From a simulated timeline to a Plan: steps of the simulation become places in the graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graphoffload import compat
+from graphoffload.analysis.program import Instance
+from graphoffload.analysis.saved_values import GraphPair
+from graphoffload.decide import Decided
+from graphoffload.plan.simulator import Scheduled, Timeline
+from graphoffload.saved import Action, Decision, Plan, Prediction, SavedTable, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPair:
+    """Partitioned graphs with what was simulated on them.
+
+    Attributes:
+        original: saved activations before anything was recomputed; `table`: those of `pair`.
+    """
+
+    pair: GraphPair
+    original: SavedTable
+    table: SavedTable
+    instance: Instance
+    timeline: Timeline
+
+
+def make_plan(
+    planned: PlannedPair,
+    actions: Mapping[str, Action],
+    decided: Decided,
+    *,
+    key: str,
+    name: str,
+    notes: Sequence[str],
+    device: str,
+    checksum: bool,
+) -> Plan:
+    """The plan of one pair of graphs.
+
+    Args:
+        actions: by SavedTensor name, for the tensors of `planned.table`; what is only in `planned.original` is recomputed.
+        notes, device, checksum: as in Plan.
+    """
+    original, table, timeline = planned.original, planned.table, planned.timeline
+    places = _Places(planned.pair)
+    scheduled = sorted(timeline.schedule, key=lambda item: (item.offload_at, item.candidate))
+    transfers = tuple(_transfer(planned, places, number, item) for number, item in enumerate(scheduled))
+    reasons = dict(zip((tensor.name for tensor in original.tensors), decided.reasons, strict=True))
+    gone = [tensor for tensor in original.tensors if tensor.name not in actions]
+    tensors = sorted((*table.tensors, *gone), key=lambda tensor: tensor.produced_at)
+    decisions = tuple(
+        Decision(
+            tensor.name, actions.get(tensor.name, "recompute"), reasons.get(tensor.name, "saved because others are recomputed")
+        )
+        for tensor in tensors
+    )
+    return Plan(
+        key=key,
+        graph=name,
+        decisions=decisions,
+        transfers=transfers,
+        prediction=_prediction(decided, timeline),
+        notes=tuple(notes),
+        saved=SavedTable(tuple(tensors)),
+        torch_version=compat.torch_version(),
+        device=device,
+        checksum=checksum,
+    )
+
+
+class _Places:
+    """Nodes of both graphs in order, and where each stands by name."""
+
+    def __init__(self, pair: GraphPair) -> None:
+        self.forward, self.backward = list(pair.forward.graph.nodes), list(pair.backward.graph.nodes)
+        self.forward_at = {node.name: position for position, node in enumerate(self.forward)}
+        self.backward_at = {node.name: position for position, node in enumerate(self.backward)}
+        self.backward_begins = max(at for at, node in enumerate(self.backward) if node.op == "placeholder") + 1
+
+
+def _transfer(planned: PlannedPair, places: _Places, number: int, item: Scheduled) -> Transfer:
+    """A scheduled transfer at its places in the graphs: steps are nodes, in the order in which they run."""
+    tensor, program = planned.table.tensors[item.candidate], planned.instance.program
+    wait_at = max(tensor.backward_uses[0], places.backward_begins)
+    reload_at = min(max(places.backward_at[program.backward[item.reload_at].name], places.backward_begins), wait_at)
+    return Transfer(
+        id=number,
+        tensor=tensor.name,
+        nbytes=tensor.nbytes,
+        offload_after=tensor.name,
+        release_after=_release_after(planned, places, item),
+        reload_before=places.backward[reload_at].name,
+        wait_before=places.backward[wait_at].name,
+        module=tensor.module,
+    )
+
+
+def _release_after(planned: PlannedPair, places: _Places, item: Scheduled) -> str | None:
+    """The forward node behind which a release stands; None at the end of forward."""
+    if item.release_at is None:
+        return None
+    tensor = planned.table.tensors[item.candidate]
+    step = planned.instance.program.forward[item.release_at].name
+    behind = planned.instance.behind[item.candidate]
+    position = max(places.forward_at[step], behind, tensor.last_forward_use, tensor.produced_at)
+    while places.forward[position].op == "placeholder":
+        position += 1
+    return None if places.forward[position].op == "output" else places.forward[position].name
+
+
+def _prediction(decided: Decided, timeline: Timeline) -> Prediction:
+    return Prediction(
+        keep_peak_bytes=decided.keep_timeline.peak_bytes,
+        predicted_peak_bytes=timeline.peak_bytes,
+        keep_time_s=decided.keep_timeline.time_s,
+        predicted_time_s=timeline.time_s,
+        lower_bound_time_s=None if decided.lower_bound_s is None else min(decided.lower_bound_s, timeline.time_s),
+        host_bytes=timeline.host_bytes,
+        stall_s=timeline.stall_s,
+        lower_bound_peak_bytes=None if (bound := decided.lower_bound_peak_bytes) is None else min(bound, timeline.peak_bytes),
+    )
