@@ -48,7 +48,7 @@ class OffloadConfig:
         verify: "graph", "checksum" or "off".
         dump_dir: folder for graph dumps.
         inner: inner compiler, "inductor" or "aot_eager". mode: Inductor's mode.
-        inductor_options: filled by from_options with the options that belong to torch._inductor.config.
+        inductor_options: options of torch._inductor.config as pairs; from_options fills it.
 
     Raises:
         ConfigError: a value of the wrong type or out of range, or max_slowdown beside a device_budget.

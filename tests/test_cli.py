@@ -1,0 +1,352 @@
+"""python -m graphoffload: what it prints, what it writes, and every complaint with its text and exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphoffload import __main__ as cli
+from graphoffload.__main__ import field_help, main
+from graphoffload.config import OffloadConfig
+from graphoffload.hardware import PROFILES
+from graphoffload.log import log
+from graphoffload.report import OffloadReport
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x, scale=1.0):
+        return (self.down(torch.relu(self.up(x))) * scale).square().mean()
+
+def build():
+    return Net(), (torch.randn(256, 64),)
+
+def with_kwargs():
+    return Net(), [torch.randn(256, 64)], {"scale": 2.0}
+
+def only_kwargs():
+    return Net(), {"x": torch.randn(256, 64)}
+
+def says_where():
+    print(torch.empty(1).device)
+    return build()
+
+def lone_tensor(): return Net(), torch.randn(256, 64)
+def nothing(): return None
+def four(): return 1, 2, 3, 4
+def no_model(): return 3, (1,)
+def a_class(): return Net, (torch.randn(256, 64),)
+def bad_kwargs(): return Net(), (torch.randn(256, 64),), {1: 2}
+def raises(): return {}["missing"]
+def leaves(): raise SystemExit(3)
+def wrong_shape(): return Net(), (torch.randn(256, 65),)
+def frozen(): return Net().requires_grad_(False), (torch.randn(256, 64),)
+
+class Looks(Net):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.sum().item() > 0 else 3)
+
+def looks(): return Looks(), (torch.randn(256, 64),)
+"""
+QUICK = ["--hardware", "h200-sxm", "--inner", "aot_eager", "--min-tensor-bytes", "0"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of one command."""
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+# explain
+
+
+def test_explain_prints_the_report_and_what_it_leaves_out(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "explain", f"{script}:build", *QUICK)
+    assert status == 0
+    assert "saved for backward" in out
+    assert "kept all" in out
+    assert "of 139.0 GiB" in out, "the named GPU's memory is the budget"
+    parameters = 64 * 512 * 2 + 512 + 64
+    assert f"Adam's in fp32 is {8 * parameters / 1024:.1f} KiB for this model; --reserve leaves room" in out
+    assert "kept all" not in err, "the report ends with the line; it is not said twice"
+    assert "Adam" not in run(capsys, "explain", f"{script}:build", *QUICK, "--reserve", "0")[1]
+    assert "No GPU here and none named" in run(capsys, "explain", script, "--inner", "aot_eager")[1]
+
+
+def test_every_option_arrives(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[OffloadConfig] = []
+
+    def explain(model: object, config: OffloadConfig) -> object:
+        seen.append(config)
+        raise AssertionError("enough")
+
+    monkeypatch.setattr(cli, "explain", explain)
+    given = {
+        "device-budget": "40GiB", "reserve": "1GiB", "policy": '{"*norm*": "recompute"}', "offload-modules": "a, b",
+        "min-tensor-bytes": "64KiB", "offload-fraction": "50%", "host-budget": "100GiB", "max-inflight-bytes": "2GiB",
+        "hardware": "l40s", "verify": "off", "dump-dir": "d", "inner": "aot_eager", "mode": "none",
+        "inductor-options": '{"max_autotune": true}',
+    }  # fmt: skip
+    options = [part for name, value in given.items() for part in (f"--{name}", value)]
+    run(capsys, "explain", script, *options)
+    run(capsys, "explain", script, "--max-slowdown=2%")
+    assert seen[0] == OffloadConfig(
+        device_budget="40GiB", reserve="1GiB", policy={"*norm*": "recompute"}, offload_modules=("a", "b"),
+        min_tensor_bytes="64KiB", offload_fraction=0.5, host_budget="100GiB", max_inflight_bytes="2GiB",  # type: ignore[arg-type]
+        hardware="l40s", verify="off", dump_dir="d", inner="aot_eager", mode=None,
+    )  # fmt: skip
+    assert seen[0].inductor_options == (("max_autotune", True),)
+    assert seen[1].max_slowdown == 0.02
+    assert {name.replace("-", "_") for name in given} | {"max_slowdown"} == {f.name for f in dataclasses.fields(OffloadConfig)}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(OffloadConfig)])
+def test_every_field_is_an_option_with_help(field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert field_help(field), f"OffloadConfig's docstring says nothing of {field}"
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"--{field.replace('_', '-')} VALUE" in shown
+    assert " ".join(field_help(field).replace("%%", "%").split()[:3]) in " ".join(shown.split())
+
+
+def test_the_environment_counts_and_options_win(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHOFFLOAD_HARDWARE", "l40s")
+    assert "of 44.0 GiB" in run(capsys, "explain", script, "--inner", "aot_eager")[1]
+    assert "of 139.0 GiB" in run(capsys, "explain", script, *QUICK)[1]
+
+
+@pytest.mark.parametrize("function", ["", ":build", ":with_kwargs", ":only_kwargs"])
+def test_every_form_that_build_may_return(function: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "explain", f"{script}{function}", *QUICK)
+    assert status == 0, err
+    assert "relu" in out
+
+
+def test_on_the_meta_device_no_memory_is_taken(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "explain", f"{script}:says_where", *QUICK, "--meta")
+    assert status == 0
+    assert out.startswith("meta\n")
+    kept = run(capsys, "explain", f"{script}:says_where", *QUICK)[1]
+    assert kept.startswith("cpu\n")
+    assert kept.splitlines()[2:-1] == out.splitlines()[2:-1], "the plan is the same"
+
+
+def test_files_beside_the_script_can_be_imported_and_argv_is_its_own(
+    tmp_path: Path, script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_the_script.py").write_text(script.read_text())
+    script.write_text("import sys\nfrom beside_the_script import build\nprint(sys.argv, __name__ == '__main__')")
+    argv = list(sys.argv)
+    status, out, _ = run(capsys, "explain", script, *QUICK)
+    assert status == 0
+    assert out.splitlines()[0] == f"['{script}'] False"
+    assert sys.argv == argv
+
+
+def test_json_is_the_report_and_nothing_else(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "explain", script, *QUICK, "--json", "--policy", "offload")
+    report = OffloadReport.from_json(out)
+    assert status == 0
+    assert report.offloaded_bytes > 0
+
+
+def test_out_has_the_report_and_the_pictures(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "folder"
+    status, out, _ = run(capsys, "explain", script, *QUICK, "--policy", "offload", "--out", folder)
+    assert status == 0
+    names = sorted(path.name for path in folder.iterdir())
+    assert names[-2:] == ["report.json", "report.txt"]
+    assert [name.split(".", 2)[2] for name in names[:-2]] == ["timeline.svg", "trace.json"]
+    assert all(f"wrote {folder / name}" in out for name in names)
+    assert (folder / "report.txt").read_text() in out
+    (plan,) = OffloadReport.from_json((folder / "report.json").read_text()).plans
+    trace = json.loads((folder / names[1]).read_text())["traceEvents"]
+    assert sum(event.get("cat") == "H2D" for event in trace) == len(plan.transfers) > 0
+    assert "No timeline" not in (folder / names[0]).read_text()
+
+
+def test_a_budget_that_cannot_be_met_is_status_2_with_the_numbers(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "explain", script, *QUICK, "--device-budget", "300KiB")
+    assert status == cli.OVER_BUDGET == 2
+    assert out == ""
+    assert err.startswith("error: device_budget 300.0 KiB: no plan")
+    assert "The least feasible one found is " in err
+    assert "Raise device_budget to that" in err
+
+
+FORMS = r"(model, args), (model, args, kwargs) or (model, kwargs), with args a tuple or list and kwargs a dict"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nowhere.py:build", ["nowhere.py does not exist", "such as train.py:build"]),
+        (".:build", [". is a folder"]),
+        ("train.py:biuld", ["train.py has no function 'biuld'", "Net, build, with_kwargs", f"returns {FORMS}"]),
+        ("train.py:torch", ["has no function 'torch'"]),
+        ("train.py:nothing", ["train.py:nothing() returned a NoneType; it must return", FORMS]),
+        ("train.py:four", ["returned a tuple of 4 (int, int, int, int)", FORMS]),
+        ("train.py:no_model", ["returned a int for the model", FORMS]),
+        ("train.py:a_class", ["returned a class (Net) for the model", FORMS]),
+        ("train.py:lone_tensor", ["returned a Tensor for args", "Write (model, (tensor,))"]),
+        ("train.py:bad_kwargs", ["returned a dict for kwargs", FORMS]),
+        ("train.py:raises", ["train.py:raises() failed: KeyError: 'missing'", 'def raises(): return {}["missing"]']),
+        ("train.py:leaves", ["ended the process (SystemExit: 3)", '__name__ == "__main__"']),
+        (
+            "train.py:wrong_shape",
+            ["tracing Net with these inputs failed", "65", 'train.py", line 11, in forward', "run in eager"],
+        ),
+        ("train.py:frozen", ["nothing to plan: no graph of Net needs a gradient", "frozen"]),
+        ("train.py:looks", ["tracing Looks", "looks at a tensor's value (.item()", "last_plans()"]),
+        ("broken.py", ["importing broken.py failed: ZeroDivisionError: division by zero", "line 2", "1 / 0"]),
+        ("syntax.py", ["importing syntax.py failed: SyntaxError"]),
+        ("exits.py", ["importing exits.py ended the process (SystemExit: None)"]),
+        ("text.txt", ["text.txt is no Python file"]),
+    ],
+)
+def test_what_is_wrong_with_a_script_is_said(
+    target: str, words: list[str], script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(script.parent)
+    for name, text in {"broken": "x = 1\n1 / 0", "syntax": "def f(:", "exits": "import sys\nsys.exit()"}.items():
+        Path(f"{name}.py").write_text(text)
+    Path("text.txt").write_text("build")
+    status, out, err = run(capsys, "explain", target, *QUICK)
+    assert status == cli.FAILED == 1
+    assert out == ""
+    last = err[err.index("error: ") :]
+    assert all(word in last for word in words), err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["the following arguments are required: COMMAND", "--help"]),
+        (["plan"], ["invalid choice: 'plan'", "hardware"]),
+        (["explain"], ["required: SCRIPT.py[:FUNCTION]", "graphoffload explain --help"]),
+        (["explain", "train.py", "--devise-budget", "3"], ["--devise-budget is no argument of", "mean --device-budget?"]),
+        (["explain", "train.py", "--device-budget=lots"], ["device_budget='lots' does not parse as a size", '"40GiB"']),
+        (["explain", "train.py", "--device-budget"], ["--device-budget: expected one argument"]),
+        (["explain", "train.py", "--max-slowdown=fast"], ["max_slowdown='fast'", "no number"]),
+        (["explain", "train.py", "--max-slowdown=0.1", "--device-budget=1GiB"], ["max_slowdown=0.1 beside device_budget"]),
+        (["explain", "train.py", "--hardware=h200"], ["hardware='h200' is unknown; known: measure, h200-sxm", "Did you mean"]),
+        (["explain", "train.py", "--policy={bad"], ["policy='{bad' is no JSON"]),
+        (["explain", "train.py", "--policy=offlaod"], ["policy='offlaod'", "offload"]),
+        (["explain", "train.py", "--inductor-options=[1]"], ["inductor_options='[1]' is no JSON", '{"max_autotune": true}']),
+        (["explain", "train.py", "--inductor-options={\"max_autotone\": 1}"], ["max_autotone", "max_autotune"]),
+        (["explain", "train.py", "--out", "train.py"], ["--out train.py: File exists", "can be made and written"]),
+        (["explain", "train.py", "--offload-modules=no.such", "--policy=offload"], ["no.such", "matches no module"]),
+        (["hardware", "h2000"], ["hardware='h2000' is unknown; known:", "Did you mean 'h200-sxm'?"]),
+        (["hardware", "--device", "x"], ["--device: invalid int value: 'x'"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_the_arguments_is_said(
+    arguments: list[str], words: list[str], script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(script.parent)
+    status, out, err = run(capsys, *arguments)
+    assert status == 1
+    assert out == ""
+    assert "Traceback" not in err
+    assert all(word in err[err.index("error: ") :] for word in words), err
+
+
+def test_a_report_that_cannot_be_written_is_said(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out" / "report.json").mkdir(parents=True)
+    status, _, err = run(capsys, "explain", script, *QUICK, "--out", tmp_path / "out")
+    assert status == 1
+    assert f"{tmp_path}/out/report.json cannot be written: Is a directory" in err
+
+
+def test_logging_is_as_before(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert log.level == logging.NOTSET
+    run(capsys, "explain", script, *QUICK)
+    assert log.level == logging.NOTSET
+    monkeypatch.setattr(log, "level", logging.INFO)
+    run(capsys, "hardware", "l40s")
+    assert log.level == logging.INFO, "what was set up stays"
+
+
+# hardware
+
+
+def test_a_named_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "hardware", "a100-80g")
+    assert status == 0
+    assert out.splitlines() == PROFILES["a100-80g"].table_lines()
+    assert run(capsys, "hardware", "a100-80g", "--json")[1] == PROFILES["a100-80g"].to_json() + "\n"
+
+
+def test_the_list_names_every_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "hardware", "--list")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["name", *PROFILES]
+    assert len({line.rindex("  ") for line in out.splitlines()}) == 1, "columns line up"
+
+
+def test_without_a_gpu_it_says_so_and_lists_profiles(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, out, _ = run(capsys, "hardware")
+    assert status == 0
+    assert out.startswith("No CUDA device here: there is nothing to measure")
+    assert out.endswith(run(capsys, "hardware", "--list")[1])
+
+
+def test_with_a_gpu_it_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = dataclasses.replace(PROFILES["h200-sxm"], name="NVIDIA X", copy_latency_s=4e-6)
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cli, "measure", lambda index: asked.append(index) or measured)
+    status, out, _ = run(capsys, "hardware", "--device", "1")
+    assert (status, asked) == (0, [1])
+    assert out.startswith("NVIDIA X [measured]\n")
+    assert "4.0 us          measured on this device" in out
+    assert "hardware-NVIDIA-X-" in out.splitlines()[-1]
+    assert "delete it to measure again" in out
+    status, _, err = run(capsys, "hardware", "--device", "2")
+    assert status == 1
+    assert "--device 2: this machine has CUDA devices 0 to 1." in err
+
+
+def test_as_a_module() -> None:
+    """The real thing, once: `python -m` and its exit status."""
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = [
+        subprocess.run([sys.executable, "-m", "graphoffload", *arguments], env=environment, capture_output=True, text=True)
+        for arguments in (["hardware", "l40s"], ["hardware", "l40"])
+    ]
+    assert [process.returncode for process in done] == [0, 1]
+    assert done[0].stdout.startswith("l40s [datasheet]\n")
+    assert done[1].stderr.endswith("Did you mean 'l40s'?\n")
+    assert "Traceback" not in done[1].stderr
