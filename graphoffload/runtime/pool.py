@@ -211,7 +211,13 @@ class HostPool:
             self._coming.update(keys)
         if not keys:
             return
-        thread = threading.Thread(target=self._bring, args=(keys, promised), name="graphoffload-host-memory")
+
+        def beside() -> None:
+            if device >= 0 and torch.cuda.is_available():
+                torch.cuda.set_device(device)  # of this thread: page-locking must not wake another device
+            self._bring(keys, promised)
+
+        thread = threading.Thread(target=beside, name="graphoffload-host-memory")
         if wait or not in_background(thread):
             self._bring(keys, promised)
 
