@@ -33,6 +33,7 @@ from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatche
 from graphoffload.hardware import HardwareProfile, resolve_hardware
 from graphoffload.modules import resolve
 from graphoffload.passes.offload import insert_offloads
+from graphoffload.passes.once import save_memory_once
 from graphoffload.passes.reload import insert_reloads
 from graphoffload.passes.tag import tag_joint
 from graphoffload.plan.simulator import Timeline, simulate
@@ -118,7 +119,7 @@ def rewrite(request: Request) -> Rewritten:
     )
     before = _copies(work.pair) if request.config.dump_dir else None
     names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
-    graphs = insert_reloads(insert_offloads(work.pair, plan), plan)
+    graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
     if request.config.verify != "off":
         verify_graphs(graphs, plan, names)
     return Rewritten(graphs, plan, before, timeline, keep_timeline, decided.hint)

@@ -9,6 +9,7 @@ A rule yields one sentence for each violation. Each stands for a way in which a 
     readers     no backward operation but wait touches the reloaded tensor before the wait
     outputs     the model's own outputs are what they were
     counterpart saved values and backward inputs correspond one to one
+    donated     no two saved values share memory (torch would donate it twice, and Inductor write over it too early)
     fresh       no new value shares a fake storage with another (torch would donate or alias its memory)
 """
 
@@ -174,6 +175,17 @@ def fresh(case: _Case) -> Iterator[str]:
                     yield f"{node.name} shares a fake storage with {strangers}"
 
 
+def donated(case: _Case) -> Iterator[str]:
+    """No two saved values share memory, but for that of inputs and of model outputs, which torch never donates."""
+    graphs = case.graphs
+    outputs = graph_outputs(graphs.forward)
+    inputs = [node for node in graphs.forward.graph.nodes if node.op in ("placeholder", "get_attr")]
+    safe = group_by_storage(node for node in (*inputs, *outputs[: graphs.num_fwd_outputs]) if node is not None)
+    for identity, nodes in group_by_storage(node for node in outputs[graphs.num_fwd_outputs :] if node is not None).items():
+        if len(nodes) > 1 and identity not in safe:
+            yield f"{', '.join(node.name for node in nodes)} are saved side by side and share memory"
+
+
 def _comes_from(node: Node, origin: Node) -> bool:
     while node is not origin:
         inputs = [argument for argument in node.args if isinstance(argument, Node)]
@@ -197,4 +209,4 @@ def _layout(node: Node) -> str:
     return type(value).__name__
 
 
-RULES: tuple[Rule, ...] = (once, same_source, last_use, saved, readers, outputs, counterpart, fresh)
+RULES: tuple[Rule, ...] = (once, same_source, last_use, saved, readers, outputs, counterpart, donated, fresh)

@@ -64,3 +64,15 @@ def finish(module: torch.fx.GraphModule) -> None:
     """Check a changed graph and generate its code."""
     module.graph.lint()
     module.recompile()
+
+
+def placeholders_first(graph: Graph) -> None:
+    """Move what torch computes between a backward graph's inputs behind them."""
+    placeholders = graph.find_nodes(op="placeholder")
+    after: Node = placeholders[-1]
+    early = [node for node in graph.nodes if node.op != "placeholder"]
+    last_at = {node: at for at, node in enumerate(graph.nodes)}
+    for node in early:
+        if last_at[node] < last_at[placeholders[-1]]:
+            after.append(node)
+            after = node

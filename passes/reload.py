@@ -14,11 +14,11 @@ stood before the wait move behind it: they read nothing, but a compiler may fold
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake
-from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names
+from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names, placeholders_first
 from graphoffload.passes.symbols import Sizes
 from graphoffload.runtime.ops import HANDLE_DTYPE
 from graphoffload.saved import Plan, Transfer
@@ -29,7 +29,7 @@ def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:
     if not plan.transfers:
         return graphs
     graph = graphs.backward.graph
-    _placeholders_first(graph)
+    placeholders_first(graph)
     sizes = Sizes(graph)
     sources, nodes = node_names(graphs.forward.graph), node_names(graph)
     at = {node: position for position, node in enumerate(graph.nodes)}
@@ -121,17 +121,6 @@ def _equal(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
 
 def _offset(view: torch.Tensor, source: torch.Tensor) -> int | torch.SymInt:
     return view.storage_offset() - source.storage_offset()
-
-
-def _placeholders_first(graph: Graph) -> None:
-    placeholders = graph.find_nodes(op="placeholder")
-    after: Node = placeholders[-1]
-    early = [node for node in graph.nodes if node.op != "placeholder"]
-    last_at = {node: at for at, node in enumerate(graph.nodes)}
-    for node in early:
-        if last_at[node] < last_at[placeholders[-1]]:
-            after.append(node)
-            after = node
 
 
 def _views_behind(new: Node, wait: Node, after: Node) -> Node:

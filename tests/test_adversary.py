@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphoffload
-from graphoffload.testing import ZOO, Scattered, draw, run_case, weighted_loss
+from graphoffload import pipeline
+from graphoffload.passes import once
+from graphoffload.testing import (
+    ZOO,
+    Scattered,
+    assert_equal_bits,
+    compiled,
+    draw,
+    run_case,
+    run_step,
+    weighted_loss,
+    whole_gradient_error,
+)
+from graphoffload.testing.case import batches, of
 
 DYNAMIC = [name for name, case in ZOO.items() if case.dynamic]
 
@@ -79,3 +94,55 @@ def written_behind_a_break(x: Tensor, y: Tensor) -> Tensor:
 def test_inputs_that_are_written_to_behind_the_graph(policy: Any) -> None:
     """What reads the old value is saved: recomputing it in backward would read the new one (torch raises)."""
     assert_same(written_behind_a_break, policy, (4, 16), (4, 16))
+
+
+class Parts(torch.nn.Module):
+    """Backward reads a product's result through many views, some early and some late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        a, b, c, d = torch.tanh(y).chunk(4, dim=-1)
+        q = torch.cat([a * b, c * d, a * d, b * c], -1)
+        out: Tensor = self.last(q * sum(part.cos() * part for part in y.unbind(1)).unsqueeze(1))  # type: ignore[union-attr]
+        return out
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_memory_that_is_saved_through_several_views(inner: str) -> None:
+    """torch donates each saved view on its own: Inductor wrote over the product's result with six of its views unread."""
+    keep = {"op:aten.addmm*": "keep", "*": "recompute"}
+    inputs = (draw(4, 6, 16, device="cpu", dtype=torch.float32, seed=0, requires_grad=True),)
+    backend = graphoffload.OffloadBackend(policy=keep, min_tensor_bytes=0, inner=inner)
+    got, expected = (run_step(compiled(Parts(), chosen), inputs) for chosen in (backend, "aot_eager"))
+    assert whole_gradient_error(got, expected) < 1e-6
+    plan = graphoffload.last_plans()[-1]
+    assert len(plan.saved["addmm"].views) > 1, "a case where torch saves no views side by side shows nothing"
+
+
+def test_saved_views_of_one_storage_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the pass the graph is not run: the rule sees what torch would donate twice."""
+    monkeypatch.setattr(pipeline, "save_memory_once", lambda graphs, plan: graphs)
+    policy = {"op:aten.addmm*": "keep", "*": "recompute"}
+    backend = graphoffload.OffloadBackend(policy=policy, min_tensor_bytes=0, inner="aot_eager")
+    inputs = (draw(4, 6, 16, device="cpu", dtype=torch.float32, seed=0, requires_grad=True),)
+    with pytest.raises(BackendCompilerFailed, match=r"donated: .* are saved side by side and share memory"):
+        run_step(compiled(Parts(), backend), inputs)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_views_of_symbolic_size_are_taken_again_or_copied(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes come from backward's own inputs; where they are unknown there, forward saves a copy."""
+    if not known:
+        monkeypatch.setattr(once, "symbol_sources", lambda graph: {})
+        monkeypatch.setattr(once, "_views", lambda source, node, root: None)
+    policy = {"op:aten.addmm*": "keep", "*": "recompute"}
+    case = replace(ZOO["dynamic_views"], build=of(Parts), inputs=batches(6, 16))
+    backend = graphoffload.OffloadBackend(policy=policy, min_tensor_bytes=0, inner="aot_eager")
+    got, expected = (run_case(case, chosen, "cpu", seeds=(0, 1)) for chosen in (backend, "aot_eager"))
+    for one, other in zip(got, expected, strict=True):
+        assert_equal_bits(one, other)

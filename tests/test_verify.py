@@ -87,6 +87,12 @@ def share_a_fake_storage(graphs: GraphPair) -> None:
     handles[1].meta["val"] = handles[0].meta["val"]
 
 
+def save_a_handle_twice(graphs: GraphPair) -> None:
+    node = output(graphs)
+    first, second = op(graphs, "offload", 0), op(graphs, "offload", 1)
+    node.args = (tuple(first if value is second else value for value in node.args[0]),)
+
+
 BREAKS: dict[str, Callable[[GraphPair], None]] = {
     "once": drop_release,
     "same_source": release_another,
@@ -95,6 +101,7 @@ BREAKS: dict[str, Callable[[GraphPair], None]] = {
     "readers": read_before_the_wait,
     "outputs": change_an_output,
     "counterpart": lose_a_saved_value,
+    "donated": save_a_handle_twice,
     "fresh": share_a_fake_storage,
 }
 
