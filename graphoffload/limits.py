@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +91,49 @@ def _host_budget(config: OffloadConfig) -> int:
     whole = _host_memory_bytes()
     if config.host_budget != "auto":
         return parse_size(config.host_budget, field="host_budget", whole_bytes=whole)
-    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    processes = _processes_here()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     available = int(whole * _HOST_SHARE)
     locked = soft if soft not in (resource.RLIM_INFINITY, -1) and torch.cuda.is_available() and os.geteuid() != 0 else available
     return min(available // processes, locked)
 
 
+def _processes_here() -> int:
+    """Ranks on this host, as torchrun, Open MPI or MPICH say; 1 where nobody does."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if os.environ.get(name, "").isdigit():
+            return max(1, int(os.environ[name]))
+    return 1
+
+
 def _host_memory_bytes() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
+    return min([total, *_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _cgroup_limits(table: Path, root: Path) -> Iterator[int]:
+    """Memory limits of this process's control group and of every one around it, versions 1 and 2.
+
+    In a container the table may name the host's path, of which only the root is mounted: missing folders are passed over.
+    """
+    for line in _text(table).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
             continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
+        base = root / "memory" if controllers else root
+        folder = base / path.strip("/")
+        for place in (folder, *folder.parents):
+            for name in ("memory.limit_in_bytes",) if controllers else ("memory.max", "memory.high"):
+                text = _text(place / name)
+                if text.isdigit():
+                    yield int(text)
+            if place == base:
+                break
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import statistics
 
+import torch
 from gpu.midsize import Measured
+from gpu.op_cost import host_times, mean_of_ops
 
-HOST_US = 40.0
-"""Of host time for one op, far above the 15 us it should cost, far below the 100 us of careless Python. Machines are shared."""
+ALONE_US = 15.0
+"""Of host time for one op, all included, in a loop of ops. Seen: 9."""
+HOST_US = 35.0
+"""The same in a real step, whose other work evicts code and data from the processor's caches. Seen: 25. Machines are shared."""
 
 
 def test_offload_that_hides_is_nearly_free(measured: Measured) -> None:
     """The lower end of the ratio's interval: copies slow kernels beside them by up to 5 %."""
     assert measured.row.ratio_interval is not None
     assert measured.row.ratio_interval[0] <= 1.03, (measured.row.ratio, measured.row.ratio_interval)
+
+
+def test_host_time_of_the_ops_alone() -> None:
+    """At the median of each of the four."""
+    spent = host_times(torch.device("cuda", torch.cuda.current_device()), steps=100)
+    assert mean_of_ops(spent) <= ALONE_US, {name: statistics.median(values) for name, values in spent.items()}
 
 
 def test_host_time_of_an_op(measured: Measured) -> None:
