@@ -28,7 +28,8 @@ exact size (runtime/pool.py), found again by a handle that travels through autog
 keeps the plans, runtime/counters.py counts what moved.
 
 **Report.** report.py and table.py show plans as text, timeline.py and drawing.py as pictures; dump.py writes everything to a
-folder; log.py prints the one line after each compile. Every complaint is a class in errors.py.
+folder; log.py prints the one line after each compile. Every complaint is a class in errors.py. `python -m graphoffload` shows
+hardware and plans from a shell (__main__.py, docs/cli.md).
 
 docs/one_tensor.md follows one activation all the way, with code that runs; docs/layout.md says which file may import which.
 """
