@@ -86,6 +86,12 @@ class OffloadReport:
         return sum(bounds) / sum(prediction.keep_time_s for prediction in timed) - 1.0
 
     @property
+    def lower_bound_peak_bytes(self) -> int | None:
+        """Peak that no plans within the same slowdown can undercut; None where no graph was planned for a slowdown."""
+        bounds = [plan.prediction.lower_bound_peak_bytes for plan in self.plans]
+        return max((least for least in bounds if least is not None), default=None)
+
+    @property
     def offloaded_bytes(self) -> int:
         """Bytes copied to the host in one forward."""
         return totals(folded_rows(self.plans))["offload"][1]
@@ -128,8 +134,8 @@ class OffloadReport:
 
     def to_json(self) -> str:
         """Plans, measurements and, under "derived", every figure of this class; from_json reads it back."""
-        names = ("predicted_peak_bytes", "keep_peak_bytes", "predicted_slowdown", "lower_bound_slowdown", "offloaded_bytes",
-                 "recomputed_bytes", "kept_bytes", "measured_peak_bytes", "measured_slowdown")  # fmt: skip
+        names = ("predicted_peak_bytes", "keep_peak_bytes", "lower_bound_peak_bytes", "predicted_slowdown",
+                 "lower_bound_slowdown", "offloaded_bytes", "recomputed_bytes", "kept_bytes", "measured_peak_bytes", "measured_slowdown")  # fmt: skip
         data = {
             "format": _FORMAT,
             "graph_breaks": self.graph_breaks,
@@ -177,9 +183,9 @@ class OffloadReport:
             return []
         peak, slowdown = self.predicted_peak_bytes, self.predicted_slowdown
         timed = any(plan.prediction.keep_time_s for plan in self.plans)
-        lines = [
-            f"peak      predicted {format_bytes(peak) if peak else 'nothing'} (keep-all {format_bytes(self.keep_peak_bytes)})"
-        ]
+        least = self.lower_bound_peak_bytes
+        against = f"keep-all {format_bytes(self.keep_peak_bytes)}" + (f", bound {format_bytes(least)}" if least else "")
+        lines = [f"peak      predicted {format_bytes(peak) if peak else 'nothing'} ({against})"]
         lines.append(f"slowdown  predicted {percent(slowdown) + bound(self.lower_bound_slowdown) if timed else 'nothing'}")
         if self.measured_peak_bytes is not None:
             off = f" ({percent(self.measured_peak_bytes / peak - 1.0)})" if peak else ""

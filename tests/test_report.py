@@ -367,6 +367,20 @@ def test_figures_of_a_call() -> None:
     assert OffloadReport(plans=report.plans[:3]).lower_bound_slowdown == pytest.approx(0.001)
 
 
+def test_the_bound_on_the_peak_of_a_call() -> None:
+    """Of graphs planned for a slowdown the largest bound holds for the call; without such a graph there is none."""
+    bounds = (3 * GIB, None, 2 * GIB)
+    plans = tuple(
+        dataclasses.replace(
+            llama_plan(3, graph=f"g{i}"), prediction=dataclasses.replace(NO_TIMES, lower_bound_peak_bytes=least)
+        )
+        for i, least in enumerate(bounds)
+    )
+    assert OffloadReport(plans=plans).lower_bound_peak_bytes == 3 * GIB
+    assert "peak      predicted 1.00 GiB (keep-all 2.00 GiB, bound 3.00 GiB)" in str(OffloadReport(plans=plans))
+    assert OffloadReport(plans=plans[1:2]).lower_bound_peak_bytes is None
+
+
 def test_nothing_changed_is_exactly_no_slowdown() -> None:
     odd = kept_plan(keep_time_s=0.3, predicted_time_s=0.1 + 0.2)
     assert odd.prediction.predicted_slowdown != 0.0
