@@ -96,7 +96,7 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
     hardware = resolve_hardware(config.hardware, rewritten.plan.device)
     device_bytes = None if hardware.source == "cpu" else hardware.memory_bytes
     plan = replace(rewritten.plan, summary=summary_line(rewritten.plan, device_bytes=device_bytes, hint=rewritten.hint))
-    predicted = _predicted(rewritten, limits, hardware.name)
+    predicted = _predicted(rewritten, limits, hardware.name, config.max_slowdown)
     registry.register(plan)
     if predicted is not None:
         predictions.remember(plan.key, predicted)
@@ -116,10 +116,10 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
         )
 
 
-def _predicted(rewritten: Rewritten, limits: Limits, hardware: str) -> Predicted | None:
+def _predicted(rewritten: Rewritten, limits: Limits, hardware: str, slowdown: float | None) -> Predicted | None:
     if rewritten.timeline is None or rewritten.keep_timeline is None:
         return None
-    budget = limits.device_budget_bytes
+    budget = limits.device_budget_bytes if slowdown is None else None  # what is planned for a slowdown is to meet no budget
     limit_bytes = None if budget is None else max(0, budget - limits.reserve_bytes)
     return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware)
 

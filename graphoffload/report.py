@@ -135,7 +135,8 @@ class OffloadReport:
     def to_json(self) -> str:
         """Plans, measurements and, under "derived", every figure of this class; from_json reads it back."""
         names = ("predicted_peak_bytes", "keep_peak_bytes", "lower_bound_peak_bytes", "predicted_slowdown",
-                 "lower_bound_slowdown", "offloaded_bytes", "recomputed_bytes", "kept_bytes", "measured_peak_bytes", "measured_slowdown")  # fmt: skip
+                 "lower_bound_slowdown", "offloaded_bytes", "recomputed_bytes", "kept_bytes", "measured_peak_bytes",
+                 "measured_slowdown")  # fmt: skip
         data = {
             "format": _FORMAT,
             "graph_breaks": self.graph_breaks,

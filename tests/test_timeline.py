@@ -296,6 +296,15 @@ def test_explain_makes_pictures(tmp_path: Path) -> None:
     assert peaks == {"memory, keep-all": prediction.keep_peak_bytes, "memory, plan": prediction.predicted_peak_bytes}
 
 
+def test_a_plan_for_a_slowdown_has_no_budget_to_meet() -> None:
+    x = torch.randn(128, 64)
+    for fields, limit_bytes in (({"device_budget": "1GiB", "reserve": "256MiB"}, 768 * 2**20), ({"max_slowdown": 0.1}, None)):
+        (plan,) = graphoffload.explain(Layers(), hardware="h200-sxm", **fields)(x).plans
+        predicted = predictions.predicted_of(plan.key)
+        assert predicted is not None
+        assert predicted.limit_bytes == limit_bytes
+
+
 def titles_of(svg: str) -> list[str]:
     return [found.text or "" for found in parsed(svg).iter(f"{SVG}title")]
 
