@@ -146,3 +146,23 @@ def test_views_of_symbolic_size_are_taken_again_or_copied(known: bool, monkeypat
     got, expected = (run_case(case, chosen, "cpu", seeds=(0, 1)) for chosen in (backend, "aot_eager"))
     for one, other in zip(got, expected, strict=True):
         assert_equal_bits(one, other)
+
+
+class Pooled(torch.nn.Module):
+    """A pooling kernel has two results; the product with one of them is fused into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        out: Tensor = self.last(torch.nn.functional.max_pool1d(y, 3, stride=1, padding=1) * y)
+        return out
+
+
+def test_a_kernel_that_stores_a_result_before_what_it_is_computed_from() -> None:
+    """Planning follows kernels, recomputation the graph: the two orders differed, and the plan was refused."""
+    config = graphoffload.OffloadConfig(policy="recompute", min_tensor_bytes=0, inner="inductor")
+    report = graphoffload.explain(Pooled(), config)(torch.randn(4, 6, 16))
+    assert report.recomputed_bytes > 0

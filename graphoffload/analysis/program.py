@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
@@ -70,7 +70,7 @@ def build_program(
     backward = node_costs(runs.backward, hardware, measured=measured)
     index = {tensor.name: at for at, tensor in enumerate(table.tensors)}
     times = {node.name: cost for node, cost in zip(runs.forward.order, forward, strict=True)}
-    lives = _lives(pair, table, runs)
+    lives = _behind_reads(table, chains, index, _lives(pair, table, runs))
     candidates = tuple(
         _candidate(tensor, chains.get(tensor.name), fixed.get(tensor.name), index, times, life)
         for tensor, life in zip(table.tensors, lives, strict=True)
@@ -135,6 +135,17 @@ def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
             uses.add(min([runs.backward_at[backward[at]] for at in tensor.backward_uses]))
         lives.append(_Life(made, last, tuple(sorted(uses)), behind))
     return lives
+
+
+def _behind_reads(table: SavedTable, chains: Mapping[str, Chain], index: Mapping[str, int], lives: list[_Life]) -> list[_Life]:
+    """A kernel may store one of its results before another one that it is computed from: to the plan both are there when the
+    later one is."""
+    found: list[_Life] = []
+    for at, (tensor, life) in enumerate(zip(table.tensors, lives, strict=True)):
+        reads = [index[name] for name in chains[tensor.name].reads if name in index] if tensor.name in chains else []
+        made = max([life.produced_at, *(found[read].produced_at for read in reads if read < at)])
+        found.append(replace(life, produced_at=made, last_forward_use=max(made, life.last_forward_use)))
+    return found
 
 
 def _candidate(
