@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload import compat
-from graphoffload.analysis.chains import Chain, chain_of, mutated_placeholders
+from graphoffload.analysis.chains import Chain, chain_of, compared, mutated_placeholders
 from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
 from graphoffload.analysis.program import Instance, build_program
@@ -262,10 +262,13 @@ def _chains(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
         assert value is not None
         owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
     mutated = mutated_placeholders(pair.forward.graph, compat.mutated_inputs(pair.forward.graph))
+    inputs = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
     found = {}
     for tensor in table.tensors:
         targets = tuple(nodes[name] for name in dict.fromkeys((*tensor.views, tensor.name)))
         found[tensor.name] = chain_of(targets, owner, tensor.name, mutated)
+        if any(compared(inputs[name], nodes.keys()) for name in tensor.views if name in inputs):
+            found[tensor.name] = Chain((), (), "backward looks for equal elements, and other bits would not be equal")
     return found
 
 

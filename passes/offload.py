@@ -37,7 +37,10 @@ def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:
         with graph.inserting_after(find(nodes, transfer.offload_after, plan.key)):
             handle = graph.call_function(torch.ops.graphoffload.offload.default, (source, *arguments))
         describe(handle, source, fresh_fake(source, (1,), (1,), HANDLE_DTYPE))
-        before = output if transfer.release_after is None else find(nodes, transfer.release_after, plan.key).next
+        if transfer.release_after is None:
+            before = output
+        else:  # where that is the producer, the offload stands between
+            before = max(find(nodes, transfer.release_after, plan.key), handle).next
         with graph.inserting_before(before):
             release = graph.call_function(torch.ops.graphoffload.release.default, (source, handle, *arguments))
         describe(release, source, None)

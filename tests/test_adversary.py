@@ -14,7 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphoffload
 from graphoffload import pipeline
+from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.passes import once
+from graphoffload.saved import Plan, SavedTensor
 from graphoffload.testing import (
     ZOO,
     Scattered,
@@ -166,3 +168,40 @@ def test_a_kernel_that_stores_a_result_before_what_it_is_computed_from() -> None
     config = graphoffload.OffloadConfig(policy="recompute", min_tensor_bytes=0, inner="inductor")
     report = graphoffload.explain(Pooled(), config)(torch.randn(4, 6, 16))
     assert report.recomputed_bytes > 0
+
+
+def largest(x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of a maximum compares the values with the maximum."""
+    z = torch.tanh(x @ weight)
+    index = (torch.arange(16) * 7 % 16).expand(4, 6, 16)
+    most = torch.zeros_like(x).scatter_reduce(2, index, z, "amax")
+    return (most * z + z.amax(-1, keepdim=True)) @ weight
+
+
+@pytest.mark.slow
+def test_what_is_compared_with_a_saved_value_is_saved() -> None:
+    """Inductor vectorises tanh the second time: no element was the maximum any more, and the gradient was NaN."""
+    assert_same(largest, keep_maximum, (4, 6, 16), (16, 16), inner="inductor")
+    plan = graphoffload.last_plans()[-1]
+    assert plan.action("tanh") == "keep"
+    assert plan.recomputed_bytes > 0
+
+
+def keep_maximum(tensor: SavedTensor) -> str | None:
+    """Recompute all that may be, but scatter_reduce's result."""
+    return "keep" if "scatter_reduce" in tensor.op or not tensor.recomputable else "recompute"
+
+
+def test_a_release_right_behind_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else in forward reads a mask: the release came before its own offload, and the graph was refused."""
+    original, moved = pipeline.insert_offloads, []
+
+    def insert(graphs: GraphPair, plan: Plan) -> GraphPair:
+        unread = {t.name for t in plan.saved.tensors if t.last_forward_use <= t.produced_at}
+        moved.extend(t.tensor for t in plan.transfers if t.tensor in unread)
+        early = (replace(t, release_after=t.offload_after) if t.tensor in unread else t for t in plan.transfers)
+        return original(graphs, replace(plan, transfers=tuple(early)))
+
+    monkeypatch.setattr(pipeline, "insert_offloads", insert)
+    assert_same(lambda x: torch.nn.functional.dropout(torch.tanh(x).sin(), 0.5).cos(), "offload", (4, 16))
+    assert moved

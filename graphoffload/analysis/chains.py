@@ -12,7 +12,7 @@ about.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,39 @@ def _refusal(node: Node) -> str:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return f"its recomputation draws random numbers ({target})"
     return ""
+
+
+def compared(placeholder: Node, forward_names: Collection[str]) -> bool:
+    """Whether backward asks if a saved value, or what it recomputes from it, equals another tensor's elements.
+
+    So do gradients of amax, amin and scatter_reduce: they look for the elements that are the maximum. A compiler may compute a
+    value in other bits the second time (fused into another loop, vectorised or not): nothing is equal then, and 0 / 0 is NaN.
+    """
+    pending, seen = [placeholder], set()
+    while pending:
+        for user in pending.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if user.target in _EQUALITY and _is_float(placeholder):
+                return True
+            if user.op == "call_function" and (user.name in forward_names or user.target in _MOVES):
+                pending.append(user)
+    return False
+
+
+_EQUALITY = frozenset((torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor))
+_MOVES = frozenset(
+    (
+        torch.ops.aten.expand.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.view.default,
+        torch.ops.aten.permute.default, torch.ops.aten.gather.default, torch.ops.aten.squeeze.dim,
+    )
+)  # fmt: skip
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def mutated_placeholders(forward: Graph, named: frozenset[Node]) -> frozenset[Node]:
