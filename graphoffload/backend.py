@@ -28,6 +28,7 @@ from graphoffload.report import summary_line
 from graphoffload.runtime import registry
 from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
+from graphoffload.surroundings import warn_of_surroundings
 
 _graphs = itertools.count()
 _configs_with_breaks: set[str] = set()
@@ -86,7 +87,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config))
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
-        _after_compile(base, key)
+        _after_compile(base, key, config)
     return with_note(compiled, key)
 
 
@@ -112,7 +113,7 @@ def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     return make_boxed_func(gm.forward)
 
 
-def _after_compile(base: str, key: str) -> None:
+def _after_compile(base: str, key: str, config: OffloadConfig) -> None:
     plan = registry.of_key(key)
     if plan is None:  # torch's compile cache answered, and the partitioner did not run
         plan = registry.stored(base)
@@ -120,6 +121,7 @@ def _after_compile(base: str, key: str) -> None:
             return  # nothing was partitioned: no output of the graph needs a gradient
         registry.register(plan, store=False)
         say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
+        warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
     registry.remember(base, plan)
 
 
@@ -157,13 +159,21 @@ def _inner(
     return cast("Callable[..., Any]", ordered)
 
 
+_AS_PLANNED = {
+    "reorder_for_peak_memory": False,
+    "allow_buffer_reuse": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+}
+
+
 def _compile_as_planned(partitioner: OffloadPartitioner) -> Callable[..., Any]:
     """Inductor's inner compile, for a plan that changes anything without what would undo it.
 
     reorder_for_peak_memory moves every release next to its offload and every reload next to its wait. Buffer reuse holds the
     memory of a dead buffer for a later one of the same size, as long as Inductor's own estimate of the peak allows it, which
     knows nothing of kernels' workspaces and of reloads: on a 32k-token stack four gradients that nobody needs any more (3.8 GB)
-    stood at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well.
+    stood at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well. With CUDA graphs, Inductor
+    also moves what it may not capture together, every reload to the start of backward.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -171,7 +181,7 @@ def _compile_as_planned(partitioner: OffloadPartitioner) -> Callable[..., Any]:
         plan = registry.of_key(partitioner.key) if partitioner.key else None
         if plan is None or all(decision.action == "keep" for decision in plan.decisions):
             return compile_fx_inner(gm, example_inputs, **kwargs)
-        with inductor_config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False):
+        with inductor_config.patch(_AS_PLANNED):
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     return compile_as_planned

@@ -50,6 +50,10 @@ class ChecksumError(GraphOffloadError, RuntimeError):
     """A reloaded tensor's bits differ from what was offloaded."""
 
 
+class CaptureError(GraphOffloadError, RuntimeError):
+    """A CUDA graph is being captured around offloaded activations: replays would share the host buffers of the capture."""
+
+
 class GraphOffloadWarning(UserWarning):
     """Base of every warning."""
 
@@ -76,6 +80,14 @@ class NoStreamsWarning(GraphOffloadWarning):
 
 class FallbackWarning(GraphOffloadWarning):
     """A torch setting would silently run the model without graphoffload, or against its plan."""
+
+
+class CudaGraphsWarning(GraphOffloadWarning):
+    """CUDA graphs were asked for, and part of a step or all of it is not captured."""
+
+
+class PerRankPlanWarning(GraphOffloadWarning):
+    """Several processes train together, and each plans for itself."""
 
 
 class BackwardNeverCameWarning(GraphOffloadWarning):

@@ -36,6 +36,7 @@ from graphoffload.plan.predicted import Predicted
 from graphoffload.policies import stable_text
 from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import predictions, registry
+from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
 
 
 class OffloadPartitioner(CustomPartitionerFn):
@@ -76,8 +77,10 @@ class OffloadPartitioner(CustomPartitionerFn):
             gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
         )
         rewritten = rewrite(request)
-        if rewritten.plan.transfers and self.key is None and kwargs.get("compiler") == "inductor":
-            _check_inductor_settings()
+        inductor = kwargs.get("compiler") == "inductor"
+        if rewritten.plan.transfers and self.key is None and inductor:
+            _check_inductor_settings(self.config)
+        warn_of_surroundings(rewritten.plan, self.config, inductor=inductor)
         _announce(rewritten, gm, self.config, limits)
         return rewritten.graphs.forward, rewritten.graphs.backward
 
@@ -136,7 +139,15 @@ def _check_torch_settings(config: OffloadConfig) -> None:
         )
 
 
-def _check_inductor_settings() -> None:
+def _check_inductor_settings(config: OffloadConfig) -> None:
+    if asks_for_cuda_graphs(config) and inductor_config.triton.reorder_for_reducing_graph_partitions:
+        warn(
+            FallbackWarning,
+            "torch._inductor.config.triton.reorder_for_reducing_graph_partitions is on: with CUDA graphs it moves every reload "
+            'to the start of backward, so that nothing is saved. Add "triton.reorder_for_reducing_graph_partitions": False to '
+            'options, or use backend="graphoffload", which does.',
+            stacklevel=5,
+        )
     if inductor_config.reorder_for_peak_memory:
         warn(
             FallbackWarning,

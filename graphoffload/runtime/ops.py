@@ -33,7 +33,8 @@ from graphoffload.runtime.streams import streams_of
 HANDLE_DTYPE = torch.int64
 
 LIBRARY = torch.library.Library("graphoffload", "DEF")
-_TAGS = (torch.Tag.flexible_layout,)
+# Inductor captures CUDA graphs between these ops and calls them: a replay would copy to the buffers of its capture.
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
 LIBRARY.define("offload(Tensor x, str plan, int id) -> Tensor", tags=_TAGS)
 LIBRARY.define("release(Tensor(a!) x, Tensor handle, str plan, int id) -> ()", tags=_TAGS)
 LIBRARY.define(

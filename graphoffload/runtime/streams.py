@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphoffload.errors import NoStreamsWarning, RuntimeStateError, warn
+from graphoffload.errors import CaptureError, NoStreamsWarning, RuntimeStateError, warn
 from graphoffload.log import log
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.memcpy import KINDS, find_memcpy
@@ -25,6 +25,11 @@ Block = tuple[int, int, int]
 """Addresses of destination and source, and bytes."""
 
 _MOST_STREAMS = 64
+_CAPTURED = (
+    "{name}: its {direction} copy was called inside the capture of a CUDA graph. Every replay would use the host buffer of the "
+    "capture again, and microbatches in flight would overwrite each other, so the capture was stopped. Leave the capture to "
+    'mode="reduce-overhead", which captures the parts between the copies, or capture a model with policy="keep".'
+)
 
 
 class Named(Protocol):
@@ -79,8 +84,13 @@ class DeviceStreams:
 
         `block` says that the copy is of one block of bytes; `run` does the same by torch's means, with the side stream current.
         If anything is raised no copy is under way any more.
+
+        Raises:
+            CaptureError: the compute stream is being captured: every replay would copy to or from this one host buffer.
         """
         side = self.d2h if direction == "d2h" else self.h2d
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(_CAPTURED.format(direction=direction, name=entry.name))
         issued = self.event()
         issued.record(self.compute())
         issued.wait(side)

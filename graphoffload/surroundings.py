@@ -1,0 +1,81 @@
+"""What surrounds a plan and changes what it means: CUDA graphs captured between its copies, other processes with other plans.
+
+A captured graph is Python that runs once: an op inside it would copy to the host buffer of its capture in every replay, and
+microbatches in flight would overwrite each other. So the ops are tagged `cudagraph_unsafe`: Inductor cuts its graph at them,
+captures the parts between, and calls the ops in every step (`graph_partition`, on by default since 2.9). Where it does not
+cut, it captures nothing. Both are said here, once a plan.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor import config as inductor_config
+
+from graphoffload.config import OffloadConfig
+from graphoffload.errors import CudaGraphsWarning, PerRankPlanWarning, warn
+from graphoffload.saved import Plan
+
+_warned_of_ranks = False
+
+
+def asks_for_cuda_graphs(config: OffloadConfig) -> bool:
+    """Whether mode, options or torch's own settings turn Inductor's CUDA graphs on."""
+    options = dict(config.inductor_options)
+    if config.mode and config.mode != "default":
+        options = {**torch._inductor.list_mode_options(config.mode), **options}
+    return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def cuts_graphs(config: OffloadConfig) -> bool:
+    """Whether Inductor cuts graphs at what may not be captured, instead of capturing nothing of them."""
+    options = dict(config.inductor_options)
+    cut = options.get("graph_partition", inductor_config.graph_partition)
+    return bool(cut and not options.get("cpp_wrapper", inductor_config.cpp_wrapper))
+
+
+def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool) -> None:
+    """Say what a new plan, or one from a compile cache, meets: CUDA graphs that do not reach across it, and other ranks."""
+    if all(decision.action == "keep" for decision in plan.decisions):
+        return
+    if plan.transfers and asks_for_cuda_graphs(config):
+        _warn_of_cuda_graphs(plan, config, inductor=inductor)
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        _warn_of_ranks()
+
+
+def _warn_of_cuda_graphs(plan: Plan, config: OffloadConfig, *, inductor: bool) -> None:
+    count = len(plan.transfers)
+    asked = f"mode={config.mode!r}" if config.mode else "triton.cudagraphs"
+    if not inductor:
+        found = f'{asked} has no effect with inner="aot_eager": no CUDA graph is captured. Use inner="inductor".'
+    elif not plan.device.startswith("cuda"):
+        return  # there is none on a CPU, with us or without
+    elif cuts_graphs(config):
+        found = (
+            f"CUDA graphs are captured between its {count} offloads, releases, reloads and waits ({4 * count} calls a step), "
+            "not across them: a replay would use the host buffers of its capture, and microbatches in flight would overwrite "
+            "each other. Fewer, larger transfers (min_tensor_bytes) leave larger captured parts."
+        )
+    else:
+        found = (
+            f"no CUDA graph is captured of a graph with {count} offloaded tensors, although {asked} asks for them: a replay "
+            "would use the host buffers of its capture. Set graph_partition=True of torch._inductor.config, and cpp_wrapper=False, "
+            "to capture the parts between the copies."
+        )
+    warn(CudaGraphsWarning, f"{plan.graph}: {found}", stacklevel=5)
+
+
+def _warn_of_ranks() -> None:
+    global _warned_of_ranks
+    if _warned_of_ranks:
+        return
+    _warned_of_ranks = True
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    warn(
+        PerRankPlanWarning,
+        f"rank {rank} of {size} plans for itself, as every rank does: from its own free memory and its own measured times. "
+        "Gradients are the same whatever the others decide, but the slowest rank sets the pace of all. Give device_budget and "
+        'hardware as fixed values (such as "60GiB" and "h200-sxm") for equal plans, and set LOCAL_WORLD_SIZE so that '
+        "host_budget is shared (torchrun does).",
+        stacklevel=6,
+    )

@@ -1,0 +1,138 @@
+"""What surrounds a plan: CUDA graphs that may not reach across its copies. Said by name, and never captured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
+
+import graphoffload
+from graphoffload.config import OffloadConfig
+from graphoffload.errors import CaptureError, CudaGraphsWarning, FallbackWarning
+from graphoffload.runtime import streams
+from graphoffload.saved import Decision, Plan, Transfer
+from graphoffload.surroundings import warn_of_surroundings
+from graphoffload.testing import ZOO, compiled, run_step
+
+CASE = ZOO["attention"]
+
+
+def plan(device: str = "cuda:0", count: int = 3) -> Plan:
+    transfers = tuple(
+        Transfer(
+            id=i, tensor=f"t{i}", nbytes=8, offload_after=f"t{i}", release_after=None, reload_before="y", wait_before="y",
+            module="layer",
+        )
+        for i in range(count)
+    )  # fmt: skip
+    decisions = tuple(Decision(f"t{i}", "offload", "asked") for i in range(count))
+    return Plan(key="k", graph="graph7", decisions=decisions, transfers=transfers, device=device)
+
+
+def said(found: Plan, config: OffloadConfig, *, inductor: bool = True) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_surroundings(found, config, inductor=inductor)
+    assert all(issubclass(item.category, CudaGraphsWarning) for item in caught)
+    return [str(item.message) for item in caught]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OffloadConfig(mode="reduce-overhead"),
+        OffloadConfig(mode="max-autotune"),
+        OffloadConfig.from_options({"triton.cudagraphs": True}, environ={}),
+    ],
+)
+def test_what_is_not_captured_is_said(config: OffloadConfig) -> None:
+    """Which graph, how many calls stay outside, and why."""
+    (text,) = said(plan(), config)
+    for part in ("graph7", "between its 3 offloads", "12 calls a step", "microbatches in flight", "min_tensor_bytes"):
+        assert part in text
+
+
+def test_without_cuts_nothing_is_captured() -> None:
+    """graph_partition=False, from options or torch's own setting, or the C++ wrapper, which does not cut."""
+    uncut = OffloadConfig.from_options({"mode": "reduce-overhead", "graph_partition": False}, environ={})
+    wrapped = OffloadConfig.from_options({"mode": "reduce-overhead", "cpp_wrapper": True}, environ={})
+    for config in (uncut, wrapped):
+        (text,) = said(plan(), config)
+        assert "no CUDA graph is captured of a graph with 3 offloaded tensors" in text
+        assert "graph_partition=True" in text
+    with inductor_config.patch(graph_partition=False):
+        assert "no CUDA graph" in said(plan(), OffloadConfig(mode="reduce-overhead"))[0]
+
+
+def test_nothing_to_say() -> None:
+    """No CUDA graphs asked for, nothing copied, or no GPU."""
+    graphs = OffloadConfig(mode="reduce-overhead")
+    assert said(plan(), OffloadConfig()) == []
+    assert said(plan(), OffloadConfig(mode="max-autotune-no-cudagraphs")) == []
+    assert said(plan(count=0), graphs) == []
+    assert said(plan("cpu"), graphs) == []
+
+
+def test_a_mode_without_inductor() -> None:
+    """The mode is Inductor's: without it, it does nothing, on any device."""
+    (text,) = said(plan("cpu"), OffloadConfig(mode="reduce-overhead", inner="aot_eager"), inductor=False)
+    assert "mode='reduce-overhead' has no effect" in text
+    config = OffloadConfig(policy="offload", min_tensor_bytes=0, mode="reduce-overhead", inner="aot_eager")
+    with pytest.warns(CudaGraphsWarning, match="aot_eager"):
+        run_step(compiled(CASE.fresh("cpu"), graphoffload.OffloadBackend(config)), CASE.example("cpu"), CASE.loss)
+
+
+@pytest.mark.parametrize("op", ["offload", "release", "reload", "wait"])
+def test_no_op_may_be_captured(op: str) -> None:
+    """The tag by which Inductor cuts its graph."""
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.graphoffload, op).default.tags
+
+
+@pytest.fixture
+def settings_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """triton.reorder_for_reducing_graph_partitions in each call of Inductor's inner compile."""
+    seen: list[bool] = []
+    inner = compile_fx.compile_fx_inner
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(inductor_config.triton.reorder_for_reducing_graph_partitions)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", spy)
+    return seen  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("policy", "reordered"), [("offload", False), ("keep", True)])
+def test_reloads_stay_where_they_are_planned(settings_seen: list[bool], policy: str, reordered: bool) -> None:
+    """With CUDA graphs, Inductor would move all reloads, which depend on nothing but handles, to the start of backward."""
+    config = OffloadConfig(policy=policy, min_tensor_bytes=0, mode="reduce-overhead")
+    with inductor_config.patch(force_disable_caches=True):
+        run_step(compiled(CASE.fresh("cpu"), graphoffload.OffloadBackend(config)), CASE.example("cpu"), CASE.loss)
+    assert settings_seen == [reordered, reordered]
+
+
+def test_a_partitioner_alone_says_what_it_needs() -> None:
+    """Inside Inductor, without our backend, nobody sets the setting but the user."""
+    partitioner = graphoffload.OffloadPartitioner(OffloadConfig(policy="offload", min_tensor_bytes=0))
+    options = {"custom_partitioner_fn": partitioner, "reorder_for_peak_memory": False, "triton.cudagraphs": True}
+    module = CASE.fresh("cpu")
+    module.compile(options=options)
+    with pytest.warns(FallbackWarning, match=r"reorder_for_reducing_graph_partitions is on.*start of backward"):
+        run_step(module, CASE.example("cpu"), CASE.loss)
+
+
+def test_a_copy_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever captures: refused, before anything is issued, with the tensor's name."""
+    side = object.__new__(streams.DeviceStreams)
+    side.d2h = side.h2d = None  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    entry = type("Entry", (), {"name": "mm of layer0"})()
+    with pytest.raises(CaptureError) as info:
+        side.copy("d2h", entry, (), lambda: None)
+    for part in ("mm of layer0", "d2h", "inside the capture of a CUDA graph", "reduce-overhead", 'policy="keep"'):
+        assert part in str(info.value)
