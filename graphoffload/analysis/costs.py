@@ -19,6 +19,12 @@ from graphoffload.analysis.fusion import Fusion, Kind
 from graphoffload.analysis.storages import concrete, fake, size_hint, storage_id
 from graphoffload.hardware import HardwareProfile
 
+# Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens, and what a mask that is
+# read from memory leaves of them (4k tokens): docs/benchmarks.md.
+_ATTENTION_FORWARD = 0.79
+_ATTENTION_BACKWARD = 0.65
+_ATTENTION_WITH_MASK = 0.54
+
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
@@ -108,30 +114,60 @@ def _time_s(node: Node, flops: int, moved_bytes: int, hardware: HardwareProfile,
     if not flops:
         return bandwidth_s + (hardware.kernel_launch_s if moved_bytes and launch else 0.0)
     value = next(v for v in tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor))
-    rate = hardware.matmul_rate_flops_per_s(str(value.dtype).removeprefix("torch."))
+    rate = hardware.matmul_rate_flops_per_s(str(value.dtype).removeprefix("torch.")) * _share_of_matmul(node)
     return max(bandwidth_s, flops / rate) + hardware.kernel_launch_s
+
+
+def _share_of_matmul(node: Node) -> float:
+    """How much of a matrix product's rate an operation reaches."""
+    if "attention" not in str(node.target):
+        return 1.0
+    share = _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION_FORWARD
+    return share * _ATTENTION_WITH_MASK if _argument(node, ("attn_mask", "attn_bias")) is not None else share
 
 
 def _flops(node: Node) -> int:
     target = node.target
     packet = target._overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+    if "attention" in str(target):
+        return _attention_flops(node)
     if packet not in flop_registry:
         return 0
     args, kwargs = tree_map(_value, node.args), tree_map(_value, node.kwargs)
     try:
-        flops = int(size_hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]), unknown=0))
+        return int(size_hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]), unknown=0))
     except Exception:  # a formula that does not take this overload's arguments, or an unknown size: priced by its bytes
         return 0
-    return flops // 2 if _is_causal(node) else flops
 
 
-def _is_causal(node: Node) -> bool:
-    if "attention" not in str(node.target) or not isinstance(node.target, torch._ops.OpOverload):
-        return False
+def _attention_flops(node: Node) -> int:
+    """Two products of queries and keys forward, five backward; half of that where it is causal.
+
+    Not from torch's registry, which does not know attention on a CPU: plans for a GPU that is not there are made with it.
+    """
+    backward = "backward" in str(node.target)
+    values = [
+        value
+        for argument in node.args[backward : backward + 2]
+        if isinstance(argument, Node) and (value := fake(argument)) is not None
+    ]
+    if len(values) < 2 or any(value.dim() != 4 for value in values):
+        return 0
+    query, key = values
+    batch, heads, rows, width = (size_hint(size, unknown=0) for size in query.shape)
+    columns = size_hint(key.shape[2], unknown=0)
+    flops = (10 if backward else 4) * batch * heads * rows * columns * width
+    return int(flops // 2 if _argument(node, ("is_causal",)) is True else flops)
+
+
+def _argument(node: Node, names: tuple[str, ...]) -> Any:
+    """The value of an operation's argument, whether given by position or by name; None where it has no such argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-        if argument.name == "is_causal":
-            return value is True
-    return node.kwargs.get("is_causal") is True
+        if argument.name in names:
+            return value
+    return next((node.kwargs[name] for name in names if name in node.kwargs), None)
 
 
 def _value(argument: Any) -> Any:
