@@ -49,7 +49,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Actions and reasons in the order of the table; `warnings` are texts for the user, `notes` go into the plan."""
+    """Actions and reasons in the order of the table; `warnings` are texts for the user, `notes` go into the plan.
+
+    `planned`: by the planner, for a goal; else every action was wished for or everything is kept.
+    """
 
     actions: tuple[Action, ...]
     reasons: tuple[str, ...]
@@ -60,6 +63,7 @@ class Decided:
     max_inflight_bytes: int | None = None
     lower_bound_peak_bytes: int | None = None
     hint: str = ""
+    planned: bool = False
 
 
 def decide_actions(
@@ -109,7 +113,32 @@ def decide_actions(
         tuple(warnings),
         solution.max_inflight_bytes,
         solution.lower_bound_peak_bytes,
+        planned=True,
     )
+
+
+def decide_again(
+    first: Decided, program: Program, wanted: Sequence[Wish], config: OffloadConfig, limits: Limits, hardware: HardwareProfile
+) -> Decided:
+    """Keep or offload, anew, for what is saved once others are recomputed: only now is it known what that does to memory.
+
+    Args:
+        first: what decided the recomputation; its time with everything kept is what a slowdown is relative to.
+        program: the instance after partitioning again. wanted: a wish for each of its candidates.
+
+    Raises:
+        BudgetError: with this recomputation no plan fits.
+    """
+    program = replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
+    inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
+    goal: MeetBudget | WithinSlowdown = MeetBudget(limits.device_budget_bytes or 0)
+    if config.max_slowdown is not None:
+        compute_s = simulate(program, program.keep_actions(), hardware).time_s
+        limit_s = (1.0 + config.max_slowdown) * first.keep_timeline.time_s
+        goal = WithinSlowdown(max(0.0, limit_s / compute_s - 1.0))
+    solution = solve(program, hardware, goal, host_budget_bytes=limits.host_budget_bytes, max_inflight_bytes=inflight)
+    reasons = tuple(wish.reason if wish.action else reason for wish, reason in zip(wanted, solution.reasons, strict=True))
+    return replace(first, actions=tuple(solution.actions), reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
 
 
 def _hint(program: Program, hardware: HardwareProfile, limits: Limits) -> str:

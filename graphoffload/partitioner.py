@@ -29,9 +29,10 @@ from graphoffload.dump import write_dump
 from graphoffload.errors import FallbackWarning, warn
 from graphoffload.fragments import Fragment
 from graphoffload.hardware import resolve_hardware
+from graphoffload.joint import copy_graph
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
-from graphoffload.pipeline import Request, Rewritten, copy_graph, rewrite
+from graphoffload.pipeline import Request, Rewritten, rewrite
 from graphoffload.plan.predicted import Predicted
 from graphoffload.policies import stable_text
 from graphoffload.report import plan_table, summary_line

@@ -8,41 +8,44 @@ The joint graph that torch handed over is never written to; everything works on 
 
 from __future__ import annotations
 
-import copy
-import warnings
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload import compat
 from graphoffload.analysis.chains import Chain, chain_of, compared, mutated_placeholders
 from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
 from graphoffload.analysis.program import Instance, build_program
-from graphoffload.analysis.saved_values import GraphPair, graph_outputs, real_uses, saved_table
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_table
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import missing_symbols
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.config import OffloadConfig
-from graphoffload.decide import Decided, Limits, decide_actions
-from graphoffload.errors import NotOffloadedWarning, warn
+from graphoffload.decide import Decided, Limits, decide_actions, decide_again
+from graphoffload.errors import BudgetError, NotOffloadedWarning, warn
 from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
 from graphoffload.hardware import HardwareProfile, resolve_hardware
-from graphoffload.modules import resolve
+from graphoffload.joint import apply_tags, copy_graph, save_what_reads_mutated_inputs
+from graphoffload.modules import Resolution, resolve
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.once import save_memory_once
 from graphoffload.passes.reload import insert_reloads
 from graphoffload.passes.tag import tag_joint
+from graphoffload.plan.program import Program
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.planned import PlannedPair, make_plan
 from graphoffload.policies import patterns_of
 from graphoffload.runtime import registry
 from graphoffload.saved import Action, Plan, SavedTable, SavedTensor
+from graphoffload.units import format_bytes
 from graphoffload.verify import verify_graphs
 from graphoffload.wishes import Wish, check_tags, wishes_for, without_effect
+
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,28 @@ class _Work:
     table: SavedTable
     chains: dict[str, Chain]
     wanted: tuple[Wish, ...]
+    resolution: Resolution
     notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """One way to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
+
+    work: _Work
+    original: SavedTable
+    actions: dict[str, Action]
+    reasons: dict[str, str]
+    decided: Decided
+    instance: Instance
+    timeline: Timeline
+    excess: float
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """Less is better: what misses its goal least, then what is fastest (of plans for a slowdown: smallest)."""
+        cost = self.timeline.time_s if self.work.request.config.max_slowdown is None else self.timeline.peak_bytes
+        return max(0.0, self.excess), cost
 
 
 def rewrite(request: Request) -> Rewritten:
@@ -95,21 +119,14 @@ def rewrite(request: Request) -> Rewritten:
     Raises:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
-    work = _analyse(request)
-    program = _instance(work, fixed={}).program
-    decided = decide_actions(program, work.table, work.wanted, request.config, request.limits, work.hardware)
-    work.notes.extend(decided.notes)
-    keep_timeline = decided.keep_timeline
-    actions = dict(zip((t.name for t in work.table.tensors), decided.actions, strict=True))
-    original = work.table
-    if "recompute" in decided.actions:
-        actions = _partition_again(work, actions)
+    draft = _best_draft(_analyse(request))
+    work, decided = draft.work, draft.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
-    instance, timeline = _schedule(work, actions, decided)
     plan = make_plan(
-        PlannedPair(work.pair, original, work.table, instance, timeline),
-        actions,
+        PlannedPair(work.pair, draft.original, work.table, draft.instance, draft.timeline),
+        draft.actions,
+        draft.reasons,
         decided,
         key=request.key,
         name=request.name,
@@ -122,25 +139,79 @@ def rewrite(request: Request) -> Rewritten:
     graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
     if request.config.verify != "off":
         verify_graphs(graphs, plan, names)
-    return Rewritten(graphs, plan, before, timeline, keep_timeline, decided.hint)
+    return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, decided.hint)
+
+
+def _best_draft(work: _Work) -> _Draft:
+    """Plan, and where recomputation turns out to need more memory than it was planned with, plan again for less.
+
+    Raises:
+        BudgetError: no draft meets the budget.
+    """
+    program = _instance(work, fixed={}).program
+    limits, best = work.request.limits, None
+    for _ in range(_ATTEMPTS):
+        try:
+            draft = _draft(work, program, limits)
+        except BudgetError:
+            if best is None:
+                raise
+            break
+        best = draft if best is None or draft.score < best.score else best
+        if draft.excess <= 0 or not draft.decided.planned or limits.device_budget_bytes is None:
+            break
+        limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - int(draft.excess) - 1)
+    assert best is not None
+    if best.excess > 0 and work.request.config.max_slowdown is None and best.decided.planned:
+        budget = work.request.limits.device_budget_bytes or 0
+        raise BudgetError(
+            f"device_budget {format_bytes(budget)}: no plan was found that meets it. The least feasible one found is "
+            f"{format_bytes(budget + int(best.excess))} ({budget + int(best.excess)} bytes) at {best.timeline.slowdown:+.1%} "
+            "time. Raise device_budget to that, or make the batch or sequence smaller."
+        )
+    return best
+
+
+def _draft(work: _Work, program: Program, limits: Limits) -> _Draft:
+    """Decide for `limits`; what is left to decide after partitioning again is decided for the request's own."""
+    config, request = work.request.config, work.request
+    decided = decide_actions(program, work.table, work.wanted, config, limits, work.hardware)
+    work = replace(work, notes=[*work.notes, *decided.notes])
+    original = work.table
+    names = [tensor.name for tensor in original.tensors]
+    actions, reasons = dict(zip(names, decided.actions, strict=True)), dict(zip(names, decided.reasons, strict=True))
+    if "recompute" in decided.actions:
+        actions = _partition_again(work, actions)
+        if decided.planned:
+            wanted = wishes_for(work.table, config, work.resolution, fragment=bool(request.fragment))
+            wanted = tuple(replace(wish, action="keep") if wish.action == "recompute" else wish for wish in wanted)
+            instance = _instance(work, fixed={})
+            with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
+                decided = decide_again(decided, instance.program, wanted, config, request.limits, work.hardware)
+                names = [tensor.name for tensor in work.table.tensors]
+                actions = dict(zip(names, decided.actions, strict=True))
+                reasons.update(zip(names, decided.reasons, strict=True))
+    instance, timeline = _schedule(work, actions, decided)
+    return _Draft(work, original, actions, reasons, decided, instance, timeline, _excess(request, decided, timeline))
+
+
+def _excess(request: Request, decided: Decided, timeline: Timeline) -> float:
+    """Bytes above the budget, or seconds above the slowdown; negative below."""
+    if request.config.max_slowdown is not None:
+        return timeline.time_s - (1.0 + request.config.max_slowdown) * decided.keep_timeline.time_s * (1.0 + 1e-9)
+    budget = request.limits.device_budget_bytes
+    return -1.0 if budget is None else float(timeline.peak_bytes + request.limits.reserve_bytes - budget)
 
 
 def _copies(pair: GraphPair) -> GraphPair:
     return GraphPair(copy_graph(pair.forward), copy_graph(pair.backward), pair.num_fwd_outputs)
 
 
-def copy_graph(module: GraphModule) -> GraphModule:
-    """A graph module with its own graph and node metadata; tensors, submodules and node names are the original's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, from copying a graph's output specification
-        return GraphModule(module, copy.deepcopy(module.graph))
-
-
 def _analyse(request: Request) -> _Work:
     joint = copy_graph(request.joint)
     notes: list[str] = []
-    _binding_tags(joint, relax=request.limits.explicit, notes=notes)
-    _save_what_reads_mutated_inputs(joint)
+    apply_tags(joint, relax=request.limits.explicit, notes=notes)
+    save_what_reads_mutated_inputs(joint)
     tagged_from = list(request.joint.graph.nodes)
     pair = GraphPair(*compat.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
     table = saved_table(pair, tagged_from)
@@ -153,11 +224,11 @@ def _analyse(request: Request) -> _Work:
         )
     )
     hardware = resolve_hardware(request.config.hardware, _device(table))
-    wanted = _wanted(request, table, notes)
-    return _Work(request, hardware, pair, table, chains, wanted, notes)
+    resolution, wanted = _wanted(request, table, notes)
+    return _Work(request, hardware, pair, table, chains, wanted, resolution, notes)
 
 
-def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Wish, ...]:
+def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Wish, ...]]:
     """Wishes for all activations; patterns are resolved on the joint graph, which also has the modules that save nothing."""
     nodes = [node for node in request.joint.graph.nodes if node.op == "call_function"]
     operations: dict[str, list[str]] = {}
@@ -179,7 +250,7 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Wish
     check_tags(_tagged(nodes), config, resolution)
     wanted = wishes_for(table, config, resolution, fragment=bool(request.fragment))
     notes.extend(without_effect(table, config, resolution))
-    return wanted
+    return resolution, wanted
 
 
 def _tagged(nodes: list[Node]) -> list[SavedTensor]:
@@ -205,36 +276,6 @@ def _tagged(nodes: list[Node]) -> list[SavedTensor]:
 
 def _device(table: SavedTable) -> str:
     return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
-
-
-def _binding_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
-    """Make torch's partitioner save what is tagged for the host, and forget advice where a number was given."""
-    relaxed = 0
-    for node in joint.graph.nodes:
-        policy = node.meta.get("recompute")
-        if policy in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
-            if isinstance(node.meta.get("val"), torch.Tensor):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            else:
-                del node.meta["recompute"]
-                for user in node.users:
-                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        elif policy == CheckpointPolicy.PREFER_RECOMPUTE and relax:
-            del node.meta["recompute"]
-            relaxed += 1
-    if relaxed:
-        notes.append(f"checkpoint region relaxed: {relaxed} operations tagged by torch.utils.checkpoint were planned anew")
-
-
-def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
-    """Running an operation again after its input was written to would compute something else."""
-    mutated = mutated_placeholders(joint.graph, compat.mutated_inputs(joint.graph))
-    for placeholder in mutated:
-        if fake(placeholder) is None:
-            continue
-        for user in real_uses(placeholder):  # a saved view of the input would be the input itself
-            if user.op == "call_function" and isinstance(user.meta.get("val"), torch.Tensor):
-                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _without_unknown_sizes(pair: GraphPair, table: SavedTable) -> SavedTable:
@@ -301,8 +342,8 @@ def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Actio
     An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so.
     """
     joint = copy_graph(work.request.joint)
-    _binding_tags(joint, relax=work.request.limits.explicit, notes=[])
-    _save_what_reads_mutated_inputs(joint)
+    apply_tags(joint, relax=work.request.limits.explicit, notes=[])
+    save_what_reads_mutated_inputs(joint)
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
     again = [name for name, action in actions.items() if action == "recompute"]
     recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}
@@ -338,4 +379,4 @@ def _schedule(work: _Work, actions: dict[str, Action], decided: Decided) -> tupl
     return instance, simulate(instance.program, chosen, work.hardware, max_inflight_bytes=decided.max_inflight_bytes)
 
 
-__all__ = ["Request", "Rewritten", "copy_graph", "rewrite"]
+__all__ = ["Request", "Rewritten", "rewrite"]

@@ -31,6 +31,7 @@ class PlannedPair:
 def make_plan(
     planned: PlannedPair,
     actions: Mapping[str, Action],
+    reasons: Mapping[str, str],
     decided: Decided,
     *,
     key: str,
@@ -42,14 +43,13 @@ def make_plan(
     """The plan of one pair of graphs.
 
     Args:
-        actions: by SavedTensor name, for the tensors of `planned.table`; what is only in `planned.original` is recomputed.
+        actions, reasons: by SavedTensor name; what is only in `planned.original` is recomputed.
         notes, device, checksum: as in Plan.
     """
     original, table, timeline = planned.original, planned.table, planned.timeline
     places = _Places(planned.pair)
     scheduled = sorted(timeline.schedule, key=lambda item: (item.offload_at, item.candidate))
     transfers = tuple(_transfer(planned, places, number, item) for number, item in enumerate(scheduled))
-    reasons = dict(zip((tensor.name for tensor in original.tensors), decided.reasons, strict=True))
     gone = [tensor for tensor in original.tensors if tensor.name not in actions]
     tensors = sorted((*table.tensors, *gone), key=lambda tensor: tensor.produced_at)
     decisions = tuple(

@@ -134,6 +134,13 @@ def run(model: str, name: str, out: Path | None, limit: int) -> None:
             by_op[step.name.rstrip("0123456789_")].append(step.time_s * 1e3)
         rows = sorted(((sum(times), len(times), name) for name, times in by_op.items()), reverse=True)
         show("predicted ms by operation", [row for row in rows if row[0] > 0.2], 40)
+    from graphoffload.runtime import trace_stalls
+
+    with trace_stalls() as stalls:
+        session.step()
+    print(f"  stalls: {stalls.release_ms:.1f} ms in forward, {stalls.wait_ms:.1f} ms in backward")
+    show("stalls, ms", sorted(((ms, name) for name, ms in stalls.by_tensor_ms.items()), reverse=True), 12)
+    show("ready before needed, ms", sorted((ms, name) for name, ms in stalls.early_ms.items()), 40)
     show("kernels, ms", [row for row in kernels(session) if row[0] > 0.2], 60)
     session.close()
     measure.tidy()

@@ -1,0 +1,52 @@
+"""Copies of the joint graph, and the tags on them by which torch's partitioner is told what must be saved."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphoffload import compat
+from graphoffload.analysis.chains import mutated_placeholders
+from graphoffload.analysis.saved_values import real_uses
+from graphoffload.analysis.storages import fake
+
+
+def copy_graph(module: GraphModule) -> GraphModule:
+    """A graph module with its own graph and node metadata; tensors, submodules and node names are the original's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, from copying a graph's output specification
+        return GraphModule(module, copy.deepcopy(module.graph))
+
+
+def apply_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
+    """Make torch's partitioner save what is tagged for the host, and forget advice where a number was given."""
+    relaxed = 0
+    for node in joint.graph.nodes:
+        policy = node.meta.get("recompute")
+        if policy in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            else:
+                del node.meta["recompute"]
+                for user in node.users:
+                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif policy == CheckpointPolicy.PREFER_RECOMPUTE and relax:
+            del node.meta["recompute"]
+            relaxed += 1
+    if relaxed:
+        notes.append(f"checkpoint region relaxed: {relaxed} operations tagged by torch.utils.checkpoint were planned anew")
+
+
+def save_what_reads_mutated_inputs(joint: GraphModule) -> None:
+    """Running an operation again after its input was written to would compute something else."""
+    mutated = mutated_placeholders(joint.graph, compat.mutated_inputs(joint.graph))
+    for placeholder in mutated:
+        if fake(placeholder) is None:
+            continue
+        for user in real_uses(placeholder):  # a saved view of the input would be the input itself
+            if user.op == "call_function" and isinstance(user.meta.get("val"), torch.Tensor):
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
