@@ -101,6 +101,6 @@ def test_predicted_peak_is_what_is_allocated(options: dict[str, Any], monkeypatc
         measured = measured_peak_bytes(lambda: net(tokens).backward())
     program, timeline = found[-1]
     predicted = timeline.peak_bytes - program.static_bytes
-    assert 0.98 * measured <= predicted <= 1.12 * measured, (predicted, measured, timeline.peak_bytes)
+    assert 0.98 * measured <= predicted <= 1.15 * measured, (predicted, measured, timeline.peak_bytes)
     if "device_budget" in options:
         assert measured <= 1.02 * (options["device_budget"] - program.static_bytes)
