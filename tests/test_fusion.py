@@ -1,0 +1,123 @@
+"""What a fusing compiler makes of a graph: one kernel for operations that share data, and lives that follow kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphoffload.analysis.costs import Measured, node_costs
+from graphoffload.analysis.fusion import Fusion, fusion_of
+from graphoffload.analysis.storages import fake, storage_id
+from graphoffload.hardware import PROFILES
+
+
+def traced(function: Callable[..., object], *shapes: tuple[int, ...]) -> Graph:
+    """The graph of a function of tensors of these shapes."""
+    return make_fx(function, tracing_mode="fake")(*(torch.randn(shape) for shape in shapes)).graph
+
+
+def named(graph: Graph, name: str) -> Node:
+    """A node by its name."""
+    return next(node for node in graph.nodes if node.name == name)
+
+
+def exists(fusion: Fusion, node: Node) -> bool:
+    """Whether a node's value is in memory."""
+    value = fake(node)
+    assert value is not None
+    return storage_id(value) in fusion.real
+
+
+def gated(gate: Tensor, up: Tensor, d: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of a gated MLP: three products read what pointwise operations make of the same three tensors."""
+    gradient = d @ w
+    active = torch.sigmoid(gate)
+    return (active * up).t() @ d, (gradient * up * active).t() @ d, (gradient * active * gate).t() @ d
+
+
+def test_operations_that_share_data_are_one_kernel_even_where_products_stand_between_them() -> None:
+    graph = traced(gated, (64, 32), (64, 32), (64, 16), (16, 32))
+    fusion = fusion_of(graph, fuses=True)
+    products = [node for node in graph.nodes if "mul" in node.name and exists(fusion, node)]
+    assert len(products) == 3
+    assert len({fusion.spans[node] for node in products}) == 1, "all three are written, and in memory, at once"
+    assert not exists(fusion, named(graph, "sigmoid")), "computed where it is read"
+    start, end = fusion.spans[products[0]]
+    assert end - start == 2
+    assert set(fusion.order[start : end + 1]) == set(products)
+
+
+def test_what_a_kernel_needs_runs_before_it_and_every_node_runs_once() -> None:
+    graph = traced(gated, (64, 32), (64, 32), (64, 16), (16, 32))
+    fusion = fusion_of(graph, fuses=True)
+    assert sorted(node.name for node in fusion.order) == sorted(node.name for node in graph.nodes)
+    at = {node: position for position, node in enumerate(fusion.order)}
+    for node in fusion.spans:
+        for identity in fusion.read_by(node):
+            makers = [m for m in fusion.spans if (v := fake(m)) is not None and storage_id(v) == identity]
+            assert all(at[maker] < at[node] for maker in makers), (node, makers)
+    assert at[named(graph, "mm")] < min(at[node] for node in fusion.spans if "mul" in node.name)
+
+
+def test_a_value_is_read_when_the_kernel_runs_that_computes_it_inline() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        wide = x.double()  # never in memory: computed where the sum reads it
+        y = w @ w
+        return (wide * y).sum()
+
+    graph = traced(function, (32, 32), (32, 32))
+    fusion = fusion_of(graph, fuses=True)
+    x = fake(next(iter(graph.nodes)))
+    assert x is not None
+    readers = fusion.readers[storage_id(x)]
+    assert [node.name for node in readers] == ["sum_1"]
+    assert fusion.spans[readers[0]][0] > fusion.spans[named(graph, "mm")][1]
+
+
+def test_operations_over_other_sizes_or_with_a_product_between_them_stay_apart() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a = x.sin() @ w
+        b = (a + x).cos() @ w  # needs the product of the first
+        return a, b, (x[:4] * 2) @ w
+
+    graph = traced(function, (32, 32), (32, 32))
+    fusion = fusion_of(graph, fuses=True)
+    spans = [fusion.spans[named(graph, name)] for name in ("sin", "cos", "mul")]
+    assert len(set(spans)) == 3
+
+
+def test_without_fusion_every_value_exists_and_order_is_the_graphs() -> None:
+    graph = traced(gated, (64, 32), (64, 32), (64, 16), (16, 32))
+    fusion = fusion_of(graph, fuses=False)
+    assert fusion.order == list(graph.nodes)
+    assert exists(fusion, named(graph, "sigmoid"))
+
+
+def test_a_measured_kernel_brings_its_time_and_its_workspace() -> None:
+    graph = traced(lambda x, w: (x @ w).sin(), (32, 32), (32, 32))
+    fusion = fusion_of(graph, fuses=True)
+    known = Measured(1.0, 4096)
+    costs = node_costs(fusion, PROFILES["h200-sxm"], measured=lambda node: known if node.name == "mm" else None)
+    by_name = {node.name: cost for node, cost in zip(fusion.order, costs, strict=True)}
+    assert (by_name["mm"].time_s, by_name["mm"].workspace_bytes) == (1.0, 4096)
+    assert by_name["sin"].workspace_bytes == 0
+
+
+def test_attention_has_flops_and_its_backward_a_workspace_on_a_gpu() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, logsumexp = op(q, k, v, 0.0, True)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(d, q, k, v, out, logsumexp, 0.0, True)
+
+    shape = (2, 4, 64, 16)
+    graph = traced(function, shape, shape, shape, shape)
+    fusion = fusion_of(graph, fuses=True)
+    costs = [cost for cost in node_costs(fusion, PROFILES["h200-sxm"]) if cost.flops]
+    whole = 4 * 2 * 4 * 64 * 64 * 16
+    assert [cost.flops for cost in costs] == [whole // 2, whole * 5 // 2 // 2]
+    assert [cost.workspace_bytes for cost in costs] == [0, 4 * 2 * 4 * 64 * 16 + 4 * 2 * 4 * 64]
+    assert all(cost.workspace_bytes == 0 for cost in node_costs(fusion, PROFILES["cpu"]))
