@@ -43,8 +43,10 @@ from graphoffload.partitioner import OffloadPartitioner, partition_fn
 from graphoffload.report import OffloadReport
 from graphoffload.runtime import host_memory, release_host_memory, reset_stats, stats
 from graphoffload.runtime.registry import last_plans
+from graphoffload.tuning import tune
 
 __all__ = [
     "HardwareProfile", "OffloadBackend", "OffloadConfig", "OffloadPartitioner", "OffloadReport", "explain", "host_memory",
     "last_plans", "mark_boundaries", "mark_boundary", "offload", "partition_fn", "release_host_memory", "reset_stats", "stats",
+    "tune",
 ]  # fmt: skip

@@ -128,14 +128,15 @@ def _apply(config: OffloadConfig, target: Any) -> Any:
     if isinstance(target, type) and issubclass(target, nn.Module):
         return _compile_class(target, backend)
     if isinstance(target, nn.Module):
-        _compile_in_place(target, backend)
+        compile_in_place(target, backend)
         return target
     if callable(target):
         return torch.compile(target, backend=backend)
     raise ConfigError(f"offload() takes a function, an nn.Module class or an instance; got {type(target).__name__}.")
 
 
-def _compile_in_place(module: nn.Module, backend: OffloadBackend) -> None:
+def compile_in_place(module: nn.Module, backend: OffloadBackend) -> None:
+    """`module.compile(backend=backend)`, also for modules of torch.nn, whose forward Dynamo does not compile by itself."""
     if type(module).__module__.startswith("torch.nn.") and type(module).forward is not nn.Module.forward:
         # Dynamo skips frames inside torch.nn, so compiling Sequential.forward itself would compile nothing, silently.
         module._compiled_call_impl = torch.compile(_caller(module), backend=backend)
@@ -157,7 +158,7 @@ def _compile_class(kind: type[nn.Module], backend: OffloadBackend) -> type[nn.Mo
     @functools.wraps(original)
     def compiled_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._compiled_call_impl is None and not torch.compiler.is_compiling():
-            _compile_in_place(self, backend)
+            compile_in_place(self, backend)
         return original(self, *args, **kwargs)
 
     kind.__call__ = compiled_call  # type: ignore[method-assign]

@@ -48,11 +48,13 @@ class OffloadReport:
         plans: in the order of compilation.
         graph_breaks: how often the model's code was cut into graphs.
         measured: None until a step ran.
+        notes: what `tune` tried, a line each.
     """
 
     plans: tuple[Plan, ...] = ()
     graph_breaks: int = 0
     measured: Measured | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -141,6 +143,7 @@ class OffloadReport:
             "format": _FORMAT,
             "graph_breaks": self.graph_breaks,
             "measured": asdict(self.measured) if self.measured else None,
+            "notes": self.notes,
             "plans": [json.loads(plan.to_json()) for plan in self.plans],
             "derived": {name: getattr(self, name) for name in names},
         }
@@ -161,6 +164,7 @@ class OffloadReport:
                 plans=tuple(Plan.from_json(json.dumps(plan)) for plan in data["plans"]),
                 graph_breaks=data["graph_breaks"],
                 measured=Measured(**data["measured"]) if data["measured"] else None,
+                notes=tuple(data.get("notes", ())),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
@@ -176,7 +180,7 @@ class OffloadReport:
             parts.append("\n".join([title, *total_lines(totals(folded_rows(self.plans)))]) + "\n")
         elif self.graph_breaks:
             parts.append(f"{breaks}\n")
-        return "\n".join([*parts, *self._against_measured()]).rstrip("\n")
+        return "\n".join([*parts, *self._against_measured(), *self.notes]).rstrip("\n")
 
     def _against_measured(self) -> list[str]:
         """Predicted against measured, one line a figure; nothing until a step ran and beyond one graph without predictions."""

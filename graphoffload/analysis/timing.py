@@ -26,7 +26,8 @@ from graphoffload.log import log
 
 _REPEATS = 9
 _HEAT_S = 0.3
-_BETWEEN = 20
+_BETWEEN_S = 4e-3
+_LOAD_SHARE = 3.0
 _MEMORY_SHARE = 0.5
 _known: dict[str, Measured] = {}
 _loaded: set[Path] = set()
@@ -101,18 +102,25 @@ class _Load:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._factor: torch.Tensor | None = None
+        self._product_s = 0.0
 
-    def run(self) -> None:
-        """Enqueue a few milliseconds of products; the first time, run them until clocks have settled."""
+    def run(self, seconds: float) -> None:
+        """Enqueue products for about so long; the first time, run them until clocks have settled."""
         if self._factor is None:
             empty = torch.empty(4096, 4096, dtype=torch.bfloat16, device=self.device)
             self._factor = empty.normal_(generator=_generator(self.device))
-            began = time.perf_counter()
-            while time.perf_counter() - began < _HEAT_S:
-                self.run()
-                torch.cuda.synchronize(self.device)
-        for _ in range(_BETWEEN):
+            self._heat(self._factor)
+        for _ in range(max(1, int(seconds / self._product_s))):
             self._factor @ self._factor
+
+    def _heat(self, factor: torch.Tensor) -> None:
+        began, count = time.perf_counter(), 0
+        while (passed_s := time.perf_counter() - began) < _HEAT_S:
+            for _ in range(20):
+                factor @ factor
+            torch.cuda.synchronize(self.device)
+            count += 20
+        self._product_s = passed_s / count
 
 
 def _run(node: Node, device: torch.device, load: _Load, output_bytes: int) -> Measured | None:
@@ -129,13 +137,17 @@ def _run(node: Node, device: torch.device, load: _Load, output_bytes: int) -> Me
     args, kwargs = tree_map(argument, node.args), tree_map(argument, node.kwargs)
     stream = torch.cuda.current_stream(device)
     target(*args, **kwargs)
-    before = _allocated_so_far(device)
+    load.run(0.0)
+    torch.cuda.synchronize(device)
+    before, began = _allocated_so_far(device), time.perf_counter()
     target(*args, **kwargs)
     allocated = _allocated_so_far(device) - before
+    torch.cuda.synchronize(device)
+    once_s = time.perf_counter() - began
     laps = []
     for _ in range(_REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        load.run()
+        load.run(max(_BETWEEN_S, _LOAD_SHARE * once_s))
         start.record(stream)
         target(*args, **kwargs)
         end.record(stream)

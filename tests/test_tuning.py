@@ -1,0 +1,139 @@
+"""tune(): plans are corrected by what was measured, and the best one that ran stays compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphoffload
+from graphoffload import tuning
+from graphoffload.config import OffloadConfig
+from graphoffload.errors import BudgetError, ConfigError
+from graphoffload.hardware import PROFILES
+from graphoffload.saved import Decision, Plan, Prediction
+
+GIB = 2**30
+
+
+class Net(nn.Module):
+    """Products with a saved activation each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sin(layer(x))
+        return x
+
+
+def test_real_steps_run_the_plan_stays_and_gradients_are_keep_alls() -> None:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(32, 64)
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        net.zero_grad()
+        net(x).square().sum().backward()
+
+    step()
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    report = graphoffload.tune(
+        net, step, max_slowdown=5.0, inner="aot_eager", min_tensor_bytes=0, hardware=PROFILES["h200-sxm"], steps=2, rounds=1
+    )
+    assert calls >= 2 * (2 + 3)
+    assert report.measured_slowdown is not None
+    assert len(report.plans) == 1
+    assert any(note.startswith("kept: max_slowdown=") for note in report.notes), report.notes
+    assert "ms a step" in str(report)
+    assert graphoffload.OffloadReport.from_json(report.to_json()) == report
+    assert report.offloaded_bytes + report.recomputed_bytes > 0
+    step()
+    for parameter, wanted in zip(net.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, wanted)
+
+
+def plan(predicted: int) -> Plan:
+    """A plan that offloads something, with a predicted peak."""
+    prediction = Prediction(predicted_peak_bytes=predicted)
+    return Plan(key="k", graph="g", decisions=(Decision("a", "offload", ""),), prediction=prediction)
+
+
+class Played:
+    """Measurements by budget or slowdown, instead of steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+        self.asked: list[OffloadConfig] = []
+
+        def run(tuner: Any, config: OffloadConfig) -> tuning._Trial:
+            step_s, peak, predicted = answer(config)
+            if config.policy != "keep":
+                self.asked.append(config)
+            return tuning._Trial(config, f"compiled {len(self.asked)}", (plan(predicted),), step_s, peak)
+
+        monkeypatch.setattr(tuning._Tuner, "run", run)
+
+
+def test_a_peak_above_its_budget_is_planned_again_for_as_much_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, lambda c: (1.0, 99 * GIB, 0) if c.policy == "keep" else (
+        1.1, int(c.device_budget) + GIB, int(c.device_budget)))  # fmt: skip
+    net = Net()
+    report = graphoffload.tune(net, lambda: None, device_budget=10 * GIB)
+    assert [c.device_budget for c in played.asked] == [10 * GIB, 9 * GIB]
+    assert report.measured_peak_bytes == 10 * GIB
+    assert net._compiled_call_impl == "compiled 2"
+    assert [note.split(":")[0] for note in report.notes] == ["tried", "kept"]
+
+
+def test_room_below_the_budget_is_used_and_the_faster_plan_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, lambda c: (1.0, 99 * GIB, 0) if c.policy == "keep" else (
+        1.3 - int(c.device_budget) / (100 * GIB), int(c.device_budget) - 2 * GIB, int(c.device_budget)))  # fmt: skip
+    report = graphoffload.tune(Net(), lambda: None, device_budget=10 * GIB)
+    assert [c.device_budget for c in played.asked] == [10 * GIB, 12 * GIB]
+    assert report.measured is not None
+    assert report.measured.step_time_s == pytest.approx(1.18)
+
+
+def test_a_budget_that_no_plan_keeps_is_an_error_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    Played(monkeypatch, lambda c: (1.0, 12 * GIB, 9 * GIB))
+    with pytest.raises(BudgetError, match=r"device_budget 10\.0 GiB: the best of 3 .* reaches 12\.0 GiB, 2\.00 GiB too"):
+        graphoffload.tune(Net(), lambda: None, device_budget=10 * GIB)
+
+
+def test_a_step_that_is_too_slow_is_planned_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, lambda c: (1.0, 99 * GIB, 0) if c.policy == "keep" else (
+        1.02 + float(c.max_slowdown or 0), GIB, GIB))  # fmt: skip
+    report = graphoffload.tune(Net(), lambda: None, max_slowdown=0.05)
+    assert [c.max_slowdown for c in played.asked] == [0.05, pytest.approx(0.03)]
+    assert report.measured_slowdown == pytest.approx(0.05)
+
+
+def test_keep_all_that_does_not_fit_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(config: OffloadConfig) -> tuple[float, int, int]:
+        if config.policy == "keep":
+            raise torch.OutOfMemoryError
+        return 1.0, 10 * GIB, 10 * GIB
+
+    Played(monkeypatch, answer)
+    report = graphoffload.tune(Net(), lambda: None, device_budget=10 * GIB)
+    assert report.measured_slowdown is None
+    assert report.measured_peak_bytes == 10 * GIB
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"steps": 0}, r"tune\(steps=0, rounds=2\): at least one step"),
+        ({"policy": "offload"}, r'policy="offload" leaves nothing to plan'),
+    ],
+)
+def test_refuses_what_leaves_nothing_to_do(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        graphoffload.tune(Net(), lambda: None, **given)
