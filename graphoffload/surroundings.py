@@ -59,8 +59,8 @@ def _warn_of_cuda_graphs(plan: Plan, config: OffloadConfig, *, inductor: bool) -
     else:
         found = (
             f"no CUDA graph is captured of a graph with {count} offloaded tensors, although {asked} asks for them: a replay "
-            "would use the host buffers of its capture. Set graph_partition=True of torch._inductor.config, and cpp_wrapper=False, "
-            "to capture the parts between the copies."
+            "would use the host buffers of its capture. Set graph_partition=True and cpp_wrapper=False of torch._inductor "
+            "to have the parts between the copies captured."
         )
     warn(CudaGraphsWarning, f"{plan.graph}: {found}", stacklevel=5)
 

@@ -12,8 +12,9 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 
 import graphoffload
+from graphoffload import surroundings
 from graphoffload.config import OffloadConfig
-from graphoffload.errors import CaptureError, CudaGraphsWarning, FallbackWarning
+from graphoffload.errors import CaptureError, CudaGraphsWarning, FallbackWarning, PerRankPlanWarning
 from graphoffload.runtime import streams
 from graphoffload.saved import Decision, Plan, Transfer
 from graphoffload.surroundings import warn_of_surroundings
@@ -136,3 +137,20 @@ def test_a_copy_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         side.copy("d2h", entry, (), lambda: None)
     for part in ("mm of layer0", "d2h", "inside the capture of a CUDA graph", "reduce-overhead", 'policy="keep"'):
         assert part in str(info.value)
+
+
+def test_plans_are_made_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a process, and only where a plan changes something: ranks that keep all cannot disagree."""
+    for name, value in (("is_initialized", True), ("get_world_size", 8), ("get_rank", 3)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(surroundings, "_warned_of_ranks", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_surroundings(plan(count=0), OffloadConfig(), inductor=True)
+    with pytest.warns(PerRankPlanWarning) as caught:
+        warn_of_surroundings(plan(), OffloadConfig(), inductor=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_surroundings(plan(), OffloadConfig(), inductor=True)
+    for part in ("rank 3 of 8", "device_budget", "h200-sxm", "LOCAL_WORLD_SIZE", "slowest rank"):
+        assert part in str(caught[0].message)
