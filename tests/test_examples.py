@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import os
 import re
@@ -23,6 +24,7 @@ EXAMPLES = ROOT / "examples"
 ARGUMENTS: dict[str, list[str]] = {
     "train_gpt.py": ["--steps", "12", "--layers", "2", "--width", "64", "--context", "64", "--min-tensor-bytes", "16384"],
     "train_hf_llama.py": ["--steps", "6", "--layers", "2", "--inner", "aot_eager"],
+    "hf_trainer.py": ["--steps", "12"],
     "explain_plan.py": ["--layers", "2", "--device-budget", "4GiB"],
     "write_a_policy.py": [],
     "pareto.py": ["--tiny", "--methods", "ours", "--steps", "2", "--block", "1"],
@@ -31,8 +33,13 @@ ARGUMENTS: dict[str, list[str]] = {
 EXECUTED_DOCS = ["docs/one_tensor.md"]
 
 
+def python_path() -> str:
+    """This checkout before whatever the tests were started with."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_example(name: str, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore::FutureWarning", EXAMPLES / name, *arguments],
         cwd=ROOT.parent, env=environment, capture_output=True, text=True, timeout=300,
@@ -79,6 +86,31 @@ def test_train_hf_llama() -> None:
     held = re.search(r"host memory held for activations: (\d+) bytes", out)
     assert held, out
     assert int(held[1]) > 0, "nothing went to the host"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("needed", ["", "peft"])
+def test_hf_trainer(needed: str) -> None:
+    """Trainer trains, evaluates and saves what was compiled in place; with an adapter where peft is there, else a refusal."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    if needed and importlib.util.find_spec(needed) is None:
+        refused = subprocess.run(
+            [sys.executable, EXAMPLES / "hf_trainer.py", "--lora"],
+            env={**os.environ, "PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert refused.returncode == 2
+        assert "--lora needs peft, which is not installed here" in refused.stderr
+        return
+    out = run_example("hf_trainer.py", *ARGUMENTS["hf_trainer.py"], *(["--lora"] if needed else []))
+    found = re.search(r"evaluation loss ([0-9.]+) -> ([0-9.]+) in 12 steps; saved and loaded again ([0-9.]+)", out)
+    assert found, out
+    before, after, loaded = map(float, found.groups())
+    assert after < before - 0.1
+    assert loaded == pytest.approx(after, abs=2e-4)
+    copied = re.search(r"^offloaded (\d+) bytes in (\d+) copies, reloaded (\d+) bytes", out, re.M)
+    assert copied, out
+    assert int(copied[1]) == int(copied[3]) > 0, "every microbatch had a backward"
 
 
 def test_explain_plan() -> None:
