@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from graphoffload import compat
 from graphoffload.config import OffloadConfig, split_options
 from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.fragments import Fragment
+from graphoffload.inner_compile import compile_as_planned
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
 from graphoffload.out_of_memory import with_note
@@ -155,7 +155,7 @@ def _inner(
     if partitioner is None:
         return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
     patches["custom_partitioner_fn"] = partitioner
-    ordered = compile_fx(gm, list(example_inputs), inner_compile=_compile_as_planned(partitioner), config_patches=patches)
+    ordered = compile_fx(gm, list(example_inputs), inner_compile=compile_as_planned(partitioner.key), config_patches=patches)
     return cast("Callable[..., Any]", ordered)
 
 
@@ -164,27 +164,6 @@ _AS_PLANNED = {
     "allow_buffer_reuse": False,
     "triton.reorder_for_reducing_graph_partitions": False,
 }
-
-
-def _compile_as_planned(partitioner: OffloadPartitioner) -> Callable[..., Any]:
-    """Inductor's inner compile, for a plan that changes anything without what would undo it.
-
-    reorder_for_peak_memory moves every release next to its offload and every reload next to its wait. Buffer reuse holds the
-    memory of a dead buffer for a later one of the same size, as long as Inductor's own estimate of the peak allows it, which
-    knows nothing of kernels' workspaces and of reloads: on a 32k-token stack four gradients that nobody needs any more (3.8 GB)
-    stood at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well. With CUDA graphs, Inductor
-    also moves what it may not capture together, every reload to the start of backward.
-    """
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    def compile_as_planned(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        plan = registry.of_key(partitioner.key) if partitioner.key else None
-        if plan is None or all(decision.action == "keep" for decision in plan.decisions):
-            return compile_fx_inner(gm, example_inputs, **kwargs)
-        with inductor_config.patch(_AS_PLANNED):
-            return compile_fx_inner(gm, example_inputs, **kwargs)
-
-    return compile_as_planned
 
 
 def _inductor_patches(config: OffloadConfig) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphoffload.analysis.costs import Measured, node_costs
-from graphoffload.analysis.fusion import Fusion, fusion_of
+from graphoffload.analysis.fusion import FARTHEST, Fusion, fusion_of
 from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.hardware import PROFILES
+from graphoffload.inner_compile import only_near_fusions
 
 
 def traced(function: Callable[..., object], *shapes: tuple[int, ...]) -> Graph:
@@ -121,3 +122,31 @@ def test_attention_has_flops_and_its_backward_a_workspace_on_a_gpu() -> None:
     assert [cost.flops for cost in costs] == [whole // 2, whole * 5 // 2 // 2]
     assert [cost.workspace_bytes for cost in costs] == [0, 4 * 2 * 4 * 64 * 16 + 4 * 2 * 4 * 64]
     assert all(cost.workspace_bytes == 0 for cost in node_costs(fusion, PROFILES["cpu"]))
+
+
+def test_what_merely_reads_the_same_data_far_apart_stays_apart() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        first = (x * 2) @ w
+        between = w
+        for _ in range(FARTHEST + 2):
+            between = between @ w
+        return first, between + (x * 3) @ w
+
+    graph = traced(function, (32, 32), (32, 32))
+    fusion = fusion_of(graph, fuses=True)
+    assert fusion.spans[named(graph, "mul")] != fusion.spans[named(graph, "mul_1")]
+
+
+def test_inductor_is_held_to_the_same_distance() -> None:
+    from types import SimpleNamespace
+
+    from torch._inductor.virtualized import V
+
+    def node(order: int) -> SimpleNamespace:
+        return SimpleNamespace(min_order=order, max_order=order)
+
+    before = type(V.choices)
+    with only_near_fusions():
+        assert not V.choices.can_fuse_horizontal(None, node(0), node(FARTHEST + 1), 10**9)
+        assert isinstance(V.choices, before)
+    assert type(V.choices) is before

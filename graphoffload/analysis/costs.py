@@ -123,7 +123,7 @@ def _share_of_matmul(node: Node) -> float:
     if "attention" not in str(node.target):
         return 1.0
     share = _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION_FORWARD
-    return share * _ATTENTION_WITH_MASK if _argument(node, ("attn_mask", "attn_bias")) is not None else share
+    return share * _ATTENTION_WITH_MASK if argument_of(node, ("attn_mask", "attn_bias")) is not None else share
 
 
 def _flops(node: Node) -> int:
@@ -157,10 +157,10 @@ def _attention_flops(node: Node) -> int:
     batch, heads, rows, width = (size_hint(size, unknown=0) for size in query.shape)
     columns = size_hint(key.shape[2], unknown=0)
     flops = (10 if backward else 4) * batch * heads * rows * columns * width
-    return int(flops // 2 if _argument(node, ("is_causal",)) is True else flops)
+    return int(flops // 2 if argument_of(node, ("is_causal",)) is True else flops)
 
 
-def _argument(node: Node, names: tuple[str, ...]) -> Any:
+def argument_of(node: Node, names: tuple[str, ...]) -> Any:
     """The value of an operation's argument, whether given by position or by name; None where it has no such argument."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None

@@ -44,6 +44,7 @@ _KERNEL_WORDS = (
 )
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
 _INLINED_READS = 4  # Inductor computes a value again where it is read rather than store it, up to this many reads
+FARTHEST = 20  # operations between two that merely read the same data; further apart they are not fused under a plan
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
 
 
@@ -159,13 +160,16 @@ def _readers(node: Node) -> list[Node]:
 
 @dataclass(slots=True, eq=False)
 class _Kernel:
-    """Nodes that run as one, at the earliest where `first` is. `space`: elements it iterates over, None: it runs alone.
+    """Nodes that run as one, at the earliest where `first` is, the `order`-th operation that runs.
+
+    `space`: elements it iterates over; None: it runs alone.
 
     `needs` are the numbers of the kernels it reads from, `ancestors` those and theirs as bits.
     """
 
     number: int
     first: int
+    order: int
     space: int | None
     nodes: list[Node] = field(default_factory=list)
     needs: set[int] = field(default_factory=set)
@@ -178,20 +182,22 @@ def _group(graph: Graph, fusion: Fusion) -> None:
     made_by: dict[int, int] = {}
     touching: dict[int, list[int]] = {}
     sizes = {storage_id(value): storage_nbytes(value) or 0 for node in graph.nodes for value in _tensors(node)}
+    order = 0
     for at, node in enumerate(graph.nodes):
         kind = fusion.kinds[node]
         value = fake(node)
         if kind not in ("kernel", "fused") or (kind == "fused" and value is not None and storage_id(value) in fusion.sources):
             continue
+        order += 1
         reads = fusion.read_by(node)
         for identity in reads:
             fusion.readers.setdefault(identity, []).append(node)
         needs = {made_by[identity] for identity in reads if identity in made_by}
         space = _space(node) if kind == "fused" else None
         weights = {identity: sizes.get(identity, 0) for identity in reads}
-        home = _home(kernels, touching, weights, needs, space) if space else None
+        home = _home(kernels, touching, weights, needs, space, order) if space else None
         if home is None:
-            home = _Kernel(len(kernels), at, space)
+            home = _Kernel(len(kernels), at, order, space)
             kernels.append(home)
         home.nodes.append(node)
         home.needs |= needs - {home.number}
@@ -207,7 +213,7 @@ def _group(graph: Graph, fusion: Fusion) -> None:
 
 
 def _home(
-    kernels: list[_Kernel], touching: dict[int, list[int]], reads: dict[int, int], needs: set[int], space: int
+    kernels: list[_Kernel], touching: dict[int, list[int]], reads: dict[int, int], needs: set[int], space: int, order: int
 ) -> _Kernel | None:
     """The kernel that an operation joins: it touches the same data, has the same iteration space, and nothing that the
     operation needs must run after it."""
@@ -218,7 +224,7 @@ def _home(
     after = {number: kernels[number].ancestors for number in needs}
     for number in sorted(shared, key=lambda n: (shared[n], n), reverse=True):
         kernel = kernels[number]
-        if kernel.space != space:
+        if kernel.space != space or (number not in needs and order - kernel.order > FARTHEST):
             continue
         if any(bits >> number & 1 for other, bits in after.items() if other != number):
             continue

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphoffload.analysis.costs import Measured
+from graphoffload.analysis.costs import Measured, argument_of
 from graphoffload.analysis.fusion import kind_of
 from graphoffload.analysis.storages import fake, tensor_nbytes
 from graphoffload.log import log
@@ -80,6 +80,8 @@ def _measure(node: Node, device: torch.device, load: _Load) -> Measured | None:
         return None
     if "attention" not in str(node.target) and any(value is not None and not value.is_floating_point() for value in values):
         return None  # indices: random ones could be out of range
+    if "attention" in str(node.target) and (argument_of(node, ("dropout_p",)) or "scaled_dot_product" not in str(node.target)):
+        return None  # made-up seeds and sequence bounds: an operation that follows them ends the process
     wanted = sum(tensor_nbytes(value) or 0 for value in (*values, *outputs) if value is not None)
     free, _ = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
