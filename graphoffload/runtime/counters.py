@@ -11,8 +11,10 @@ class Counters:
 
     offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes moved. relaid: reloads whose run-time strides differed from the
     graph's, so that a second copy on the device put them right. dropped: offloaded tensors that no backward asked for.
-    checked: digests compared. inflight_peak_bytes: most bytes offloaded and not yet released at one time. release_stall_us,
-    wait_stall_us: what compute waited for copies to and from the host, as far as it was timed (runtime.trace_stalls).
+    checked: digests compared. deferred: releases left to the next graph. prefetches: reloads started in the backward of the
+    graph behind; prefetch_hits: those that a reload took. inflight_peak_bytes: most bytes offloaded and not yet released at
+    one time. release_stall_us, wait_stall_us: what compute waited for copies to and from the host, as far as it was timed
+    (runtime.trace_stalls).
     """
 
     offloads: int = 0
@@ -25,6 +27,9 @@ class Counters:
     relaid_bytes: int = 0
     dropped: int = 0
     checked: int = 0
+    deferred: int = 0
+    prefetches: int = 0
+    prefetch_hits: int = 0
     inflight_bytes: int = 0
     inflight_peak_bytes: int = 0
     release_stall_us: int = 0

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import threading
 from collections import defaultdict, deque
 from typing import Any, cast
 
 import torch
 
 from graphoffload.errors import BackwardNeverCameWarning, RuntimeStateError, warn
+from graphoffload.runtime import between
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.pool import POOL
@@ -36,8 +36,8 @@ class Entry:
     """One offloaded tensor: where its bytes are, in which layout, and which copies are under way."""
 
     __slots__ = (
-        "buffer", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "reloads", "run", "source",
-        "source_ptr", "target", "ticket", "weak",
+        "ahead", "buffer", "call", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "pending", "reloads",
+        "run", "source", "source_ptr", "stream", "target", "ticket", "weak",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, layout: Layout, run: RunPlan, id: int) -> None:
@@ -56,6 +56,16 @@ class Entry:
         self.digest: torch.Tensor | None = None
         self.reloads = 0
         self.inflight = False
+        self.call: between.Call | None = None
+        self.pending = False
+        self.ahead: torch.Tensor | None = None
+        self.stream: Any = None  # that the memory of a pending source, or of a prefetched tensor, belongs to
+
+    def count_released(self) -> None:
+        """Count that the source is free."""
+        self.inflight = False
+        COUNTERS.releases += 1
+        COUNTERS.inflight_bytes -= self.layout.nbytes
 
     @property
     def name(self) -> str:
@@ -67,7 +77,7 @@ class Entries:
     """All living entries of this process, by plan and by the identity of their handles' storages."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = between.LOCK
         self._by_storage: dict[str, dict[int, Entry]] = defaultdict(dict)
         self._by_ticket: dict[int, Entry] = {}
         self._copied: dict[tuple[str, int], deque[Entry]] = defaultdict(deque)
@@ -192,6 +202,7 @@ class Entries:
 
     def _close(self, entry: Entry, *, came_about: bool = True) -> None:
         COUNTERS.dropped += came_about and entry.reloads == 0
+        between.leave(entry)
         if entry.weak:
             torch.UntypedStorage._free_weak_ref(entry.weak)
             entry.weak = 0

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from graphoffload.errors import ChecksumError, RuntimeStateError
+from graphoffload.runtime import between
 from graphoffload.runtime.checksum import digest
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.entries import ENTRIES, Entry
@@ -62,6 +63,7 @@ def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
     handle = torch.empty(1, dtype=HANDLE_DTYPE, device=layout.device)
     entry = Entry(x, layout, run, id)
     try:
+        between.enter(entry)
         if run.checksum:
             entry.digest = digest(x)
         if ACTIVE.twin:
@@ -74,6 +76,7 @@ def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
         raise
     COUNTERS.offloaded(layout.nbytes)
     entry.inflight = True
+    between.offloaded(entry)
     return handle
 
 
@@ -104,7 +107,7 @@ def _copy_to_host(x: torch.Tensor, entry: Entry) -> None:
 
 def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     entry = ENTRIES.find(handle, plan, id)
-    if entry.source is None:
+    if entry.source is None or entry.pending:
         raise RuntimeStateError(f"{entry.name} was released twice (plan {plan}).")
     nbytes = entry.layout.nbytes
     if x.data_ptr() != entry.source_ptr:
@@ -113,14 +116,15 @@ def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
             f"({nbytes} bytes). A compiler passed one of them a temporary; the copy could be of freed memory. "
             'Try inner="aot_eager" or keep this tensor with policy={"<its module>": "keep"}, and report this.'
         )
+    if between.defers(entry):
+        return
     if entry.d2h_done is not None:
         streams = streams_of(entry.layout.device)
         assert streams is not None
         streams.compute_waits_for("release", entry, entry.d2h_done)
+        between.released(entry)
     entry.source = None
-    entry.inflight = False
-    COUNTERS.releases += 1
-    COUNTERS.inflight_bytes -= nbytes
+    entry.count_released()
     if ACTIVE.release is not None:
         ACTIVE.release(x, entry.name)
 
@@ -136,7 +140,22 @@ def _reload(
             f"{entry.name}: backward asks for {tuple(size)} {dtype}, but {tuple(layout.size)} {layout.dtype} was offloaded "
             f"(plan {plan})."
         )
-    y = torch.empty_strided(size, stride, dtype=dtype, device=layout.device)
+    between.reloading(entry)
+    entry.run.asked[id] = (size, stride, dtype)
+    y = between.take(entry, size, stride, dtype)
+    if y is None:
+        y = _reload_now(entry, size, stride, as_it_lies=as_it_lies)
+    entry.target = y
+    entry.reloads += 1
+    ENTRIES.reloaded = True
+    COUNTERS.reloads += 1
+    between.prefetch(entry.call, _copy_as_it_lies)
+    return y
+
+
+def _reload_now(entry: Entry, size: Sequence[int], stride: Sequence[int], *, as_it_lies: bool) -> torch.Tensor:
+    layout = entry.layout
+    y = torch.empty_strided(size, stride, dtype=layout.dtype, device=layout.device)
     if entry.target is not None and entry.h2d_done is not None:
         # An earlier backward stopped before its wait: the memory it was copying to is about to be free.
         streams = streams_of(layout.device)
@@ -147,11 +166,13 @@ def _reload(
         y.copy_(entry.clone)
     elif layout.nbytes:
         _copy_to_device(y, entry, as_it_lies=as_it_lies)
-    entry.reloads += 1
-    ENTRIES.reloaded = True
-    COUNTERS.reloads += 1
     COUNTERS.h2d_bytes += layout.nbytes
     return y
+
+
+def _copy_as_it_lies(y: torch.Tensor, entry: Entry) -> None:
+    _copy_to_device(y, entry, as_it_lies=True)
+    COUNTERS.h2d_bytes += entry.layout.nbytes
 
 
 def _copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> None:
@@ -189,6 +210,7 @@ def _wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
             + ("nothing was reloaded" if target is None else f"reload writes to {target.data_ptr():#x}")
             + f" (plan {plan}). The gradient could be wrong, so the step is stopped. Please report this with a graph dump."
         )
+    between.waited(entry)
     if entry.h2d_done is not None:
         streams = streams_of(entry.layout.device)
         assert streams is not None

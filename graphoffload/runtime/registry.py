@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,9 +20,13 @@ from graphoffload.saved import Plan
 
 
 class RunPlan:
-    """The part of a plan that the ops look at on every call."""
+    """The part of a plan that the ops look at on every call, and what the last calls taught.
 
-    __slots__ = ("_names", "checksum", "key", "layouts")
+    at_end: ids that are released at the end of forward. asked: size, stride and type that backward reloads an id with.
+    first: ids that backward reloads before it first waits.
+    """
+
+    __slots__ = ("_names", "asked", "at_end", "checksum", "first", "key", "layouts", "linked", "transfers", "window_bytes")
 
     def __init__(self, plan: Plan | None, key: str) -> None:
         transfers = plan.transfers if plan is not None else ()
@@ -29,6 +34,19 @@ class RunPlan:
         self._names = {t.id: f"{t.tensor} of {t.module or 'the model'}" for t in transfers}
         self.layouts: dict[int, Layout] = {}
         self.checksum = plan.checksum if plan is not None else False
+        self.transfers = len(transfers)
+        self.at_end = frozenset(t.id for t in transfers if t.release_after is None)
+        self.linked = False
+        self.window_bytes: int | None = None
+        self.asked: dict[int, tuple[Sequence[int], Sequence[int], torch.dtype]] = {}
+        self.first: tuple[int, ...] = ()
+
+    def link(self, window_bytes: int | None) -> None:
+        """Let this plan's copies outlive its graphs (see between.py): nothing in them reuses a source that was released.
+
+        `window_bytes`: what may be outstanding across graphs; None: what the largest of them offloads.
+        """
+        self.linked, self.window_bytes = True, window_bytes
 
     def name(self, id: int) -> str:
         """A transfer's tensor and module, for messages."""

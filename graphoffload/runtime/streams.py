@@ -135,9 +135,19 @@ class DeviceStreams:
         """Order everything issued to the compute stream from now on after `event`."""
         event.wait(self.compute())
 
-    def compute_waits_for(self, op: str, entry: Named, event: Any) -> None:
-        """The same for the op `release` or `wait`, timed where that was asked for."""
-        compute = self.compute()
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured: nothing outside of it may be waited for, or left for later."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def headroom_bytes(self) -> int:
+        """How much could be allocated without a new peak."""
+        allocated = torch._C._cuda_memoryStats(self.index)["allocated_bytes"]["all"]
+        return int(allocated["peak"] - allocated["current"])
+
+    def compute_waits_for(self, op: str, entry: Named, event: Any, compute: Any = None) -> None:
+        """The same for the op `release` or `wait`, timed where that was asked for; `compute`: None for the current stream."""
+        if compute is None:
+            compute = self.compute()
         if ACTIVE.stalls is None:
             event.wait(compute)
         else:

@@ -1,0 +1,335 @@
+"""What one graph leaves to the next: copies that outlive their forward, and reloads that start before their backward.
+
+    forward    graph 0  |== offloads ==|R       releases at its end do not wait: graph 1 follows, as in the last two forwards
+               graph 1        |W= offloads =|   the runtime holds graph 0's sources; as graph 1's offloads fill the window,
+               ...                              compute waits for the oldest copy, and its source goes
+               last graph              |=RW     waits at its end, as a single graph does, and all that is pending goes
+    backward   last graph  |= reloads =|P       behind the last of its own reloads those that the graph before it needs first
+               graph before  |T ...             its reload takes what is there already
+
+The order is learnt: a call of a compiled forward (`Call`) is expected to be followed by another one if it was in the last two
+forwards. What is guessed wrong costs time, or memory up to the window, never a gradient: a pending source goes at the first
+reload at the latest, a prefetched tensor that nobody took goes when the backward of another graph or the next forward starts.
+Neither memory is given up before the stream that it belongs to waits for the copy.
+
+Only plans that the backend linked take part: there Inductor reuses no buffer within a graph, and captures no CUDA graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphoffload.runtime.counters import COUNTERS
+from graphoffload.runtime.hooks import ACTIVE
+from graphoffload.runtime.registry import RunPlan
+from graphoffload.runtime.streams import DeviceStreams, streams_of
+
+if TYPE_CHECKING:
+    from graphoffload.runtime.entries import Entry
+
+LOCK = threading.RLock()
+"""Guards handles and all that is pending: forward, backward and whoever clears dead handles are different threads."""
+
+_LONGEST = 4096  # calls of one forward whose order is learnt
+
+
+class Call:
+    """One call of a compiled forward, and later of its backward.
+
+    entries: those that live, by id. before: the call before it in the same forward, while it has entries. followed: another
+    call is expected behind it. reloading: ids in the order of its latest backward's reloads.
+    """
+
+    __slots__ = ("before", "entries", "followed", "nbytes", "reloading", "run", "seen", "track", "waited")
+
+    def __init__(self, run: RunPlan, track: Track, before: Call | None, *, followed: bool) -> None:
+        self.run = run
+        self.track = track
+        self.before = before
+        self.followed = followed
+        self.entries: dict[int, Entry] = {}
+        self.seen: set[int] = set()
+        self.nbytes = 0
+        self.reloading: list[int] = []
+        self.waited = False
+
+
+class Track:
+    """The calls of one thread's forwards on one device: their order, what is pending, what is prefetched."""
+
+    __slots__ = (
+        "_as_before", "_last", "_now", "_second_last", "ahead", "backward", "call", "largest_bytes", "pending", "pending_bytes",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.backward: Call | None = None
+        self.pending: deque[Entry] = deque()
+        self.pending_bytes = 0
+        self.ahead: list[Entry] = []
+        self.largest_bytes = 0
+        self._now: list[str] = []
+        self._last: tuple[str, ...] = ()
+        self._second_last: tuple[str, ...] = ()
+        self._as_before = False
+
+    def begin(self, run: RunPlan, streams: DeviceStreams | None) -> Call:
+        """A compiled forward starts."""
+        at = len(self._now)
+        if at == 0:
+            drop_prefetched(self)
+            self.backward = None
+            self._as_before = self._last == self._second_last
+        if self.call is not None:
+            self.largest_bytes = max(self.largest_bytes, self.call.nbytes)
+        self._as_before = self._as_before and at < len(self._last) and self._last[at] == run.key
+        followed = self._as_before and at + 1 < len(self._last) and run.linked
+        followed = followed and streams is not None and not streams.capturing()
+        if at < _LONGEST:
+            self._now.append(run.key)
+        self.call = Call(run, self, self.call, followed=followed)
+        return self.call
+
+    def turn(self) -> None:
+        """The first reload: forward is over."""
+        self._second_last, self._last, self._now = self._last, tuple(self._now), []
+        self.call = None
+
+    @property
+    def forward_runs(self) -> bool:
+        """Whether a call was made since the last reload."""
+        return bool(self._now)
+
+    def window_bytes(self, run: RunPlan) -> int:
+        """What may be outstanding across calls: max_inflight_bytes, else what the largest call offloads."""
+        return run.window_bytes if run.window_bytes is not None else self.largest_bytes
+
+
+class _Tracks(threading.local):
+    """This thread's tracks by device."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, Track] = {}
+
+
+_TRACKS = _Tracks()
+
+
+def enter(entry: Entry) -> None:
+    """Find the call that an offload belongs to: a call offloads each id once."""
+    device, run = entry.layout.device, entry.run
+    track = _TRACKS.of.get(device)
+    if track is None:
+        track = _TRACKS.of[device] = Track()
+    call = track.call
+    if call is None or call.run is not run or entry.id in call.seen:
+        with LOCK:
+            call = track.begin(run, streams_of(device))
+    call.seen.add(entry.id)
+    call.entries[entry.id] = entry
+    entry.call = call
+
+
+def offloaded(entry: Entry) -> None:
+    """Make room in the window for what was just offloaded."""
+    call = entry.call
+    if call is None:
+        return
+    call.nbytes += entry.layout.nbytes
+    track = call.track
+    if track.pending:
+        room = track.window_bytes(call.run) - call.nbytes
+        with LOCK:
+            while track.pending and track.pending_bytes > room:
+                _settle(track, 1)
+
+
+def defers(entry: Entry) -> bool:
+    """Whether a release is left to the graphs that follow; if so, it is pending from now on."""
+    call = entry.call
+    if call is None or not call.followed or entry.id not in entry.run.at_end or entry.d2h_done is None:
+        return False
+    streams, track = streams_of(entry.layout.device), call.track
+    assert streams is not None
+    with LOCK:
+        entry.stream = streams.compute()
+        entry.pending = True
+        track.pending.append(entry)
+        track.pending_bytes += entry.layout.nbytes
+        COUNTERS.deferred += 1
+        while track.pending_bytes > track.window_bytes(call.run):
+            _settle(track, 1)
+    return True
+
+
+def released(entry: Entry) -> None:
+    """Compute waited for this entry's copy: copies run in order, so what earlier calls left pending is done as well."""
+    call = entry.call
+    if call is None or not call.track.pending:
+        return
+    streams = streams_of(entry.layout.device)
+    with LOCK:
+        pending = call.track.pending
+        if streams is not None and all(older.stream is streams.compute() for older in pending):
+            while pending and pending[0].call is not call:
+                _free(pending[0])
+
+
+def _settle(track: Track, count: int) -> None:
+    """Let compute wait for the copies of the oldest `count` pending sources; then they go."""
+    streams = streams_of(track.pending[0].layout.device)
+    assert streams is not None
+    for entry in list(track.pending)[:count]:
+        streams.compute_waits_for("release", entry, entry.d2h_done, entry.stream)
+        _free(entry)
+
+
+def _free(entry: Entry) -> None:
+    """Forget a pending source that nothing reads any more."""
+    assert entry.call is not None
+    _unlist(entry)
+    source, entry.source = entry.source, None
+    entry.count_released()
+    if ACTIVE.release is not None and source is not None:
+        ACTIVE.release(source, entry.name)
+
+
+def _unlist(entry: Entry) -> None:
+    assert entry.call is not None
+    track = entry.call.track
+    track.pending.remove(entry)
+    track.pending_bytes -= entry.layout.nbytes
+    entry.pending = False
+
+
+def reloading(entry: Entry) -> None:
+    """A reload comes: forward is over, everything pending goes, and prefetched tensors of other calls were a wrong guess."""
+    call = entry.call
+    if call is None:
+        return
+    track = call.track
+    with LOCK:
+        if track.forward_runs:
+            track.turn()
+        if track.pending:
+            _settle(track, len(track.pending))
+        if track.backward is not call:
+            track.backward = call
+            drop_prefetched(track, but=call)
+        if entry.id in call.reloading:  # a second backward of a retained graph
+            call.reloading, call.waited = [], False
+        call.reloading.append(entry.id)
+
+
+def waited(entry: Entry) -> None:
+    """A wait comes: what was reloaded before a call's first one is what a prefetch brings next time."""
+    call = entry.call
+    if call is not None and not call.waited:
+        call.waited = True
+        call.run.first = tuple(call.reloading)
+
+
+def take(entry: Entry, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+    """The tensor that was prefetched for an entry, if it is what backward asks for on the stream that it asks on."""
+    if entry.ahead is None:
+        return None
+    streams = streams_of(entry.layout.device)
+    with LOCK:
+        y = entry.ahead
+        if y is None:
+            return None
+        fits = tuple(y.shape) == tuple(size) and y.stride() == tuple(stride) and y.dtype == dtype
+        if not fits or streams is None or streams.compute() is not entry.stream or streams.capturing():
+            _drop(entry)
+            return None
+        assert entry.call is not None
+        entry.call.track.ahead.remove(entry)
+        entry.ahead = None
+    COUNTERS.prefetch_hits += 1
+    return y
+
+
+def prefetch(call: Call | None, copy: Callable[[torch.Tensor, Entry], Any]) -> None:
+    """Behind a call's last reload: start those that the call before it waits for first, as far as memory allows.
+
+    `copy(y, entry)` starts the copy to y and leaves its event in `entry.h2d_done`.
+    """
+    if call is None or call.before is None or len(call.reloading) != call.run.transfers or not call.run.linked:
+        return
+    with LOCK:
+        before = call.before
+        if before is None or not before.run.linked or before.run.transfers == 0:
+            return
+        found = [entry for id in before.run.first if (entry := before.entries.get(id)) is not None]
+        if not found or not all(entry.layout.device == found[0].layout.device for entry in found):
+            return
+        streams = streams_of(found[0].layout.device)
+        if streams is None or streams.capturing():
+            return
+        left = streams.headroom_bytes()
+        if before.run.window_bytes is not None:
+            left = min(left, before.run.window_bytes)
+        for entry in found:
+            left -= entry.layout.nbytes
+            if left < 0 or not _start(entry, streams, copy):
+                return
+
+
+def _start(entry: Entry, streams: DeviceStreams, copy: Callable[[torch.Tensor, Entry], Any]) -> bool:
+    """Prefetch one tensor; False where the guess is not worth going on with."""
+    asked, layout = entry.run.asked.get(entry.id), entry.layout
+    idle = entry.target is None and entry.ahead is None and entry.buffer is not None and entry.d2h_done is not None
+    if asked is None or not idle or not entry.weak or torch.UntypedStorage._expired(entry.weak):
+        return False
+    size, stride, dtype = asked
+    if dtype != layout.dtype or not layout.returns_as_it_lies(size, stride):
+        return False
+    try:
+        y = torch.empty_strided(size, stride, dtype=dtype, device=layout.device)
+    except torch.OutOfMemoryError:
+        return False
+    copy(y, entry)
+    assert entry.call is not None
+    entry.ahead, entry.stream = y, streams.compute()
+    entry.call.track.ahead.append(entry)
+    COUNTERS.prefetches += 1
+    return True
+
+
+def drop_prefetched(track: Track, *, but: Call | None = None) -> None:
+    """Give up what was prefetched for other calls."""
+    for entry in list(track.ahead):
+        if entry.call is not but:
+            _drop(entry)
+
+
+def _drop(entry: Entry) -> None:
+    """Give up a prefetched tensor: the stream that its memory belongs to waits for the copy."""
+    streams = streams_of(entry.layout.device)
+    assert streams is not None and entry.call is not None
+    entry.h2d_done.wait(entry.stream)
+    entry.call.track.ahead.remove(entry)
+    entry.ahead = None
+
+
+def leave(entry: Entry) -> None:
+    """An entry is closed: its pending source and its prefetched tensor go, behind their copies."""
+    call = entry.call
+    if call is None:
+        return
+    with LOCK:
+        if entry.pending:
+            entry.d2h_done.wait(entry.stream)
+            _free(entry)
+        if entry.ahead is not None:
+            _drop(entry)
+        if call.entries.get(entry.id) is entry:
+            del call.entries[entry.id]
+        if not call.entries:
+            call.before = None
+        entry.call = None
