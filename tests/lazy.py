@@ -126,7 +126,7 @@ def lazy_streams() -> Iterator[LazyStreams]:
     lazy = LazyStreams()
     with (
         mock.patch.dict(streams._STREAMS, {CPU: lazy}),
-        mock.patch("graphoffload.runtime.slabs._page_lock", lambda raw: False),
+        mock.patch("graphoffload.runtime.slabs._page_lock", return_value=False),
         mock.patch.object(POOL, "poison", True),
         release_hook(overwrite),
     ):

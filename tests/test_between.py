@@ -20,7 +20,7 @@ from graphoffload.hardware import HardwareProfile
 from graphoffload.runtime import between, host_memory, twin_copies
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.registry import run_plan
-from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, run_step
+from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, differences, run_step
 from graphoffload.testing.attention import HIDDEN, Block
 
 SEEDS = (0, 1, 2, 3, 4, 5)
@@ -447,11 +447,10 @@ def test_a_source_that_goes_without_a_wait_shows(lazy: LazyStreams) -> None:
     """The rule broken on purpose: the late copy reads what was written over the source, or free memory."""
     module = per_block(max_inflight_bytes=20_000)
     expected = references(module)
-    with _careless("_settle"), pytest.raises(AssertionError):
-        for seed in SEEDS:
-            assert_equal_bits(step(module, seed), expected[seed])
-            assert not lazy.complaints
+    with _careless("_settle"):
+        found = [differences(step(module, seed), expected[seed]) for seed in SEEDS]
     lazy.finish()
+    assert any(found) or lazy.complaints
     lazy.complaints.clear()
 
 

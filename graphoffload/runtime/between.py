@@ -311,7 +311,8 @@ def drop_prefetched(track: Track, *, but: Call | None = None) -> None:
 def _drop(entry: Entry) -> None:
     """Give up a prefetched tensor: the stream that its memory belongs to waits for the copy."""
     streams = streams_of(entry.layout.device)
-    assert streams is not None and entry.call is not None
+    assert streams is not None
+    assert entry.call is not None
     entry.h2d_done.wait(entry.stream)
     entry.call.track.ahead.remove(entry)
     entry.ahead = None

@@ -9,6 +9,7 @@ At run time (ops and streams), with the disturbance under which the missing orde
     flat_in_wrong_strides   bytes are copied in logical order, and their strides recorded as physical
     offload_a_temporary     offload reads a copy of the tensor that release names
     reload_nothing          the copy back is forgotten
+    settle_without_wait     a source that was left to the next graph goes before D2H has read it
 
 In the graph (what the verifier must refuse, and what runs wrong without it):
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from graphoffload import pipeline
 from graphoffload.analysis.saved_values import GraphPair
-from graphoffload.runtime import ops, streams
+from graphoffload.runtime import between, ops, streams
 from graphoffload.saved import Plan
 from graphoffload.testing.faults import _implementation
 
@@ -107,6 +108,19 @@ def offload_a_temporary() -> Iterator[None]:
 def reload_nothing() -> contextlib.AbstractContextManager[Any]:
     """The target keeps whatever its memory held."""
     return mock.patch.object(ops, "_copy_to_device", return_value=None)
+
+
+@contextlib.contextmanager
+def settle_without_wait() -> Iterator[None]:
+    """What was pending from an earlier graph goes at once."""
+    original = between._settle
+
+    def careless(*args: Any) -> None:
+        with mock.patch.object(streams.DeviceStreams, "compute_waits_for", return_value=None):
+            original(*args)
+
+    with mock.patch.object(between, "_settle", careless):
+        yield
 
 
 Edit = Callable[[torch.fx.Graph], None]

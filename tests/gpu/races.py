@@ -19,10 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphoffload.hardware import HardwareProfile
 from graphoffload.runtime import copy_hook, release_hook, twin_copies
 from graphoffload.testing import Case, Result, case_steps, differences, whole_gradient_error
 
 DEVICE = "cuda"
+SLOW_LINK = HardwareProfile(
+    name="slow link", source="datasheet", memory_bytes=2**34, d2h_bytes_per_s=1e8, h2d_bytes_per_s=1e8,
+    matmul_flops_per_s=(("float32", 1e13),),
+)  # fmt: skip
+"""Planned for this, copies take longer than their graph: releases stand at its end, reloads at its start."""
 SEEDS = (0, 1, 2, 3)
 CYCLES_PER_MS = 2_000_000  # at 2 GHz; a slower clock only delays longer
 
@@ -109,6 +115,15 @@ def _lagging(case: Case, lag_ms: float, overwriter: Overwriter | None) -> Case:
         return case.loss(output)
 
     return dataclasses.replace(case, inputs=inputs, loss=loss)
+
+
+def compile_blocks(case: Case, backend: Any) -> torch.nn.Module:
+    """A fresh module of the case whose layers are compiled one by one: every layer is a graph of its own."""
+    torch._dynamo.reset()
+    module = case.fresh(DEVICE)
+    for layer in module.get_submodule("layers").children():
+        layer.compile(backend=backend)
+    return module
 
 
 def twin(case: Case, module: torch.nn.Module) -> list[Result]:

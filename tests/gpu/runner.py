@@ -195,7 +195,7 @@ class Runner:
         row.ours["plans"] = our_plans()
         row.ours["config"] = repr(session.workload.module._compiled_call_impl)[:200] if row.ours["plans"] == [] else ""
         moved = int(row.ours["per_step"].get("d2h_bytes", 0))
-        if variant.kind == "offload" and variant.argument == "all" and not variant.options:
+        if variant.kind == "offload" and variant.argument == "all" and not variant.options and not variant.per_block:
             self.eligible.note(session.workload, moved)
         if moved:
             row.ours["twin_error"] = twin_error(session, self.reference)

@@ -21,6 +21,8 @@ def test_names_of_variants() -> None:
     assert (variant.kind, variant.argument) == ("offload", "5.8GB")
     assert dict(variant.options) == {"max_inflight_bytes": "2GiB", "min_tensor_bytes": 0}
     assert dict(parse('ours:{"max_slowdown": 0.02}').options) == {"max_slowdown": 0.02}
+    blocks = parse("per-block/offload:5.8GB")
+    assert (blocks.kind, blocks.argument, blocks.per_block, variant.per_block) == ("offload", "5.8GB", True, False)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ def test_names_of_variants() -> None:
         ("offload", "offload needs a size"),
         ("keep+policy=offload", "only variants of graphoffload take options"),
         ("slowdown:much", "could not convert"),
+        ("per-block/eager", "only keep and variants of graphoffload go block by block"),
     ],
 )
 def test_bad_names(text: str, message: str) -> None:

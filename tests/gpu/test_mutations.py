@@ -68,6 +68,21 @@ def test_broken_order_shows(name: str) -> None:
 
 
 @pytest.mark.usefixtures("deterministic")
+def test_broken_order_between_graphs_shows() -> None:
+    """A window of one small tensor: what the graph before left pending is settled in the next graph."""
+    case = ZOO["three_blocks"]
+    config = graphoffload.OffloadConfig(
+        policy="offload", inner="aot_eager", min_tensor_bytes=0, max_inflight_bytes="16KiB", hardware=races.SLOW_LINK
+    )
+    module = races.compile_blocks(case, graphoffload.OffloadBackend(config))
+    reference = twin(case, module)
+    assert not complaints(case, module, reference, SLOW_COPIES)
+    with mutations.settle_without_wait():
+        assert complaints(case, module, reference, SLOW_COPIES), "nothing noticed settle_without_wait"
+    assert not complaints(case, module, reference, SLOW_COPIES)
+
+
+@pytest.mark.usefixtures("deterministic")
 def test_temporary_is_refused() -> None:
     """No delay is needed: release compares the memory it is given with what offload reads."""
     case = ZOO["three_blocks"]

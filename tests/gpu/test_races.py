@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from gpu import measure, races
@@ -69,6 +71,26 @@ def test_zoo(name: str) -> None:
 def test_zoo_under_inductor(name: str) -> None:
     """Inductor reuses memory, reorders, and chooses layouts of its own."""
     check_case(name, "inductor")
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("window", ["16KiB", "1MiB"])
+def test_blocks_compiled_one_by_one(inner: str, window: str) -> None:
+    """Copies outlive their graph, and reloads start in the backward of the graph behind."""
+    case = ZOO["three_blocks"]
+    options = dataclasses.replace(config(inner), hardware=races.SLOW_LINK, max_inflight_bytes=window)
+    module = races.compile_blocks(case, graphoffload.OffloadBackend(options))
+    reference = twin(case, module)
+    graphoffload.reset_stats()
+    for disturbance in ALL:
+        for repeat in range(REPEATS // len(SEEDS)):
+            results, _ = disturbed(case, module, disturbance, seed=repeat)
+            found = found_differences(results, reference)
+            assert not found, f"{disturbance.name}, repeat {repeat}:\n" + "\n".join(found)
+    stats = graphoffload.stats()
+    assert stats["prefetch_hits"] > 0
+    assert stats["deferred"] > 0
 
 
 def _draw_batch(workload: Workload, seed: int) -> None:

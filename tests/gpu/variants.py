@@ -14,6 +14,8 @@
     over:11.5GB            device_budget = what is allocated between steps + this; no reserve. For "peak over static at most"
     slowdown:0.02          max_slowdown
     ours:{"policy": ...}   any options of OffloadConfig as JSON
+    per-block/NAME         keep, or any of ours, with every layer compiled on its own and the rest of the model in eager;
+                           per-block/offload:5.8GB moves the same bytes as offload:5.8GB, evenly from all layers
 Any of ours takes further options: offload:all+max_inflight_bytes=2GiB+verify=checksum
 """
 
@@ -23,7 +25,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,12 +39,13 @@ OURS = ("ours-keep", "recompute", "offload", "auto", "over", "slowdown", "ours")
 
 @dataclass(frozen=True)
 class Variant:
-    """A parsed name: `kind` with its argument, and options of OffloadConfig given after "+"."""
+    """A parsed name: `kind` with its argument, options of OffloadConfig given after "+", and whether each layer is a graph."""
 
     text: str
     kind: str
     argument: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    per_block: bool = False
 
     @property
     def ours(self) -> bool:
@@ -74,6 +77,11 @@ def parse(text: str) -> Variant:
     Raises:
         ValueError: unknown kind, or an argument that does not fit; the message lists the known kinds.
     """
+    if text.startswith("per-block/"):
+        variant = parse(text.removeprefix("per-block/"))
+        if not (variant.ours or variant.kind == "keep"):
+            raise ValueError(f"{text!r}: only keep and variants of graphoffload go block by block")
+        return replace(variant, text=text, per_block=True)
     kind, _, argument = text.partition(":")
     options: dict[str, Any] = {}
     if kind == "ours":
@@ -170,13 +178,16 @@ class Eligible:
         """Remember what a run of offload:all was seen to move."""
         self.known[_key(workload)] = nbytes
 
-    def ask(self, workload: Workload, options: dict[str, Any]) -> int:
-        """Bytes, from explain; where that fails, from a forward that is compiled and thrown away."""
-        key = _key(workload)
+    def ask(self, workload: Workload, options: dict[str, Any], *, per_block: bool = False) -> int:
+        """Bytes, from explain; where that fails, or block by block, from a forward that is compiled and thrown away."""
+        key = _key(workload) + (" per block" if per_block else "")
         if key not in self.known:
             import graphoffload
 
             config = graphoffload.OffloadConfig(policy="offload", **options)
+            if per_block:
+                self.known[key] = _moved_bytes(workload, graphoffload.OffloadBackend(config))
+                return self.known[key]
             try:
                 report = graphoffload.explain(workload.module, config)(**workload.batch, **workload.constants)
                 self.known[key] = int(report.offloaded_bytes)
@@ -196,6 +207,24 @@ def _planned_bytes(workload: Workload, backend: Any) -> int:
     return sum(plan.offloaded_bytes for plan in graphoffload.last_plans() if plan.key not in before)
 
 
+def layers_of(workload: Workload) -> list[nn.Module]:
+    """Every module that full checkpointing would wrap."""
+    return [layer for path in workload.blocks for layer in workload.module.get_submodule(path).children()]
+
+
+def _moved_bytes(workload: Workload, backend: Any) -> int:
+    """What one forward copies to the host when each layer is compiled: one plan may serve many of them."""
+    import graphoffload
+
+    for layer in layers_of(workload):
+        layer.compile(backend=backend, dynamic=False)
+    before = graphoffload.stats()["d2h_bytes"]
+    workload.loss()
+    for layer in layers_of(workload):
+        layer._compiled_call_impl = None
+    return graphoffload.stats()["d2h_bytes"] - before
+
+
 def _key(workload: Workload) -> str:
     return f"{workload.name} {sorted(workload.sizes.items())}"
 
@@ -211,7 +240,8 @@ def our_options(variant: Variant, workload: Workload, eligible: Eligible) -> dic
     if kind == "offload":
         if argument == "all":
             return {"policy": "offload", **extra}
-        whole = eligible.ask(workload, {k: v for k, v in extra.items() if k in ("min_tensor_bytes", "offload_modules")})
+        limits = {k: v for k, v in extra.items() if k in ("min_tensor_bytes", "offload_modules")}
+        whole = eligible.ask(workload, limits, per_block=variant.per_block)
         share = parse_size(argument, field="offload") / max(whole, 1)
         return {"policy": "offload", "offload_fraction": min(share, 1.0), **extra}
     if kind == "auto":
@@ -253,7 +283,8 @@ def apply(variant: Variant, workload: Workload, eligible: Eligible) -> Callable[
     elif kind == "keep":
         backend = Inductor()
     if backend is not None:
-        module.compile(backend=backend, dynamic=False)
+        for part in layers_of(workload) if variant.per_block else [module]:
+            part.compile(backend=backend, dynamic=False)
     if kind == "save_on_cpu":
         return functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
     return contextlib.nullcontext
