@@ -28,7 +28,7 @@ from graphoffload.report import summary_line
 from graphoffload.runtime import registry
 from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
-from graphoffload.surroundings import warn_of_surroundings
+from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
 
 _graphs = itertools.count()
 _configs_with_breaks: set[str] = set()
@@ -123,7 +123,7 @@ def _after_compile(base: str, key: str, config: OffloadConfig) -> None:
         say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
         warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
     registry.remember(base, plan)
-    if config.inner == "aot_eager" or not _inductor_patches(config).get("triton.cudagraphs", inductor_config.triton.cudagraphs):
+    if config.inner == "aot_eager" or not asks_for_cuda_graphs(config):
         window = config.max_inflight_bytes
         registry.run_plan(key).link(window if isinstance(window, int) else None)
 

@@ -79,6 +79,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(torch.cuda, "stream", world.switch)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (world.current, index, 1), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: world.device, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(streams, "find_memcpy", lambda: world.memcpy)
     return world
 
