@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
+from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 
 import graphoffload
 from graphoffload import surroundings
@@ -90,8 +91,11 @@ def test_a_mode_without_inductor() -> None:
 
 @pytest.mark.parametrize("op", ["offload", "release", "reload", "wait"])
 def test_no_op_may_be_captured(op: str) -> None:
-    """The tag by which Inductor cuts its graph."""
-    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.graphoffload, op).default.tags
+    """The tag by which Inductor cuts its graph, asked as Inductor asks."""
+    target = getattr(torch.ops.graphoffload, op).default
+    assert torch.Tag.cudagraph_unsafe in target.tags
+    assert is_cudagraph_unsafe_fx_node(torch.fx.Graph().call_function(target))
+    assert not is_cudagraph_unsafe_fx_node(torch.fx.Graph().call_function(torch.ops.aten.mm.default))
 
 
 @pytest.fixture
