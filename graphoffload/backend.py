@@ -162,13 +162,6 @@ def _inner(
     return cast("Callable[..., Any]", ordered)
 
 
-_AS_PLANNED = {
-    "reorder_for_peak_memory": False,
-    "allow_buffer_reuse": False,
-    "triton.reorder_for_reducing_graph_partitions": False,
-}
-
-
 def _inductor_patches(config: OffloadConfig) -> dict[str, Any]:
     patches: dict[str, Any] = {}
     if config.mode and config.mode != "default":

@@ -12,6 +12,13 @@ from torch.fx import GraphModule
 from graphoffload.analysis.fusion import FARTHEST
 from graphoffload.runtime import registry
 
+AS_PLANNED = {
+    "reorder_for_peak_memory": False,
+    "allow_buffer_reuse": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+}
+"""Settings of torch._inductor.config without which Inductor would move what was planned."""
+
 
 def compile_as_planned(key: str | None) -> Callable[..., Any]:
     """Inductor's inner compile for the graphs of the plan `key`; a plan that keeps everything changes nothing.
@@ -19,7 +26,8 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
     reorder_for_peak_memory moves every release next to its offload and every reload next to its wait. Buffer reuse holds the
     memory of a dead buffer for a later one of the same size, as long as Inductor's own estimate of the peak allows it, which
     knows nothing of kernels' workspaces and of reloads: on a 32k-token stack four gradients that nobody needs any more (3.8 GB)
-    stood at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well.
+    stood at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well. With CUDA graphs,
+    Inductor also gathers what it may not capture, which takes every reload to the start of backward.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -27,7 +35,7 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
         plan = registry.of_key(key) if key else None
         if plan is None or all(decision.action == "keep" for decision in plan.decisions):
             return compile_fx_inner(gm, example_inputs, **kwargs)
-        with inductor_config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False), only_near_fusions():
+        with inductor_config.patch(AS_PLANNED), only_near_fusions():
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     return compile_inner
