@@ -28,6 +28,7 @@ from graphoffload.report import summary_line
 from graphoffload.runtime import registry
 from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
+from graphoffload.sharing import count_calls
 from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
 
 _graphs = itertools.count()
@@ -88,7 +89,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
         _after_compile(base, key, config)
-    return with_note(compiled, key)
+    return count_calls(with_note(compiled, key), key, config, limits)
 
 
 def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[Plan | None, Callable[..., Any]]:

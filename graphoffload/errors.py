@@ -90,6 +90,10 @@ class PerRankPlanWarning(GraphOffloadWarning):
     """Several processes train together, and each plans for itself."""
 
 
+class SharedBudgetWarning(GraphOffloadWarning):
+    """Several graphs of one model were each planned for the whole budget, and together they exceed it."""
+
+
 class BackwardNeverCameWarning(GraphOffloadWarning):
     """Offloaded activations were dropped without a backward; their copies were wasted."""
 

@@ -85,8 +85,7 @@ class Track:
             drop_prefetched(self)
             self.backward = None
             self._as_before = self._last == self._second_last
-        if self.call is not None:
-            self.largest_bytes = max(self.largest_bytes, self.call.nbytes)
+        self._count_largest()
         self._as_before = self._as_before and at < len(self._last) and self._last[at] == run.key
         followed = self._as_before and at + 1 < len(self._last) and run.linked
         followed = followed and streams is not None and not streams.capturing()
@@ -98,7 +97,12 @@ class Track:
     def turn(self) -> None:
         """The first reload: forward is over."""
         self._second_last, self._last, self._now = self._last, tuple(self._now), []
+        self._count_largest()
         self.call = None
+
+    def _count_largest(self) -> None:
+        if self.call is not None:
+            self.largest_bytes = max(self.largest_bytes, self.call.nbytes)
 
     @property
     def forward_runs(self) -> bool:
@@ -271,9 +275,7 @@ def prefetch(call: Call | None, copy: Callable[[torch.Tensor, Entry], Any]) -> N
         streams = streams_of(found[0].layout.device)
         if streams is None or streams.capturing():
             return
-        left = streams.headroom_bytes()
-        if before.run.window_bytes is not None:
-            left = min(left, before.run.window_bytes)
+        left = min(streams.headroom_bytes(), before.track.window_bytes(before.run))
         for entry in found:
             left -= entry.layout.nbytes
             if left < 0 or not _start(entry, streams, copy):

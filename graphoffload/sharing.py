@@ -1,0 +1,87 @@
+"""One budget over several graphs: said when what they keep together is more than the user gave.
+
+    for block in model.layers: block.compile(backend=...)       one plan, made for the first block, runs for every one of them
+
+Each graph is planned with what is allocated when it is compiled as static: on a GPU, in the first forward, that includes what
+the graphs before it keep. What comes behind it is unknown then, other blocks that run the same compiled code included. So the
+first forward is counted: which plans ran, how often; when its backward begins the sum is known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphoffload.config import OffloadConfig
+from graphoffload.decide import Limits
+from graphoffload.errors import SharedBudgetWarning, warn
+from graphoffload.runtime import registry
+from graphoffload.units import format_bytes
+
+
+class _Forward:
+    """Calls of the first forward of all graphs compiled with one configuration, by plan."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.calls: Counter[str] = Counter()
+        self.judged = False
+
+    def ran(self, key: str, outputs: Any) -> None:
+        """A graph ran; the first backward of any of its outputs ends the count."""
+        self.calls[key] += 1
+        for value in pytree.tree_leaves(outputs):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(self._judge)
+                return
+
+    def _judge(self, *_: Any) -> None:
+        if self.judged:
+            return
+        self.judged = True
+        plans = [(plan, count) for key, count in self.calls.items() if (plan := registry.of_key(key)) is not None]
+        calls = sum(count for _, count in plans)
+        limits = self.limits
+        budget = limits.device_budget_bytes
+        if calls < 2 or budget is None:
+            return
+        kept = sum(plan.bytes_of("keep") * count for plan, count in plans)
+        fixed = limits.static_bytes + limits.reserve_bytes
+        total = fixed + kept
+        if total > budget:
+            share = fixed + max(0, budget - fixed) // calls
+            warn(
+                SharedBudgetWarning,
+                f"device_budget={format_bytes(budget)} was planned for each of {len(plans)} graphs alone, and {calls} calls of "
+                f"them ran in one forward: until backward they keep {format_bytes(kept)} on top of {format_bytes(fixed)}, "
+                f"which is {format_bytes(total - budget)} too much. Compile the whole model as one graph, or plan each for its "
+                f'share: device_budget="{format_bytes(share)}".',
+                stacklevel=2,
+            )
+
+
+_FORWARDS: dict[str, _Forward] = {}
+
+
+def count_calls(compiled: Callable[..., Any], key: str, config: OffloadConfig, limits: Limits) -> Callable[..., Any]:
+    """`compiled`, counted in the first forward behind it; itself where no budget was given."""
+    if config.device_budget == "auto" or config.max_slowdown is not None or limits.device_budget_bytes is None:
+        return compiled
+    digest = config.digest()
+    forward = _FORWARDS.get(digest)
+    if forward is None or forward.judged:
+        forward = _FORWARDS[digest] = _Forward(limits)
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        outputs = compiled(*args)
+        if not forward.judged:
+            forward.ran(key, outputs)
+        return outputs
+
+    return run

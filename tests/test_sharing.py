@@ -1,0 +1,87 @@
+"""One budget over several graphs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphoffload
+from graphoffload import sharing
+from graphoffload.errors import SharedBudgetWarning
+from graphoffload.testing import ZOO
+from graphoffload.testing.attention import Blocks
+
+COUNT = 5
+
+
+def backend(budget: Any) -> graphoffload.OffloadBackend:
+    """Planned for a GPU that is not here."""
+    config = graphoffload.OffloadConfig(device_budget=budget, inner="aot_eager", hardware="h200-sxm", min_tensor_bytes=0)
+    return graphoffload.OffloadBackend(config)
+
+
+def steps(model: nn.Module, count: int = 2) -> list[str]:
+    """Train; the warnings of this kind."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(count):
+            model(*ZOO["three_blocks"].example("cpu", seed=seed)).square().sum().backward()
+    return [str(item.message) for item in caught if issubclass(item.category, SharedBudgetWarning)]
+
+
+def blocks(budget: Any) -> nn.Module:
+    torch._dynamo.reset()
+    sharing._FORWARDS.clear()
+    model = Blocks(COUNT)
+    for layer in model.layers:
+        layer.compile(backend=backend(budget))
+    return model
+
+
+@pytest.fixture(scope="module")
+def block_peak() -> int:
+    """Predicted peak of one block with everything kept."""
+    model = Blocks(1)
+    report = graphoffload.explain(model.layers[0], backend("1GiB").config)(*ZOO["three_blocks"].example("cpu", seed=0))
+    return int(report.keep_peak_bytes)
+
+
+def test_blocks_that_fit_alone_and_not_together(block_peak: int) -> None:
+    """Said once, behind the first forward, with the numbers and a budget to try; that budget is not complained about."""
+    budget = int(block_peak * 1.1)
+    found = steps(blocks(budget))
+    assert len(found) == 1
+    assert f"each of 1 graphs alone, and {COUNT} calls of them ran in one forward" in found[0]
+    assert "too much. Compile the whole model as one graph, or plan each for its share: device_budget=" in found[0]
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "auto"])
+def test_nothing_to_say(budget: str) -> None:
+    """Enough for all, or no number given."""
+    assert steps(blocks(budget)) == []
+
+
+def test_a_whole_model_is_planned_as_a_whole(block_peak: int) -> None:
+    """One graph, one call."""
+    torch._dynamo.reset()
+    sharing._FORWARDS.clear()
+    model = Blocks(2)
+    model.compile(backend=backend("1GiB"))
+    assert steps(model) == []
+    (forward,) = sharing._FORWARDS.values()
+    assert sum(forward.calls.values()) == 1
+
+
+def test_a_second_model_is_counted_on_its_own(block_peak: int) -> None:
+    """The same configuration: a judged forward is over."""
+    budget = int(block_peak * 1.1)
+    assert len(steps(blocks(budget))) == 1
+    torch._dynamo.reset()
+    second = Blocks(COUNT)
+    for layer in second.layers:
+        layer.compile(backend=backend(budget))
+    assert len(steps(second)) == 1
