@@ -67,3 +67,21 @@ def test_a_soak_notices_a_wrong_byte() -> None:
 
     with reloads(change):
         assert run(module, course, "cpu").losses != log.losses
+
+
+def test_a_dropped_forward_is_not_in_the_way_of_another_shape() -> None:
+    """Its buffers go back before the next forward starts, so that nothing is cut from what is left between them."""
+    course = Course(1)
+    module = build(course, "cpu", "aot_eager")
+    batches = [tuple(torch.ones(tokens, course.width) for _ in range(2)) for tokens in course.buckets]
+    for _ in range(2):
+        for batch in batches:
+            module(*batch).backward()
+    before = graphoffload.host_memory()
+    assert before.allocations > 0
+    for first in batches:
+        for second in batches:
+            module(*first)
+            module(*second).backward()
+    after = graphoffload.host_memory()
+    assert (after.held_bytes, after.allocations) == (before.held_bytes, before.allocations)

@@ -82,6 +82,7 @@ class Entries:
         self._by_ticket: dict[int, Entry] = {}
         self._copied: dict[tuple[str, int], deque[Entry]] = defaultdict(deque)
         self.reloaded = False
+        self._last: Entry | None = None
         self._forwards_dropped = 0
         self._bytes_dropped = 0
         self._warned = False
@@ -108,7 +109,7 @@ class Entries:
             return
         entry.weak = cast("int", handle.untyped_storage()._weak_ref())
         with self._lock:
-            self._by_storage[entry.run.key][entry.weak] = entry
+            self._by_storage[entry.run.key][entry.weak] = self._last = entry
 
     def _add_ticket(self, handle: torch.Tensor, entry: Entry) -> None:
         ticket = next(self._tickets)
@@ -155,12 +156,21 @@ class Entries:
         return entry
 
     def start_forward(self, plan: str) -> None:
-        """Close what is over: of this plan, and after a backward of all plans, so that many graphs cost no more than one."""
-        if self.reloaded:
+        """Close what is over: of this plan, and of all plans after a backward, or after a forward that was dropped.
+
+        Many graphs so cost no more than one. A dropped forward's buffers in use would else be in the way of other sizes.
+        """
+        if self.reloaded or self._dropped():
             self.reloaded = False
             self.sweep()
         else:
             self.sweep(plan)
+
+    def _dropped(self) -> bool:
+        """Whether nobody owns any more what was offloaded last."""
+        with self._lock:
+            last = self._last
+            return last is not None and last.weak != 0 and bool(torch.UntypedStorage._expired(last.weak))
 
     def sweep(self, plan: str | None = None) -> int:
         """Close entries (of one plan, or of all) whose handle nobody owns any more; returns how many."""
