@@ -123,6 +123,8 @@ def run(module: nn.Module, course: Course, device: str) -> Log:
         if failure:
             _evaluate(module, course, device, log)
         _keep_books(log, device)
+        if step % 100 == 99:
+            print(f"step {step + 1}: loss {log.losses[-1]:.4f}, host {log.held[-1]} B, device {log.device[-1]} B", flush=True)
     module.load_state_dict(before)
     module.zero_grad(set_to_none=True)
     return log
