@@ -320,7 +320,7 @@ def test_a_second_backward_waits_for_the_copy_of_a_stopped_one(monkeypatch: pyte
     assert torch.equal(second, x)
 
 
-def test_plans_do_not_sweep_each_other_but_after_a_backward() -> None:
+def test_plans_do_not_sweep_each_other_but_after_a_backward_or_a_dropped_forward() -> None:
     """With a plan for every block, looking at all handles at each block's start would cost more than the copies."""
     x = torch.randn(64)
     ready = [forward(x, "block0") for _ in range(4)]  # a miss in the pool would sweep all
@@ -328,14 +328,18 @@ def test_plans_do_not_sweep_each_other_but_after_a_backward() -> None:
     ENTRIES.sweep()
     ENTRIES.reloaded = False
     living = len(ENTRIES)
-    forward(x, "block0")  # dropped at once
-    forward(x, "block1")
-    assert len(ENTRIES) == living + 2
-    forward(x, "block1")
-    assert len(ENTRIES) == living + 2  # its own predecessor went
-    back(forward(x, "block2"), x, "block2")
-    forward(x, "block1")
-    assert len(ENTRIES) == living + 1
+    handles = [forward(x, f"block{block}") for block in range(3)]
+    handles[0] = handles[1] = torch.empty(0)
+    handles[1] = forward(x, "block1")
+    assert len(ENTRIES) == living + 3, "its own predecessor went, and no other: what came last was alive"
+    handles[1] = torch.empty(0)
+    handles[0] = forward(x, "block3")
+    assert len(ENTRIES) == living + 2, "what came last was dropped: a forward that stopped"
+    handles[2] = torch.empty(0)
+    back(handles[0], x, "block3")
+    handles[1] = forward(x, "block1")
+    assert len(ENTRIES) == living + 2, "a backward ran: block2 went"
+    del handles
     ENTRIES.sweep()
 
 
