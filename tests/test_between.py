@@ -428,6 +428,27 @@ def test_threads(lazy: LazyStreams) -> None:
     assert between._TRACKS.of.keys() <= {torch.device("cpu")}
 
 
+def test_a_later_copy_is_not_done_with_an_earlier_one(lazy: LazyStreams) -> None:
+    """A compiler may run a graph's own releases in any order: only what earlier calls left is done with them."""
+    ops, run = torch.ops.graphoffload, run_plan("two in one call")
+    run.link(None)
+    run.at_end, run.window_bytes = frozenset({1}), 2**20
+    first, second = torch.randn(64), torch.randn(64)
+    values = second.clone()
+    handles = [ops.offload(x, run.key, id) for id, x in enumerate((first, second))]
+    call = track().call
+    assert call is not None
+    call.followed = True
+    ops.release(second, handles[1], run.key, 1)
+    ops.release(first, handles[0], run.key, 0)
+    assert [entry.id for entry in track().pending] == [1]
+    y = ops.reload(handles[1], run.key, 1, (64,), (1,), torch.float32)
+    assert not track().pending
+    ops.wait(y, handles[1], run.key, 1)
+    assert torch.equal(y, values)
+    del handles, first, second
+
+
 @contextlib.contextmanager
 def _careless(what: str) -> Iterator[None]:
     from lazy import LazyEvent
