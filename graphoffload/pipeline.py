@@ -149,32 +149,37 @@ def _best_draft(work: _Work) -> _Draft:
         BudgetError: no draft meets the budget.
     """
     program = _instance(work, fixed={}).program
-    limits, best = work.request.limits, None
+    limits, config, best = work.request.limits, work.request.config, None
     for _ in range(_ATTEMPTS):
         try:
-            draft = _draft(work, program, limits)
+            draft = _draft(work, program, limits, config)
         except BudgetError:
             if best is None:
                 raise
             break
         best = draft if best is None or draft.score < best.score else best
-        if draft.excess <= 0 or not draft.decided.planned or limits.device_budget_bytes is None:
+        if draft.excess <= 0 or not draft.decided.planned:
             break
-        limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - int(draft.excess) - 1)
+        if config.max_slowdown is not None:
+            over = draft.excess / draft.decided.keep_timeline.time_s
+            config = replace(config, max_slowdown=max(0.0, config.max_slowdown - 1.1 * over))
+        elif limits.device_budget_bytes is not None:
+            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - int(draft.excess) - 1)
     assert best is not None
     if best.excess > 0 and work.request.config.max_slowdown is None and best.decided.planned:
         budget = work.request.limits.device_budget_bytes or 0
+        slowdown = best.timeline.time_s / best.decided.keep_timeline.time_s - 1.0
         raise BudgetError(
             f"device_budget {format_bytes(budget)}: no plan was found that meets it. The least feasible one found is "
-            f"{format_bytes(budget + int(best.excess))} ({budget + int(best.excess)} bytes) at {best.timeline.slowdown:+.1%} "
+            f"{format_bytes(budget + int(best.excess))} ({budget + int(best.excess)} bytes) at {slowdown:+.1%} "
             "time. Raise device_budget to that, or make the batch or sequence smaller."
         )
     return best
 
 
-def _draft(work: _Work, program: Program, limits: Limits) -> _Draft:
-    """Decide for `limits`; what is left to decide after partitioning again is decided for the request's own."""
-    config, request = work.request.config, work.request
+def _draft(work: _Work, program: Program, limits: Limits, config: OffloadConfig) -> _Draft:
+    """Decide for `limits` and `config`; what is left after partitioning again is decided for the request's own."""
+    request = work.request
     decided = decide_actions(program, work.table, work.wanted, config, limits, work.hardware)
     work = replace(work, notes=[*work.notes, *decided.notes])
     original = work.table
@@ -183,11 +188,11 @@ def _draft(work: _Work, program: Program, limits: Limits) -> _Draft:
     if "recompute" in decided.actions:
         actions = _partition_again(work, actions)
         if decided.planned:
-            wanted = wishes_for(work.table, config, work.resolution, fragment=bool(request.fragment))
+            wanted = wishes_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
             wanted = tuple(replace(wish, action="keep") if wish.action == "recompute" else wish for wish in wanted)
             instance = _instance(work, fixed={})
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
-                decided = decide_again(decided, instance.program, wanted, config, request.limits, work.hardware)
+                decided = decide_again(decided, instance.program, wanted, request.config, request.limits, work.hardware)
                 names = [tensor.name for tensor in work.table.tensors]
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
