@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from gpu import where  # noqa: E402
 from gpu.models import MODELS, build  # noqa: E402
 
 import graphoffload  # noqa: E402
@@ -30,7 +31,12 @@ def write(model: str, path: Path, over: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "meta")
     workload = build(model, device)
     arguments: dict[str, Any] = {**workload.batch, **workload.constants}
+    found: list[where.Planned] = []
+    where.watch_plans(found)
     keep = graphoffload.explain(workload.module, hardware="h200-sxm", policy="keep", reserve=0)(**arguments)
+    program, _, timeline = found[-1]
+    print(f"keep-all's peak: {timeline.peak_bytes} bytes, {program.static_bytes} static, at {program.step_name(timeline.peak_step)}")
+    where.show("alive there", where.predicted_live(found[-1]), 6)
     reports = {"keep": json.loads(keep.to_json())}
     if over:
         budget = keep.keep_peak_bytes - parse_size(over, field="over")
