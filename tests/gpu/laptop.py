@@ -35,7 +35,8 @@ def write(model: str, path: Path, over: str) -> None:
     where.watch_plans(found)
     keep = graphoffload.explain(workload.module, hardware="h200-sxm", policy="keep", reserve=0)(**arguments)
     program, _, timeline = found[-1]
-    print(f"keep-all's peak: {timeline.peak_bytes} bytes, {program.static_bytes} static, at {program.step_name(timeline.peak_step)}")
+    step = program.step_name(timeline.peak_step)
+    print(f"keep-all's peak: {timeline.peak_bytes} bytes, {program.static_bytes} static, at {step}")
     where.show("alive there", where.predicted_live(found[-1]), 6)
     reports = {"keep": json.loads(keep.to_json())}
     if over:
