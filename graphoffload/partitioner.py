@@ -11,7 +11,7 @@ import functools
 import hashlib
 import secrets
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -72,7 +72,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         """Forward and backward graph of a joint graph; `kwargs` are those of torch's own partitioners."""
         compat.check_torch()
         _check_torch_settings(self.config)
-        limits = resolve_limits(self.config, (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")))
+        limits = resolve_limits(self.config, _inputs(gm))
         key = self.key or graph_key(gm, self.config)
         request = Request(
             gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
@@ -88,6 +88,13 @@ class OffloadPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Part of torch's cache key: the plan's key, or, where that is unknown, a value that is never repeated."""
         return self.key or secrets.token_hex(16)
+
+
+def _inputs(joint: GraphModule) -> Iterator[object]:
+    """Values of the model's inputs; gradients of its outputs are placeholders as well, but nothing that lives throughout."""
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if not str(node.target).startswith("tangents"):
+            yield node.meta.get("val")
 
 
 def partition_fn(gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:

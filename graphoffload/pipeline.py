@@ -361,7 +361,7 @@ def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Actio
     new = [tensor for tensor in table.tensors if tensor.name not in actions]
     if new:
         total = sum(tensor.nbytes or 0 for tensor in new)
-        work.notes.append(f"recomputing {len(again)} activations saves {len(new)} others ({total} bytes), which are kept")
+        work.notes.append(f"recomputing {len(again)} activations saves {len(new)} others ({format_bytes(total)})")
     failed = [tensor for tensor in table.tensors if actions.get(tensor.name) == "recompute"]
     for tensor in failed:
         work.notes.append(f"{tensor.name} ({tensor.module}) could not be recomputed and is kept: torch's partitioner saves it")

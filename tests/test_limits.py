@@ -67,3 +67,32 @@ def test_memlock_limits_whoever_is_not_root(user: int, expected: int, monkeypatc
     assert limits._host_budget(OffloadConfig()) == expected
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert limits._host_budget(OffloadConfig()) == 80 * GIB
+
+
+def test_gradients_of_outputs_do_not_count_as_living_throughout() -> None:
+    """They are placeholders of the joint graph: a laptop's plan had the logits' gradient twice."""
+    import torch
+    from functorch.compile import make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    import graphoffload
+    from graphoffload import partitioner
+
+    seen: list[list[tuple[int, ...]]] = []
+
+    class Watching(graphoffload.OffloadPartitioner):
+        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: object, **kwargs: object) -> object:  # type: ignore[override]
+            seen.append([tuple(value.shape) for value in partitioner._inputs(gm) if isinstance(value, torch.Tensor)])
+            return super().__call__(gm, joint_inputs, **kwargs)  # type: ignore[arg-type]
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compiler = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
+        return aot_module_simplified(
+            gm, inputs, fw_compiler=compiler, bw_compiler=compiler,
+            partition_fn=Watching(graphoffload.OffloadConfig(inner="aot_eager", policy="keep")),
+        )  # fmt: skip
+
+    weight = torch.randn(3, 5, requires_grad=True)
+    torch.compile(lambda x: (x @ weight).sin(), backend=backend)(torch.randn(7, 3)).sum().backward()
+    assert len(seen) == 1
+    assert sorted(seen[0]) == [(3, 5), (7, 3)]
