@@ -124,7 +124,7 @@ def _after_compile(base: str, key: str, config: OffloadConfig) -> None:
         say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
         warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
     registry.remember(base, plan)
-    if config.inner == "aot_eager" or not asks_for_cuda_graphs(config):
+    if registry.across_graphs() and (config.inner == "aot_eager" or not asks_for_cuda_graphs(config)):
         window = config.max_inflight_bytes
         registry.run_plan(key).link(window if isinstance(window, int) else None)
 

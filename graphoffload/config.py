@@ -23,7 +23,7 @@ from graphoffload.policies import StoredPolicy, normalize_policy, stable_text
 from graphoffload.units import parse_size
 
 ENV_PREFIX = "GRAPHOFFLOAD_"
-OTHER_VARIABLES = frozenset({"GRAPHOFFLOAD_CACHE_DIR"})  # read elsewhere; no field of the configuration
+OTHER_VARIABLES = frozenset({"GRAPHOFFLOAD_CACHE_DIR", "GRAPHOFFLOAD_ACROSS_GRAPHS"})  # no fields; read elsewhere
 VERIFY_LEVELS = ("graph", "checksum", "off")
 INNER_COMPILERS = ("inductor", "aot_eager")
 

@@ -91,6 +91,11 @@ def references(module: nn.Module) -> list[Result]:
         return [step(module, seed) for seed in SEEDS]
 
 
+@pytest.fixture(autouse=True)
+def _across_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "1")
+
+
 @pytest.fixture
 def lazy() -> Iterator[LazyStreams]:
     """Copies are made when somebody waits for them; nothing of one test is left for the next."""
@@ -491,3 +496,14 @@ def test_a_prefetch_that_is_given_up_without_a_wait_shows(lazy: LazyStreams) -> 
     lazy.finish()
     assert lazy.complaints
     lazy.complaints.clear()
+
+
+def test_it_is_off_unless_asked_for(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRAPHOFFLOAD_ACROSS_GRAPHS")
+    module = per_block()
+    graphoffload.reset_stats()
+    for seed in SEEDS:
+        step(module, seed)
+    stats = graphoffload.stats()
+    assert stats["reloads"] > 0
+    assert (stats["deferred"], stats["prefetches"]) == (0, 0)

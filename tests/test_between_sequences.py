@@ -112,8 +112,9 @@ ACTIONS = ("forward", "forward", "backward", "backward", "again", "steps", "drop
 
 
 @pytest.fixture(autouse=True)
-def _retain() -> Iterator[None]:
+def _retain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch refuses a second backward where it donated buffers."""
+    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "1")
     with torch._functorch.config.patch("donated_buffer", False):
         yield
 

@@ -74,6 +74,14 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphoffload"
 
 
+def across_graphs() -> bool:
+    """Whether copies may outlive their graph and start in another one's backward: GRAPHOFFLOAD_ACROSS_GRAPHS=1.
+
+    Off by default: its races with delayed copies have not run on a GPU yet (docs/decisions, 6).
+    """
+    return os.environ.get("GRAPHOFFLOAD_ACROSS_GRAPHS", "").strip() in ("1", "true", "on")
+
+
 def register(plan: Plan, *, store: bool = True) -> None:
     """Make a plan known to the ops and to last_plans(); `store` writes it to disk for later compile-cache hits.
 
