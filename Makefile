@@ -8,6 +8,7 @@ PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
 PYTEST  ?=
+MARK    ?= not long
 DEMO    ?=
 
 VENV  := .venv
@@ -21,9 +22,10 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(DEMO)
 
-# Two workers on two cores; the tests of streams and time want the device to themselves: make test WORKERS=0 PYTEST=tests/gpu
+# Two workers on two cores, 14 minutes. Two tests of more than a minute as well: make test MARK=. The tests of streams and time
+# want the device to themselves: make test WORKERS=0 PYTEST=tests/gpu
 test: $(STAMP)
-	$(PY) -m pytest -n $(WORKERS) $(PYTEST)
+	$(PY) -m pytest -n $(WORKERS) -m "$(MARK)" $(PYTEST)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

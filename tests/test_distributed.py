@@ -136,7 +136,7 @@ def spawned(function: Any, folder: Path, *arguments: Any) -> list[dict[str, Any]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_gradients_are_those_of_keep_all(tmp_path: Path, inner: str) -> None:
     """On both ranks, every gradient; under Inductor to rounding, for it fuses what is kept otherwise than what is copied."""
     found = spawned(train, tmp_path, inner)

@@ -36,7 +36,7 @@ def check(log: Log, course: Course) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_soak(inner: str) -> None:
     """Three buckets, four microbatches a step, an evaluation and a failure every ten steps."""
     course = Course(STEPS)
