@@ -33,7 +33,7 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
 
     def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         plan = registry.of_key(key) if key else None
-        if plan is None or all(decision.action == "keep" for decision in plan.decisions):
+        if plan is None or not plan.changes_anything:
             return compile_fx_inner(gm, example_inputs, **kwargs)
         with inductor_config.patch(AS_PLANNED), only_near_fusions():
             return compile_fx_inner(gm, example_inputs, **kwargs)

@@ -22,7 +22,19 @@ def copy_graph(module: GraphModule) -> GraphModule:
         return GraphModule(module, copy.deepcopy(module.graph))
 
 
-def apply_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
+def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str]) -> GraphModule:
+    """A copy to partition: tags of the user's as torch's partitioner understands them, and what must be saved at any rate.
+
+    Args:
+        relax: forget advice to recompute, for a number was given. notes: gets a line that says so.
+    """
+    copied = copy_graph(joint)
+    _apply_tags(copied, relax=relax, notes=notes)
+    _save_what_reads_mutated_inputs(copied)
+    return copied
+
+
+def _apply_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
     """Make torch's partitioner save what is tagged for the host, and forget advice where a number was given."""
     relaxed = 0
     for node in joint.graph.nodes:
@@ -41,7 +53,7 @@ def apply_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
         notes.append(f"checkpoint region relaxed: {relaxed} operations tagged by torch.utils.checkpoint were planned anew")
 
 
-def save_what_reads_mutated_inputs(joint: GraphModule) -> None:
+def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
     """Running an operation again after its input was written to would compute something else."""
     mutated = mutated_placeholders(joint.graph, compat.mutated_inputs(joint.graph))
     for placeholder in mutated:

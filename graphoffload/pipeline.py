@@ -29,13 +29,12 @@ from graphoffload.decide import Decided, Limits, decide_actions, decide_again
 from graphoffload.errors import BudgetError, NotOffloadedWarning, warn
 from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
 from graphoffload.hardware import HardwareProfile, resolve_hardware
-from graphoffload.joint import apply_tags, copy_graph, save_what_reads_mutated_inputs
+from graphoffload.joint import copy_graph, tagged_copy
 from graphoffload.modules import Resolution, resolve
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.once import save_memory_once
 from graphoffload.passes.reload import insert_reloads
 from graphoffload.passes.tag import tag_joint
-from graphoffload.plan.program import Program
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.planned import PlannedPair, make_plan
 from graphoffload.policies import patterns_of
@@ -148,11 +147,11 @@ def _best_draft(work: _Work) -> _Draft:
     Raises:
         BudgetError: no draft meets the budget.
     """
-    program = _instance(work, fixed={}).program
+    instance = _instance(work)
     limits, config, best = work.request.limits, work.request.config, None
     for _ in range(_ATTEMPTS):
         try:
-            draft = _draft(work, program, limits, config)
+            draft = _draft(work, instance, limits, config)
         except BudgetError:
             if best is None:
                 raise
@@ -177,26 +176,26 @@ def _best_draft(work: _Work) -> _Draft:
     return best
 
 
-def _draft(work: _Work, program: Program, limits: Limits, config: OffloadConfig) -> _Draft:
+def _draft(work: _Work, instance: Instance, limits: Limits, config: OffloadConfig) -> _Draft:
     """Decide for `limits` and `config`; what is left after partitioning again is decided for the request's own."""
     request = work.request
-    decided = decide_actions(program, work.table, work.wanted, config, limits, work.hardware)
+    decided = decide_actions(instance.program, work.table, work.wanted, config, limits, work.hardware)
     work = replace(work, notes=[*work.notes, *decided.notes])
     original = work.table
     names = [tensor.name for tensor in original.tensors]
     actions, reasons = dict(zip(names, decided.actions, strict=True)), dict(zip(names, decided.reasons, strict=True))
     if "recompute" in decided.actions:
         actions = _partition_again(work, actions)
+        instance = _instance(work)
         if decided.planned:
             wanted = wishes_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
             wanted = tuple(replace(wish, action="keep") if wish.action == "recompute" else wish for wish in wanted)
-            instance = _instance(work, fixed={})
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
                 decided = decide_again(decided, instance.program, wanted, request.config, request.limits, work.hardware)
                 names = [tensor.name for tensor in work.table.tensors]
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
-    instance, timeline = _schedule(work, actions, decided)
+    timeline = _schedule(work, instance, actions, decided)
     return _Draft(work, original, actions, reasons, decided, instance, timeline, _excess(request, decided, timeline))
 
 
@@ -213,14 +212,8 @@ def _copies(pair: GraphPair) -> GraphPair:
 
 
 def _analyse(request: Request) -> _Work:
-    joint = copy_graph(request.joint)
     notes: list[str] = []
-    apply_tags(joint, relax=request.limits.explicit, notes=notes)
-    save_what_reads_mutated_inputs(joint)
-    tagged_from = list(request.joint.graph.nodes)
-    pair = GraphPair(*compat.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
-    table = saved_table(pair, tagged_from)
-    table = _without_unknown_sizes(pair, table)
+    pair, table = _partition(request, tagged_copy(request.joint, relax=request.limits.explicit, notes=notes))
     chains = _chains(pair, table)
     table = SavedTable(
         tuple(
@@ -231,6 +224,12 @@ def _analyse(request: Request) -> _Work:
     hardware = resolve_hardware(request.config.hardware, _device(table))
     resolution, wanted = _wanted(request, table, notes)
     return _Work(request, hardware, pair, table, chains, wanted, resolution, notes)
+
+
+def _partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
+    """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came."""
+    pair = GraphPair(*compat.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
+    return pair, _without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
 
 
 def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Wish, ...]]:
@@ -318,7 +317,7 @@ def _chains(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
     return found
 
 
-def _instance(work: _Work, *, fixed: dict[str, Action]) -> Instance:
+def _instance(work: _Work) -> Instance:
     times: dict[str, Measured] = {}
     if work.hardware.source == "measured":
         graphs = (work.pair.forward.graph, work.pair.backward.graph)
@@ -335,7 +334,6 @@ def _instance(work: _Work, *, fixed: dict[str, Action]) -> Instance:
         fuses=work.request.config.inner == "inductor",
         static_bytes=work.request.limits.static_bytes,
         chains=work.chains,
-        fixed=fixed,
         reserve_bytes=work.request.limits.reserve_bytes,
         measured=measured,
     )
@@ -346,18 +344,13 @@ def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Actio
 
     An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so.
     """
-    joint = copy_graph(work.request.joint)
-    apply_tags(joint, relax=work.request.limits.explicit, notes=[])
-    save_what_reads_mutated_inputs(joint)
+    joint = tagged_copy(work.request.joint, relax=work.request.limits.explicit, notes=[])
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
     again = [name for name, action in actions.items() if action == "recompute"]
     recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}
     save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute
     tag_joint(joint, save=save, recompute=recompute)
-    arguments = work.request.arguments
-    work.pair = GraphPair(*compat.min_cut(joint, work.request.joint_inputs, arguments), work.request.num_fwd_outputs)
-    table = saved_table(work.pair, list(work.request.joint.graph.nodes))
-    table = _without_unknown_sizes(work.pair, table)
+    work.pair, table = _partition(work.request, joint)
     new = [tensor for tensor in table.tensors if tensor.name not in actions]
     if new:
         total = sum(tensor.nbytes or 0 for tensor in new)
@@ -373,15 +366,14 @@ def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Actio
     }
 
 
-def _schedule(work: _Work, actions: dict[str, Action], decided: Decided) -> tuple[Instance, Timeline]:
+def _schedule(work: _Work, instance: Instance, actions: dict[str, Action], decided: Decided) -> Timeline:
     eligible: dict[str, Action] = {}
     for tensor in work.table.tensors:
         action = actions[tensor.name]
         eligible[tensor.name] = "keep" if action == "offload" and not tensor.eligible else action
     actions.update(eligible)
-    instance = _instance(work, fixed=eligible)
     chosen = [eligible[tensor.name] for tensor in work.table.tensors]
-    return instance, simulate(instance.program, chosen, work.hardware, max_inflight_bytes=decided.max_inflight_bytes)
+    return simulate(instance.program, chosen, work.hardware, max_inflight_bytes=decided.max_inflight_bytes)
 
 
 __all__ = ["Request", "Rewritten", "rewrite"]

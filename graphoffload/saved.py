@@ -198,6 +198,11 @@ class Plan:
         return sum(tensor.nbytes or 0 for tensor in self.saved.tensors if tensor.name in chosen)
 
     @property
+    def changes_anything(self) -> bool:
+        """Whether anything is not kept."""
+        return any(decision.action != "keep" for decision in self.decisions)
+
+    @property
     def offloaded_bytes(self) -> int:
         """Bytes copied to the host in one forward."""
         return self.bytes_of("offload")

@@ -35,7 +35,7 @@ def cuts_graphs(config: OffloadConfig) -> bool:
 
 def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool) -> None:
     """Say what a new plan, or one from a compile cache, meets: CUDA graphs that do not reach across it, and other ranks."""
-    if all(decision.action == "keep" for decision in plan.decisions):
+    if not plan.changes_anything:
         return
     if plan.transfers and asks_for_cuda_graphs(config):
         _warn_of_cuda_graphs(plan, config, inductor=inductor)

@@ -48,7 +48,7 @@ class _Trial:
     @property
     def predicted_peak_bytes(self) -> int:
         """Of the largest graph."""
-        return max((plan.prediction.predicted_peak_bytes for plan in self.plans), default=0)
+        return OffloadReport(plans=self.plans).predicted_peak_bytes
 
     def line(self, keep: _Trial | None) -> str:
         """For people."""
@@ -166,7 +166,7 @@ class _Tuner:
         return trial
 
     def budget_bytes(self, chosen: OffloadConfig) -> int:
-        """The budget that `chosen` means, the reserve taken off; a large number without one."""
+        """The budget that `chosen` means; a large number without one."""
         limits = resolve_limits(chosen, self.model.parameters())
         if limits.device_budget_bytes is None or chosen.max_slowdown is not None:
             return 1 << 62
@@ -188,7 +188,7 @@ class _Tuner:
                 return None
             return replace(trial.config, max_slowdown=max(0.0, trial.config.max_slowdown - over))
         budget = self.budget_bytes(chosen)
-        if trial.peak_bytes is None or chosen.device_budget == "auto" or not _changes_anything(trial.plans):
+        if trial.peak_bytes is None or chosen.device_budget == "auto" or not any(plan.changes_anything for plan in trial.plans):
             return None
         if (1.0 - _NEAR) * budget <= trial.peak_bytes <= budget:
             return None
@@ -227,7 +227,3 @@ class _Recorder(OffloadBackend):
     def plans(self) -> tuple[Plan, ...]:
         """In the order of compilation."""
         return tuple(plan for key in dict.fromkeys(self._keys) if (plan := registry.of_key(key)) is not None)
-
-
-def _changes_anything(plans: tuple[Plan, ...]) -> bool:
-    return any(decision.action != "keep" for plan in plans for decision in plan.decisions)

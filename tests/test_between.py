@@ -16,12 +16,14 @@ from lazy import LazyStreams, lazy_streams
 from torch import Tensor, nn
 
 import graphoffload
+from graphoffload.errors import ConfigError
 from graphoffload.hardware import HardwareProfile
-from graphoffload.runtime import between, host_memory, twin_copies
+from graphoffload.runtime import between, host_memory, registry, twin_copies
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.registry import run_plan
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, differences, run_step
 from graphoffload.testing.attention import HIDDEN, Block
+from graphoffload.testing.faults import Fails
 
 SEEDS = (0, 1, 2, 3, 4, 5)
 SLOW_LINK = HardwareProfile(
@@ -283,18 +285,6 @@ def test_retained_graphs(lazy: LazyStreams) -> None:
     assert counted("prefetch_hits") > 0
 
 
-class Fails(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise KeyError("interrupted")
-
-
 @pytest.mark.parametrize("at", range(5))
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_between_two_graphs(lazy: LazyStreams, at: int, where: str) -> None:
@@ -507,3 +497,15 @@ def test_it_is_off_unless_asked_for(lazy: LazyStreams, monkeypatch: pytest.Monke
     stats = graphoffload.stats()
     assert stats["reloads"] > 0
     assert (stats["deferred"], stats["prefetches"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("text", "on"), [("", False), ("0", False), ("off", False), ("1", True), ("on", True)])
+def test_the_switch(monkeypatch: pytest.MonkeyPatch, text: str, on: bool) -> None:
+    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", text)
+    assert registry.across_graphs() is on
+
+
+def test_a_switch_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "maybe")
+    with pytest.raises(ConfigError, match=r"ACROSS_GRAPHS='maybe' is neither on nor off\. Set it to 1 .* or unset it\."):
+        registry.across_graphs()

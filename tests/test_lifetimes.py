@@ -17,6 +17,7 @@ from graphoffload.runtime import ops, pool
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.pool import POOL
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, keep_all, observe, run_step, weighted_loss
+from graphoffload.testing.faults import Fails
 
 CASE = ZOO["attention"]
 
@@ -147,18 +148,6 @@ def test_forward_without_backward_then_training_goes_on(inner: str) -> None:
     for seed in range(1, 4):
         module(*arguments(seed))
     assert_equal_bits(step(module, 0), expected)
-
-
-class Fails(torch.autograd.Function):
-    """Raises in backward, as an interrupted step does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise KeyError("interrupted")
 
 
 @pytest.mark.parametrize("where", ["before", "after"])

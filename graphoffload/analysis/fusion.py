@@ -117,7 +117,7 @@ def fusion_of(graph: Graph, *, fuses: bool) -> Fusion:
         if value is None or storage_id(value) in fusion.real or storage_id(value) in fusion.sources:
             continue
         sources = fusion.read_by(node)
-        if fusion.kinds[node] != "fused" or _exists(node, sources):
+        if fusion.kinds[node] != "fused" or _exists(node, sources, fusion.kinds):
             fusion.real.add(storage_id(value))
         else:
             fusion.sources[storage_id(value)] = sources
@@ -125,9 +125,9 @@ def fusion_of(graph: Graph, *, fuses: bool) -> Fusion:
     return fusion
 
 
-def _exists(node: Node, sources: frozenset[int]) -> bool:
+def _exists(node: Node, sources: frozenset[int], kinds: dict[Node, Kind]) -> bool:
     readers = _readers(node)
-    if any(user.op == "output" or kind_of(user, fuses=True) == "kernel" for user in readers):
+    if any(user.op == "output" or kinds[user] == "kernel" for user in readers):
         return True
     value = fake(node)
     assert value is not None

@@ -18,7 +18,7 @@ from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id, storage_nbytes, tensor_nbytes
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
-from graphoffload.saved import Action, SavedTable, SavedTensor
+from graphoffload.saved import SavedTable, SavedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,6 @@ def build_program(
     fuses: bool,
     static_bytes: int,
     chains: Mapping[str, Chain],
-    fixed: Mapping[str, Action],
     reserve_bytes: int = 0,
     measured: Callable[[Node], Measured | None] | None = None,
 ) -> Instance:
@@ -60,7 +59,6 @@ def build_program(
 
     Args:
         table: its saved activations. chains: by SavedTensor name, those that may be recomputed.
-        fixed: actions that are no longer free, by SavedTensor name.
         static_bytes: device bytes that live throughout: parameters, gradients, inputs, what lives outside the graph.
         reserve_bytes: device bytes to keep free.
         measured: a kernel's time in seconds and its workspace in bytes where they were measured.
@@ -72,7 +70,7 @@ def build_program(
     times = {node.name: cost for node, cost in zip(runs.forward.order, forward, strict=True)}
     lives = _behind_reads(table, chains, index, _lives(pair, table, runs))
     candidates = tuple(
-        _candidate(tensor, chains.get(tensor.name), fixed.get(tensor.name), index, times, life)
+        _candidate(tensor, chains.get(tensor.name), index, times, life)
         for tensor, life in zip(table.tensors, lives, strict=True)
     )
     program = Program(
@@ -151,7 +149,6 @@ def _behind_reads(table: SavedTable, chains: Mapping[str, Chain], index: Mapping
 def _candidate(
     tensor: SavedTensor,
     chain: Chain | None,
-    fixed: Action | None,
     index: Mapping[str, int],
     times: Mapping[str, NodeCost],
     life: _Life,
@@ -169,7 +166,6 @@ def _candidate(
         backward_uses=life.backward_uses,
         can_offload=tensor.eligible,
         recompute=recompute,
-        fixed=fixed,
         group=re.sub(r"\d+", "*", f"{tensor.module} {tensor.op} {tensor.shape} {tensor.dtype}"),
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from graphoffload.errors import ConfigError
 from graphoffload.runtime.ahead import prepare_plan
 from graphoffload.runtime.layouts import Layout
 from graphoffload.saved import Plan
@@ -60,6 +61,7 @@ class RunPlan:
         return layout
 
 
+_ON, _OFF = ("1", "true", "on"), ("", "0", "false", "off")
 _LOCK = threading.Lock()
 _PLANS: dict[str, Plan] = {}
 _RUN: dict[str, RunPlan] = {}
@@ -78,8 +80,17 @@ def across_graphs() -> bool:
     """Whether copies may outlive their graph and start in another one's backward: GRAPHOFFLOAD_ACROSS_GRAPHS=1.
 
     Off by default: its races with delayed copies have not run on a GPU yet (docs/decisions, 6).
+
+    Raises:
+        ConfigError: the variable is neither on nor off.
     """
-    return os.environ.get("GRAPHOFFLOAD_ACROSS_GRAPHS", "").strip() in ("1", "true", "on")
+    text = os.environ.get("GRAPHOFFLOAD_ACROSS_GRAPHS", "").strip().lower()
+    if text not in (*_ON, *_OFF):
+        raise ConfigError(
+            f"GRAPHOFFLOAD_ACROSS_GRAPHS={text!r} is neither on nor off. Set it to 1 to let copies reach from graph to graph, "
+            "or to 0, or unset it."
+        )
+    return text in _ON
 
 
 def register(plan: Plan, *, store: bool = True) -> None:

@@ -11,9 +11,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from graphoffload.runtime import ops
+
+
+class Fails(torch.autograd.Function):
+    """Raises a KeyError in backward, as an interrupted step does; forward is a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise KeyError("interrupted")
 
 
 @contextlib.contextmanager
