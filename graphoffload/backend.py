@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.fx import GraphModule
 
 from graphoffload import compat
 from graphoffload.config import OffloadConfig, split_options
+from graphoffload.decide import Limits
 from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.fragments import Fragment
 from graphoffload.inner_compile import compile_as_planned
@@ -28,8 +30,8 @@ from graphoffload.report import summary_line
 from graphoffload.runtime import registry
 from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
-from graphoffload.sharing import count_calls
-from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
+from graphoffload.sharing import budget_of, count_calls, may_link, shares_budget
+from graphoffload.surroundings import warn_of_surroundings
 
 _graphs = itertools.count()
 _configs_with_breaks: set[str] = set()
@@ -81,14 +83,16 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)
-    limits = resolve_limits(config, example_inputs)
+    limits = replace(resolve_limits(config, example_inputs), shared=shares_budget(config, example_inputs))
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
     known = registry.stored(base)
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
-    partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config))
+    partitioner = OffloadPartitioner(
+        config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config), shared=limits.shared
+    )
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
-        _after_compile(base, key, config)
+        _after_compile(base, key, config, limits)
     return count_calls(with_note(compiled, key), key, config, limits)
 
 
@@ -114,7 +118,7 @@ def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     return make_boxed_func(gm.forward)
 
 
-def _after_compile(base: str, key: str, config: OffloadConfig) -> None:
+def _after_compile(base: str, key: str, config: OffloadConfig, limits: Limits) -> None:
     plan = registry.of_key(key)
     if plan is None:  # torch's compile cache answered, and the partitioner did not run
         plan = registry.stored(base)
@@ -124,9 +128,9 @@ def _after_compile(base: str, key: str, config: OffloadConfig) -> None:
         say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
         warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
     registry.remember(base, plan)
-    if registry.across_graphs() and (config.inner == "aot_eager" or not asks_for_cuda_graphs(config)):
+    if may_link(config):
         window = config.max_inflight_bytes
-        registry.run_plan(key).link(window if isinstance(window, int) else None)
+        registry.run_plan(key).link(window if isinstance(window, int) else None, budget_of(limits))
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:

@@ -37,7 +37,8 @@ class OffloadConfig:
     Attributes:
         device_budget: peak device bytes of this process, everything counted; "auto" fits the device.
         reserve: device bytes to leave for what is allocated later outside the graph; "auto" estimates it.
-        max_slowdown: save as much memory as this fraction of step time buys (0.02 is 2 %); excludes a device_budget.
+        max_slowdown: save as much memory as this fraction of step time buys (0.02 is 2 %; what costs less than 0.5 % is free);
+            excludes a device_budget.
         policy: "auto", "keep", "offload", "recompute", a mapping {pattern: action} (stored as pairs), or a callable.
         offload_modules: patterns of what may be offloaded; None: anything. A str is one pattern.
         min_tensor_bytes: smaller tensors stay.

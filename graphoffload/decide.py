@@ -22,7 +22,8 @@ from graphoffload.saved import Action, SavedTable
 from graphoffload.units import coarse_size, format_bytes
 from graphoffload.wishes import Wish
 
-_FREE = 0.005  # a window that costs less of the step than this costs nothing
+UNMEASURABLE = 0.005
+"""Share of a step below which its time does not repeat: what costs less is free."""
 _HINT = 0.01  # the slowdown that a hint speaks of, where it saves at least this share of the peak:
 _WORTH = 0.02
 
@@ -32,7 +33,8 @@ class Limits:
     """What the process may use, resolved to bytes.
 
     explicit: the user gave a budget or a slowdown. device_budget_bytes: None where there is nothing to fit (a CPU).
-    static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free.
+    static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free. shared: the budget is
+    for several graphs, of which this one is not the first, and the runtime lets stay what fits of what they offload together.
     """
 
     explicit: bool = False
@@ -40,11 +42,12 @@ class Limits:
     static_bytes: int = 0
     reserve_bytes: int = 0
     host_budget_bytes: int | None = None
+    shared: bool = False
 
     def quantised(self) -> str:
         """For cache keys: limits that "auto" measured, in steps of 1 GiB, so that two runs on the same machine agree."""
         parts = (self.device_budget_bytes, self.static_bytes, self.reserve_bytes, self.host_budget_bytes)
-        return f"{self.explicit} " + " ".join(coarse_size(part) for part in parts)
+        return f"{self.explicit} {self.shared} " + " ".join(coarse_size(part) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ def decide_actions(
     if config.max_slowdown is None and budget is None:
         reason = "nothing to fit: no device budget on a CPU"
         return _keep_the_rest(wanted, reason, keep, warnings, inflight)
+    if config.max_slowdown is None and limits.shared and _fits(program, hardware, limits):
+        return _offload_the_rest(program, wanted, keep, warnings, inflight, hardware)
     if config.max_slowdown is None and _fits(program, hardware, limits):
         kept = _keep_the_rest(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
         return replace(kept, hint=_hint(program, hardware, limits))
@@ -163,7 +168,7 @@ def _window_bytes(program: Program, hardware: HardwareProfile) -> int | None:
     actions = program.keep_actions()
     copied = sum(c.nbytes for c, action in zip(program.candidates, actions, strict=True) if action == "offload")
     best_window, best = None, simulate(program, actions, hardware)
-    limit_s = best.time_s * (1.0 + _FREE)
+    limit_s = best.time_s * (1.0 + UNMEASURABLE)
     for halvings in range(1, 8):
         window = copied >> halvings
         found = simulate(program, actions, hardware, max_inflight_bytes=window)
@@ -203,6 +208,28 @@ def _keep_the_rest(wanted: Sequence[Wish], reason: str, keep: Timeline, warnings
     actions: tuple[Action, ...] = tuple(wish.action or "keep" for wish in wanted)
     reasons = tuple(wish.reason if wish.action else reason for wish in wanted)
     return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
+
+
+def _offload_the_rest(
+    program: Program,
+    wanted: Sequence[Wish],
+    keep: Timeline,
+    warnings: list[str],
+    inflight: int | None,
+    hardware: HardwareProfile,
+) -> Decided:
+    """What nobody decided goes, for the other graphs may need the memory; the runtime lets stay what fits."""
+    actions: tuple[Action, ...] = tuple(wish.action or ("offload" if wish.may_offload else "keep") for wish in wanted)
+    reason = "the budget is shared by several graphs: goes, or stays where it fits"
+    reasons = tuple(
+        wish.reason if wish.action else reason if wish.may_offload else "cannot be offloaded; alone it fits" for wish in wanted
+    )
+    fixed = replace(
+        program, candidates=tuple(replace(c, fixed=action) for c, action in zip(program.candidates, actions, strict=True))
+    )
+    window = inflight if inflight is not None else _window_bytes(fixed, hardware)
+    note = "device_budget is shared with the graphs before this one: from the third step on, what fits of it is not copied"
+    return Decided(actions, reasons, keep, notes=(note,), warnings=tuple(warnings), max_inflight_bytes=window)
 
 
 def _within_host(wanted: Sequence[Wish], table: SavedTable, budget: int | None) -> tuple[tuple[Wish, ...], list[str]]:

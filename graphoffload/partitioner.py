@@ -50,19 +50,27 @@ class OffloadPartitioner(CustomPartitionerFn):
     Args:
         config: what the user asks for; the default fits the device.
         key: identity of graph, names, annotations and configuration together, where the caller knows it.
+        shared: the budget is shared with graphs that run before this one (decide.Limits).
     """
 
     def __init__(
-        self, config: OffloadConfig | None = None, *, key: str | None = None, name: str = "", fragment: Fragment = ""
+        self,
+        config: OffloadConfig | None = None,
+        *,
+        key: str | None = None,
+        name: str = "",
+        fragment: Fragment = "",
+        shared: bool = False,
     ) -> None:
         self.config = config if config is not None else OffloadConfig()
         self.key = key
         self.name = name
         self.fragment = fragment
+        self.shared = shared
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's cache key sees: not the name, which numbers the graphs of a process, but what decides the plan."""
-        return {"config": self.config, "key": self.key, "name": "", "fragment": self.fragment}
+        return {"config": self.config, "key": self.key, "name": "", "fragment": self.fragment, "shared": self.shared}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
         """Inductor copies its configuration; a copy is this partitioner, name included."""
@@ -72,7 +80,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         """Forward and backward graph of a joint graph; `kwargs` are those of torch's own partitioners."""
         compat.check_torch()
         _check_torch_settings(self.config)
-        limits = resolve_limits(self.config, _inputs(gm))
+        limits = replace(resolve_limits(self.config, _inputs(gm)), shared=self.shared)
         key = self.key or graph_key(gm, self.config)
         request = Request(
             gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment

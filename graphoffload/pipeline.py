@@ -25,7 +25,7 @@ from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import missing_symbols
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.config import OffloadConfig
-from graphoffload.decide import Decided, Limits, decide_actions, decide_again
+from graphoffload.decide import UNMEASURABLE, Decided, Limits, decide_actions, decide_again
 from graphoffload.errors import BudgetError, NotOffloadedWarning, warn
 from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
 from graphoffload.hardware import HardwareProfile, resolve_hardware
@@ -118,7 +118,7 @@ def rewrite(request: Request) -> Rewritten:
     Raises:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
-    draft = _best_draft(_analyse(request))
+    draft = _best_draft(_analyse(_with_noise(request)))
     work, decided = draft.work, draft.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
@@ -139,6 +139,14 @@ def rewrite(request: Request) -> Rewritten:
     if request.config.verify != "off":
         verify_graphs(graphs, plan, names)
     return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, decided.hint)
+
+
+def _with_noise(request: Request) -> Request:
+    """A slowdown that nobody could measure counts as none: max_slowdown=0.0 allows that much."""
+    slowdown = request.config.max_slowdown
+    if slowdown is None or slowdown >= UNMEASURABLE:
+        return request
+    return replace(request, config=replace(request.config, max_slowdown=UNMEASURABLE))
 
 
 def _best_draft(work: _Work) -> _Draft:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
 from graphoffload.errors import SharedBudgetWarning, warn
 from graphoffload.runtime import registry
+from graphoffload.runtime.staying import Budget
+from graphoffload.surroundings import asks_for_cuda_graphs
 from graphoffload.units import format_bytes
 
 
@@ -63,6 +65,28 @@ class _Forward:
                 f'share: device_budget="{format_bytes(share)}".',
                 stacklevel=2,
             )
+
+
+def may_link(config: OffloadConfig) -> bool:
+    """Whether copies, and what stays instead of being copied, may outlive the graphs of this configuration (decision 6)."""
+    return registry.across_graphs() and (config.inner == "aot_eager" or not asks_for_cuda_graphs(config))
+
+
+def shares_budget(config: OffloadConfig, inputs: Iterable[Any]) -> bool:
+    """Whether a graph with these inputs runs behind others that draw on the same explicit budget.
+
+    It does if an input that is not a leaf needs a gradient: something before it made that.
+    """
+    if config.device_budget == "auto" or config.max_slowdown is not None or not may_link(config):
+        return False
+    return any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
+
+
+def budget_of(limits: Limits) -> Budget | None:
+    """What the runtime needs to know of a shared budget; None where there is none."""
+    if not limits.shared or limits.device_budget_bytes is None:
+        return None
+    return Budget(limits.device_budget_bytes, limits.reserve_bytes, limits.static_bytes)
 
 
 _FORWARDS: dict[str, _Forward] = {}

@@ -57,6 +57,7 @@ class LazyStreams:
         self.queues: dict[str, list[LazyEvent]] = {"d2h": [], "h2d": []}
         self.stream: Any = object()
         self.headroom = 2**40
+        self.allocated = 0, 0
         self.captures = False
         self.complaints: list[str] = []
         self.log: list[str] = []
@@ -107,6 +108,10 @@ class LazyStreams:
     def headroom_bytes(self) -> int:
         """As much as the test says."""
         return self.headroom
+
+    def allocated_bytes(self) -> tuple[int, int]:
+        """As much as the test says: now, and at the peak."""
+        return self.allocated
 
     def finish(self) -> None:
         """Make every copy that is left."""

@@ -81,6 +81,12 @@ def test_a_draft_that_is_too_slow_is_made_again_for_a_smaller_slowdown(monkeypat
     assert [slowdown for _, slowdown, _ in seen] == [0.05, pytest.approx(0.039)]
 
 
+def test_no_slowdown_is_what_nobody_can_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(monkeypatch)
+    assert explained(max_slowdown=0.0).predicted_slowdown <= 0.005
+    assert {slowdown for _, slowdown, _ in seen} == {0.005}
+
+
 def test_what_no_draft_meets_is_an_error_with_the_least_found(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = middle()
     monkeypatch.setattr(pipeline, "_excess", lambda *_: 1000.0)

@@ -7,7 +7,7 @@
     counters.py     what moved                              hooks.py      switches for tests
     stalls.py       what compute waited for                 slabs.py      page-locked memory that buffers are cut from
     ahead.py        memory taken while a plan compiles      predictions.py  timelines for pictures
-    between.py      from graph to graph
+    between.py      from graph to graph                staying.py    a budget that several graphs share
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ forwards. What is guessed wrong costs time, or memory up to the window, never a 
 reload at the latest, a prefetched tensor that nobody took goes when the backward of another graph or the next forward starts.
 Neither memory is given up before the stream that it belongs to waits for the copy.
 
+Where the graphs share a budget, offloads at the end of a forward may be left out: what fits stays (see staying.py), and reload
+hands its memory back.
+
 Only plans that the backend linked take part: there Inductor reuses no buffer within a graph, and captures no CUDA graph.
 """
 
@@ -27,6 +30,7 @@ import torch
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.registry import RunPlan
+from graphoffload.runtime.staying import Staying
 from graphoffload.runtime.streams import DeviceStreams, streams_of
 
 if TYPE_CHECKING:
@@ -42,16 +46,18 @@ class Call:
     """One call of a compiled forward, and later of its backward.
 
     entries: those that live, by id. before: the call before it in the same forward, while it has entries. followed: another
-    call is expected behind it. reloading: ids in the order of its latest backward's reloads.
+    call is expected behind it. as_before: up to here the forward is as the last two. reloading: ids in the order of its latest
+    backward's reloads.
     """
 
-    __slots__ = ("before", "entries", "followed", "nbytes", "reloading", "run", "seen", "track", "waited")
+    __slots__ = ("as_before", "before", "entries", "followed", "nbytes", "reloading", "run", "seen", "track", "waited")
 
-    def __init__(self, run: RunPlan, track: Track, before: Call | None, *, followed: bool) -> None:
+    def __init__(self, run: RunPlan, track: Track, before: Call | None, *, followed: bool, as_before: bool) -> None:
         self.run = run
         self.track = track
         self.before = before
         self.followed = followed
+        self.as_before = as_before
         self.entries: dict[int, Entry] = {}
         self.seen: set[int] = set()
         self.nbytes = 0
@@ -60,10 +66,11 @@ class Call:
 
 
 class Track:
-    """The calls of one thread's forwards on one device: their order, what is pending, what is prefetched."""
+    """The calls of one thread's forwards on one device: their order, what is pending, what is prefetched, what stays."""
 
     __slots__ = (
         "_as_before", "_last", "_now", "_second_last", "ahead", "backward", "call", "largest_bytes", "pending", "pending_bytes",
+        "staying",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -73,6 +80,7 @@ class Track:
         self.pending_bytes = 0
         self.ahead: list[Entry] = []
         self.largest_bytes = 0
+        self.staying = Staying()
         self._now: list[str] = []
         self._last: tuple[str, ...] = ()
         self._second_last: tuple[str, ...] = ()
@@ -85,18 +93,22 @@ class Track:
             drop_prefetched(self)
             self.backward = None
             self._as_before = self._last == self._second_last
+            if self.staying.budget is not None and streams is not None:
+                self.staying.begin_forward(self._last, *streams.allocated_bytes(), as_before=self._as_before)
+        self.staying.set_budget(run.budget)
         self._count_largest()
         self._as_before = self._as_before and at < len(self._last) and self._last[at] == run.key
         followed = self._as_before and at + 1 < len(self._last) and run.linked
         followed = followed and streams is not None and not streams.capturing()
         if at < _LONGEST:
             self._now.append(run.key)
-        self.call = Call(run, self, self.call, followed=followed)
+        self.call = Call(run, self, self.call, followed=followed, as_before=self._as_before)
         return self.call
 
     def turn(self) -> None:
         """The first reload: forward is over."""
         self._second_last, self._last, self._now = self._last, tuple(self._now), []
+        self.staying.end_forward()
         self._count_largest()
         self.call = None
 
@@ -142,7 +154,7 @@ def enter(entry: Entry) -> None:
 def offloaded(entry: Entry) -> None:
     """Make room in the window for what was just offloaded."""
     call = entry.call
-    if call is None:
+    if call is None or entry.stays:
         return
     call.nbytes += entry.layout.nbytes
     track = call.track
@@ -151,6 +163,20 @@ def offloaded(entry: Entry) -> None:
         with LOCK:
             while track.pending and track.pending_bytes > room:
                 _settle(track, 1)
+
+
+def stays(entry: Entry) -> bool:
+    """Whether an offload is left out, because a budget that several graphs share has room for its source."""
+    call = entry.call
+    if call is None or not call.run.linked or call.track.staying.budget is None:
+        return False
+    streams = streams_of(entry.layout.device)
+    if streams is None or streams.capturing():
+        return False
+    if not call.track.staying.offer(entry.layout.nbytes, may_stay=call.as_before and call.run.budget is not None):
+        return False
+    entry.stays, entry.stream = True, streams.compute()
+    return True
 
 
 def defers(entry: Entry) -> bool:
@@ -224,10 +250,18 @@ def reloading(entry: Entry) -> None:
             _settle(track, len(track.pending))
         if track.backward is not call:
             track.backward = call
+            _sample(track, entry)
             drop_prefetched(track, but=call)
         if entry.id in call.reloading:  # a second backward of a retained graph
             call.reloading, call.waited = [], False
         call.reloading.append(entry.id)
+
+
+def _sample(track: Track, entry: Entry) -> None:
+    """Look at the peak once a call: whoever measures resets it between steps."""
+    streams = streams_of(entry.layout.device)
+    if track.staying.budget is not None and streams is not None:
+        track.staying.sample(streams.allocated_bytes()[1])
 
 
 def waited(entry: Entry) -> None:
@@ -269,7 +303,7 @@ def prefetch(call: Call | None, copy: Callable[[torch.Tensor, Entry], Any]) -> N
         before = call.before
         if before is None or not before.run.linked or before.run.transfers == 0:
             return
-        found = [entry for id in before.run.first if (entry := before.entries.get(id)) is not None]
+        found = [e for id in before.run.first if (e := before.entries.get(id)) is not None and not e.stays]
         if not found or not all(entry.layout.device == found[0].layout.device for entry in found):
             return
         streams = streams_of(found[0].layout.device)

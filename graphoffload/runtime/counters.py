@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 class Counters:
     """Totals since the process started or since reset_stats().
 
-    offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes moved. relaid: reloads whose run-time strides differed from the
+    offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes moved. stays, stayed_bytes: what a plan offloads, but a budget that
+    several graphs share had room for. relaid: reloads whose run-time strides differed from the
     graph's, so that a second copy on the device put them right. dropped: offloaded tensors that no backward asked for.
     checked: digests compared. deferred: releases left to the next graph. prefetches: reloads started in the backward of the
     graph behind; prefetch_hits: those that a reload took. inflight_peak_bytes: most bytes offloaded and not yet released at
@@ -23,6 +24,8 @@ class Counters:
     waits: int = 0
     d2h_bytes: int = 0
     h2d_bytes: int = 0
+    stays: int = 0
+    stayed_bytes: int = 0
     relaid: int = 0
     relaid_bytes: int = 0
     dropped: int = 0
@@ -42,6 +45,11 @@ class Counters:
         self.inflight_bytes += nbytes
         if self.inflight_bytes > self.inflight_peak_bytes:
             self.inflight_peak_bytes = self.inflight_bytes
+
+    def stayed(self, nbytes: int) -> None:
+        """One tensor more that stays on the device."""
+        self.stays += 1
+        self.stayed_bytes += nbytes
 
     def as_dict(self) -> dict[str, int]:
         """All counters by name."""

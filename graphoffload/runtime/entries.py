@@ -37,7 +37,7 @@ class Entry:
 
     __slots__ = (
         "ahead", "buffer", "call", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "pending", "reloads",
-        "run", "source", "source_ptr", "stream", "target", "ticket", "weak",
+        "run", "source", "source_ptr", "stays", "stream", "target", "ticket", "weak",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, layout: Layout, run: RunPlan, id: int) -> None:
@@ -58,6 +58,7 @@ class Entry:
         self.inflight = False
         self.call: between.Call | None = None
         self.pending = False
+        self.stays = False
         self.ahead: torch.Tensor | None = None
         self.stream: Any = None  # that the memory of a pending source, or of a prefetched tensor, belongs to
 

@@ -27,11 +27,13 @@ from graphoffload.runtime.checksum import digest
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.entries import ENTRIES, Entry
 from graphoffload.runtime.hooks import ACTIVE
+from graphoffload.runtime.layouts import same_layout
 from graphoffload.runtime.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.streams import streams_of
 
 HANDLE_DTYPE = torch.int64
+_OWNERS = 2  # of a storage that one tensor has: the tensor, and the Python object that asks
 
 LIBRARY = torch.library.Library("graphoffload", "DEF")
 # Inductor captures CUDA graphs between these ops and calls them: a replay would copy to the buffers of its capture.
@@ -68,12 +70,17 @@ def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
             entry.digest = digest(x)
         if ACTIVE.twin:
             entry.clone = x.clone()
+        elif between.stays(entry):
+            pass
         elif layout.nbytes:
             _copy_to_host(x, entry)
         ENTRIES.add(handle, entry, may_be_copied=_handles_may_be_copied())
     except BaseException:
         ENTRIES.abandon(entry)
         raise
+    if entry.stays:
+        COUNTERS.stayed(layout.nbytes)
+        return handle
     COUNTERS.offloaded(layout.nbytes)
     entry.inflight = True
     between.offloaded(entry)
@@ -116,7 +123,7 @@ def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
             f"({nbytes} bytes). A compiler passed one of them a temporary; the copy could be of freed memory. "
             'Try inner="aot_eager" or keep this tensor with policy={"<its module>": "keep"}, and report this.'
         )
-    if between.defers(entry):
+    if entry.stays or between.defers(entry):
         return
     if entry.d2h_done is not None:
         streams = streams_of(entry.layout.device)
@@ -155,6 +162,8 @@ def _reload(
 
 def _reload_now(entry: Entry, size: Sequence[int], stride: Sequence[int], *, as_it_lies: bool) -> torch.Tensor:
     layout = entry.layout
+    if entry.stays:
+        return _hand_back(entry, size, stride)
     y = torch.empty_strided(size, stride, dtype=layout.dtype, device=layout.device)
     if entry.target is not None and entry.h2d_done is not None:
         # An earlier backward stopped before its wait: the memory it was copying to is about to be free.
@@ -168,6 +177,32 @@ def _reload_now(entry: Entry, size: Sequence[int], stride: Sequence[int], *, as_
         _copy_to_device(y, entry, as_it_lies=as_it_lies)
     COUNTERS.h2d_bytes += layout.nbytes
     return y
+
+
+def _hand_back(entry: Entry, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """What stayed on the device: its own memory where nobody else has it and no other backward can come, else a copy."""
+    source, streams = entry.source, streams_of(entry.layout.device)
+    if source is None:
+        raise RuntimeStateError(
+            f"{entry.name}: its memory was handed to a backward that did not come to its end (plan {entry.run.key}). "
+            "Run forward again."
+        )
+    assert streams is not None
+    same_stream = streams.compute() is entry.stream
+    again = torch._C._autograd._get_current_graph_task_keep_graph()
+    if same_stream and not again and same_layout(size, source.stride(), stride) and _owns_all_of_its_memory(source):
+        entry.source = None
+        return source.as_strided(size, stride, source.storage_offset())
+    if not same_stream:
+        streams.compute().wait_stream(entry.stream)
+        source.record_stream(streams.compute())
+    return torch.empty_strided(size, stride, dtype=source.dtype, device=source.device).copy_(source)
+
+
+def _owns_all_of_its_memory(x: torch.Tensor) -> bool:
+    """Whether no other tensor lies in its storage, and nothing else does."""
+    storage = x.untyped_storage()
+    return storage.nbytes() == x.numel() * x.element_size() and torch._C._storage_Use_Count(storage._cdata) == _OWNERS
 
 
 def _copy_as_it_lies(y: torch.Tensor, entry: Entry) -> None:
@@ -250,9 +285,7 @@ def _(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
 
 
 @torch.library.register_fake("graphoffload::reload", lib=LIBRARY)
-def _(
-    handle: torch.Tensor, plan: str, id: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
+def _(handle: torch.Tensor, plan: str, id: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=handle.device)
 
 

@@ -17,6 +17,7 @@ import torch
 from graphoffload.errors import ConfigError
 from graphoffload.runtime.ahead import prepare_plan
 from graphoffload.runtime.layouts import Layout
+from graphoffload.runtime.staying import Budget
 from graphoffload.saved import Plan
 
 
@@ -27,7 +28,9 @@ class RunPlan:
     first: ids that backward reloads before it first waits.
     """
 
-    __slots__ = ("_names", "asked", "at_end", "checksum", "first", "key", "layouts", "linked", "transfers", "window_bytes")
+    __slots__ = (
+        "_names", "asked", "at_end", "budget", "checksum", "first", "key", "layouts", "linked", "transfers", "window_bytes",
+    )  # fmt: skip
 
     def __init__(self, plan: Plan | None, key: str) -> None:
         transfers = plan.transfers if plan is not None else ()
@@ -39,15 +42,17 @@ class RunPlan:
         self.at_end = frozenset(t.id for t in transfers if t.release_after is None)
         self.linked = False
         self.window_bytes: int | None = None
+        self.budget: Budget | None = None
         self.asked: dict[int, tuple[Sequence[int], Sequence[int], torch.dtype]] = {}
         self.first: tuple[int, ...] = ()
 
-    def link(self, window_bytes: int | None) -> None:
+    def link(self, window_bytes: int | None, budget: Budget | None = None) -> None:
         """Let this plan's copies outlive its graphs (see between.py): nothing in them reuses a source that was released.
 
-        `window_bytes`: what may be outstanding across graphs; None: what the largest of them offloads.
+        `window_bytes`: what may be outstanding across graphs; None: what the largest of them offloads. `budget`: shared with
+        other graphs; what it has room for stays on the device.
         """
-        self.linked, self.window_bytes = True, window_bytes
+        self.linked, self.window_bytes, self.budget = True, window_bytes, budget
 
     def name(self, id: int) -> str:
         """A transfer's tensor and module, for messages."""

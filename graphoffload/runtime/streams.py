@@ -139,10 +139,15 @@ class DeviceStreams:
         """Whether a CUDA graph is being captured: nothing outside of it may be waited for, or left for later."""
         return torch.cuda.is_current_stream_capturing()
 
+    def allocated_bytes(self) -> tuple[int, int]:
+        """What is allocated on the device now, and its peak so far."""
+        allocated = torch._C._cuda_memoryStats(self.index)["allocated_bytes"]["all"]
+        return int(allocated["current"]), int(allocated["peak"])
+
     def headroom_bytes(self) -> int:
         """How much could be allocated without a new peak."""
-        allocated = torch._C._cuda_memoryStats(self.index)["allocated_bytes"]["all"]
-        return int(allocated["peak"] - allocated["current"])
+        current, peak = self.allocated_bytes()
+        return peak - current
 
     def compute_waits_for(self, op: str, entry: Named, event: Any, compute: Any = None) -> None:
         """The same for the op `release` or `wait`, timed where that was asked for; `compute`: None for the current stream."""
