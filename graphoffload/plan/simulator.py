@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -41,6 +42,7 @@ from graphoffload.plan.program import Program
 from graphoffload.saved import Action
 
 _TIME_EPSILON_S = 1e-12
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +235,7 @@ def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, 
 
 
 def _backward(
-    arrays: Arrays, actions: Sequence[Action], copies: list[int], early: float, clock: _Clock, out: Evaluation
+    arrays: Arrays, actions: Sequence[Action], copies: list[int], reload_by: Mapping[int, int], clock: _Clock, out: Evaluation
 ) -> None:
     """Place the reloads and run the backward; fills loads and h2d of `out`."""
     first, steps, times = out.first, arrays.backward_steps, arrays.backward_time_s
@@ -246,8 +248,9 @@ def _backward(
     latest, next_start_s = dict[int, int](), float("inf")
     order = sorted(copies, key=lambda k: (first[k], k))
     for index in reversed(order):
-        next_start_s = min(sums[first[index]], next_start_s) - arrays.h2d_s[index] * early
+        next_start_s = min(sums[first[index]], next_start_s) - arrays.h2d_s[index]
         latest[index] = max(0, bisect_right(sums, next_start_s + _TIME_EPSILON_S, 0, first[index] + 1) - 1)
+        latest[index] = min(latest[index], reload_by.get(index, latest[index]))
     done_steps = waited = 0
     done_s: list[float] = []
 
@@ -261,8 +264,7 @@ def _backward(
 
     for rank, index in enumerate(order):
         while True:
-            free_s = clock.busy_until_s - (early - 1.0) * arrays.h2d_s[index]
-            work_s = max(0.0, free_s - clock.now_s) / clock.factor + _TIME_EPSILON_S
+            work_s = max(0.0, clock.busy_until_s - clock.now_s) / clock.factor + _TIME_EPSILON_S
             position = bisect_right(sums, sums[done_steps] + work_s, done_steps) - 1
             position = min(max(position, latest[index], done_steps), first[index])
             if waited == rank or first[order[waited]] > position:
@@ -319,14 +321,14 @@ def _memory(arrays: Arrays, actions: Sequence[Action], out: Evaluation) -> None:
 
 
 def evaluate(
-    arrays: Arrays, actions: Sequence[Action], *, max_inflight_bytes: int | None = None, reload_early: float = 1.0
+    arrays: Arrays, actions: Sequence[Action], *, max_inflight_bytes: int | None = None, reload_by: Mapping[int, int] = _NONE
 ) -> Evaluation:
     """As `simulate`, without checks and without the parts that only people read."""
     first, last = needs(arrays, actions)
     out = Evaluation(0.0, 0, 0, 0, arrays.base_bytes, [], first, last, {}, [], [], [], [], 0.0, 0, 0.0)
     copies = [k for k in arrays.production_order if actions[k] == "offload" and first[k] < arrays.backward_steps]
     clock = _forward(arrays, copies, max_inflight_bytes, out)
-    _backward(arrays, actions, copies, reload_early, clock, out)
+    _backward(arrays, actions, copies, reload_by, clock, out)
     out.time_s, out.stalls, out.compute = clock.now_s, clock.stalls, clock.compute
     out.host_bytes = int(arrays.nbytes[copies].sum()) if copies else 0
     _memory(arrays, actions, out)
@@ -339,14 +341,15 @@ def simulate(
     hardware: HardwareProfile,
     *,
     max_inflight_bytes: int | None = None,
-    reload_early: float = 1.0,
+    reload_by: Mapping[int, int] = _NONE,
 ) -> Timeline:
     """Time, memory, stalls and schedule of one forward and backward. See the module's text for the model.
 
     Args:
         actions: one a candidate, by index.
         max_inflight_bytes: bytes being copied to the host before compute waits; None: no limit.
-        reload_early: reloads are placed as if their copies took this many times as long; above 1.0 buys safety with memory.
+        reload_by: of some candidates, the backward step before which their reload is issued at the latest; it buys safety with
+            memory.
 
     Raises:
         PlanError: wrong number of actions, or one that its candidate cannot do.
@@ -358,7 +361,7 @@ def simulate(
         if not possible:
             raise PlanError(f"candidate {candidate.name!r} cannot {action}; it allows {', '.join(candidate.actions)}.")
     arrays = arrays_of(program, hardware)
-    result = evaluate(arrays, actions, max_inflight_bytes=max_inflight_bytes, reload_early=reload_early)
+    result = evaluate(arrays, actions, max_inflight_bytes=max_inflight_bytes, reload_by=reload_by)
     return timeline_of(arrays, result)
 
 

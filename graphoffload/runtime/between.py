@@ -154,9 +154,9 @@ def enter(entry: Entry) -> None:
 def offloaded(entry: Entry) -> None:
     """Make room in the window for what was just offloaded."""
     call = entry.call
-    if call is None or entry.stays:
+    if call is None:
         return
-    call.nbytes += entry.layout.nbytes
+    call.nbytes += entry.layout.nbytes  # what stays as well: where it takes the room, pending sources go
     track = call.track
     if track.pending:
         room = track.window_bytes(call.run) - call.nbytes
@@ -195,6 +195,14 @@ def defers(entry: Entry) -> bool:
         while track.pending_bytes > track.window_bytes(call.run):
             _settle(track, 1)
     return True
+
+
+def passed(entry: Entry) -> None:
+    """The release of a source that stays: in the last call, where memory is fullest, nothing is pending any more."""
+    call = entry.call
+    if call is not None and call.track.pending and not call.followed:
+        with LOCK:
+            _settle(call.track, len(call.track.pending))
 
 
 def released(entry: Entry) -> None:

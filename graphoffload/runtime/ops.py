@@ -80,9 +80,9 @@ def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
         raise
     if entry.stays:
         COUNTERS.stayed(layout.nbytes)
-        return handle
-    COUNTERS.offloaded(layout.nbytes)
-    entry.inflight = True
+    else:
+        COUNTERS.offloaded(layout.nbytes)
+        entry.inflight = True
     between.offloaded(entry)
     return handle
 
@@ -123,7 +123,10 @@ def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
             f"({nbytes} bytes). A compiler passed one of them a temporary; the copy could be of freed memory. "
             'Try inner="aot_eager" or keep this tensor with policy={"<its module>": "keep"}, and report this.'
         )
-    if entry.stays or between.defers(entry):
+    if entry.stays:
+        between.passed(entry)
+        return
+    if between.defers(entry):
         return
     if entry.d2h_done is not None:
         streams = streams_of(entry.layout.device)

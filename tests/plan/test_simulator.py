@@ -118,7 +118,8 @@ def test_compute_slows_down_while_a_copy_runs_and_only_then() -> None:
 
 def test_reloads_can_be_placed_earlier_for_memory() -> None:
     actions = ["offload", "keep", "keep", "keep"]
-    assert simulate(chain(), actions, link(), reload_early=2.0).schedule[0].reload_at == 1
+    assert simulate(chain(), actions, link()).schedule[0].reload_at == 2
+    assert simulate(chain(), actions, link(), reload_by={0: 1}).schedule[0].reload_at == 1
 
 
 def test_buffers_and_workspace_are_part_of_the_curve() -> None:

@@ -1,0 +1,94 @@
+"""Reloads ahead of time: as far as memory allows, in order, and at no predicted cost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphoffload.hardware import PROFILES, HardwareProfile
+from graphoffload.plan.ahead import reload_ahead
+from graphoffload.plan.program import Candidate, Program, Step
+from graphoffload.plan.simulator import Timeline, simulate
+from graphoffload.saved import Action
+
+LINK = HardwareProfile(
+    name="a byte a second", source="datasheet", memory_bytes=10**6, d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0,
+    copy_latency_s=0.0, compute_slowdown_while_copying=0.0,
+)  # fmt: skip
+LAYERS = 50
+
+
+def chain(layers: int = LAYERS, nbytes: int = 1) -> Program:
+    """Layers of ten seconds, forward and backward, each with a tensor that takes a second to copy."""
+    return Program(
+        tuple(Step(f"f{i}", 10.0) for i in range(layers)),
+        tuple(Step(f"b{i}", 1.0) for i in range(10 * layers)),
+        candidates=tuple(Candidate(f"x{i}", nbytes, i, i, (10 * (layers - 1 - i) + 9,)) for i in range(layers)),
+    )
+
+
+def offload_most(program: Program) -> list[Action]:
+    return ["offload" if number < len(program.candidates) - 1 else "keep" for number in range(len(program.candidates))]
+
+
+def both(limit_bytes: int | None = None) -> tuple[Timeline, Timeline]:
+    program = chain()
+    actions = offload_most(program)
+    late = simulate(program, actions, LINK)
+    limit = late.peak_bytes if limit_bytes is None else limit_bytes
+    return late, reload_ahead(program, actions, LINK, late, limit_bytes=limit)
+
+
+def reloads(timeline: Timeline) -> dict[int, int]:
+    return {item.candidate: item.reload_at for item in timeline.schedule}
+
+
+def test_two_percent_ahead_where_memory_allows() -> None:
+    """Keep-all takes 1000 s, so a reload comes up to 20 s earlier."""
+    late, ahead = both(limit_bytes=10**6)
+    assert ahead.time_s == late.time_s
+    moved = [reloads(late)[k] - reloads(ahead)[k] for k in range(LAYERS - 4)]
+    assert set(moved) == {20}
+
+
+def test_not_a_byte_above_the_limit() -> None:
+    """A layer's tensor goes when its backward is done: only then is there room for the one after next."""
+    late, ahead = both()
+    assert ahead.peak_bytes == late.peak_bytes == 2
+    moved = {reloads(late)[k] - reloads(ahead)[k] for k in reloads(late)}
+    assert moved == {18}
+
+
+def test_nothing_to_reload_is_left_alone() -> None:
+    program = chain(3)
+    late = simulate(program, ["keep"] * 3, LINK)
+    assert reload_ahead(program, ["keep"] * 3, LINK, late, limit_bytes=0) is late
+
+
+def test_what_would_cost_time_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated before it is taken."""
+    monkeypatch.setattr("graphoffload.plan.ahead._FREE", 0.5)
+    late, ahead = both(limit_bytes=10**6)
+    assert ahead is late
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12), st.integers(0, 40))
+def test_limits_and_order_hold_for_any_sizes(sizes: list[tuple[int, bool]], slack: int) -> None:
+    layers = len(sizes)
+    plain = chain(layers)
+    program = Program(
+        plain.forward,
+        plain.backward,
+        candidates=tuple(Candidate(c.name, size, c.produced_at, c.last_forward_use, c.backward_uses)
+              for c, (size, _) in zip(plain.candidates, sizes, strict=True)),
+    )  # fmt: skip
+    actions: list[Action] = ["offload" if goes else "keep" for _, goes in sizes]
+    for hardware in (LINK, PROFILES["h200-sxm"]):
+        late = simulate(program, actions, hardware)
+        ahead = reload_ahead(program, actions, hardware, late, limit_bytes=late.peak_bytes + slack)
+        assert ahead.peak_bytes <= late.peak_bytes + slack
+        assert ahead.time_s <= late.time_s * 1.001
+        assert all(reloads(ahead)[k] <= reloads(late)[k] for k in reloads(late))
+        order = sorted(ahead.schedule, key=lambda item: item.wait_at)
+        assert [item.reload_at for item in order] == sorted(item.reload_at for item in order)
