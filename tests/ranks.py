@@ -4,8 +4,8 @@
     for case in CASES: check_case(found, case, CPU, "aot_eager")
 
 A case is a way of training (DDP per block, DDP as a whole, FSDP2) and a run of it: "plain"; "delayed", with copies delayed and
-freed memory overwritten on rank 1 alone; "across", delayed and with copies that reach from graph to graph. Each is compared with
-keep-all in the same processes. A rank writes to its file after every case: what breaks later hides nothing.
+freed memory overwritten on rank 1 alone; "across", delayed and with copies that reach from graph to graph. Each is compared
+with keep-all in the same processes. A rank writes to its file after every case: what breaks later hides nothing.
 """
 
 from __future__ import annotations
