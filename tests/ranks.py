@@ -140,7 +140,7 @@ def gradients(model: nn.Module, place: Place) -> list[Tensor]:
     The parameters are in the end what they were.
     """
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
     found: list[Tensor] = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -239,9 +239,9 @@ def cases(folder: str, place: Place, inner: str, kept: dict[str, list[Tensor]]) 
             yield f"{how} delayed", compared(model, kept[how], place, disturb=True)
             if place.device == "cuda" and inner == "aot_eager":
                 yield f"{how} beside compute", beside_compute(model, place)
-        yield "host_budget", host_budgets()
-        files = sorted(path.name for path in Path(folder).rglob("hardware-*.json"))
-        yield "profiles", {"measured": len(measured), "files": files}
+            yield "host_budget", host_budgets()
+            files = sorted(path.name for path in Path(folder).rglob("hardware-*.json"))
+            yield "profiles", {"measured": len(measured), "files": files}
         os.environ["GRAPHOFFLOAD_ACROSS_GRAPHS"] = "1"
         for how in ACROSS:
             registry.forget()
@@ -297,7 +297,7 @@ def spawned(function: Any, folder: Path, place: Place, *arguments: Any) -> list[
     started = mp.spawn(function, args=(port, str(folder), place, *arguments), nprocs=RANKS, join=False)
     deadline = time.monotonic() + place.limit_s
     try:
-        while not started.join(timeout=max(0.0, deadline - time.monotonic())):
+        while not started.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=2.0):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{function.__name__} on {RANKS} x {place.device} took more than {place.limit_s:.0f} s")
     finally:

@@ -74,7 +74,10 @@ def test_the_ranks_came_to_the_end(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("how", WAYS)
 def test_copies_ran_beside_compute(outcome: Outcome, how: str) -> None:
-    """Of each rank, in both directions, from page-locked memory; NCCL's kernels do not count as compute."""
+    """Of each rank, in both directions, from page-locked memory; NCCL's kernels do not count as compute.
+
+    Only some of it: a block's copies take longer than its products, and DDP cuts blocks into smaller graphs.
+    """
     if outcome.inner != "aot_eager":
         pytest.skip("profiled under aot_eager alone")
     name = f"{how} beside compute"
@@ -82,5 +85,5 @@ def test_copies_ran_beside_compute(outcome: Outcome, how: str) -> None:
         got = seen[name]
         print(f"rank {rank}, {how}: {got}")
         assert got["pageable"] == 0, (rank, got)
-        assert got["d2h_beside_ms"] >= 0.1 * got["d2h_ms"] > 0, (rank, got)
-        assert got["h2d_beside_ms"] >= 0.1 * got["h2d_ms"] > 0, (rank, got)
+        assert got["d2h_beside_ms"] >= 0.05 * got["d2h_ms"] > 0, (rank, got)
+        assert got["h2d_beside_ms"] >= 0.05 * got["h2d_ms"] > 0, (rank, got)
