@@ -129,9 +129,10 @@ def _direction(events: list[dict[str, Any]], compute: list[Interval]) -> Directi
 
 
 def read_trace(trace: dict[str, Any]) -> Timeline:
-    """The timeline in a Chrome trace as torch.profiler exports it."""
+    """The timeline in a Chrome trace as torch.profiler exports it. NCCL's kernels are communication, not compute."""
     complete = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    compute = merged(_interval(event) for event in complete if event.get("cat") == "kernel")
+    kernels = [event for event in complete if event.get("cat") == "kernel" and not event["name"].startswith("nccl")]
+    compute = merged(_interval(event) for event in kernels)
     large = [
         event
         for event in complete
@@ -140,7 +141,7 @@ def read_trace(trace: dict[str, Any]) -> Timeline:
     sides = {name: [event for event in large if name in event["name"]] for name in ("DtoH", "HtoD")}
     busy = {name: merged(_interval(event) for event in events) for name, events in sides.items()}
     return Timeline(
-        kernels=sum(event.get("cat") == "kernel" for event in complete),
+        kernels=len(kernels),
         compute_busy_ms=length(compute),
         compute_span_ms=compute[-1][1] - compute[0][0] if compute else 0.0,
         both_directions_ms=length(common(busy["DtoH"], busy["HtoD"])),

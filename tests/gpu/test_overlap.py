@@ -39,6 +39,7 @@ def test_reader_of_traces() -> None:
         "traceEvents": [
             event("kernel", "gemm", 0, 1000),
             event("kernel", "gemm", 2000, 1000),
+            event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1000, 1000),
             event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 500, 1000, bytes=10**6),
             event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 2100, 100, bytes=10**6),
             event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 2900, 1, bytes=8),
