@@ -24,6 +24,7 @@ from graphoffload.wishes import Wish
 
 UNMEASURABLE = 0.005
 """Share of a step below which its time does not repeat: what costs less is free."""
+_CHEAP = 0.25  # recomputation that takes less than this share of the copy's time
 _HINT = 0.01  # the slowdown that a hint speaks of, where it saves at least this share of the peak:
 _WORTH = 0.02
 
@@ -54,7 +55,8 @@ class Limits:
 class Decided:
     """Actions and reasons in the order of the table; `warnings` are texts for the user, `notes` go into the plan.
 
-    `planned`: by the planner, for a goal; else every action was wished for or everything is kept.
+    `planned`: by the planner, for a goal; else every action was wished for or everything is kept. `release_late`: sources are
+    released at the end of forward, whatever the timeline says: graphs before this one keep the link busy.
     """
 
     actions: tuple[Action, ...]
@@ -67,6 +69,7 @@ class Decided:
     lower_bound_peak_bytes: int | None = None
     hint: str = ""
     planned: bool = False
+    release_late: bool = False
 
 
 def decide_actions(
@@ -218,18 +221,44 @@ def _offload_the_rest(
     inflight: int | None,
     hardware: HardwareProfile,
 ) -> Decided:
-    """What nobody decided goes, for the other graphs may need the memory; the runtime lets stay what fits."""
-    actions: tuple[Action, ...] = tuple(wish.action or ("offload" if wish.may_offload else "keep") for wish in wanted)
-    reason = "the budget is shared by several graphs: goes, or stays where it fits"
-    reasons = tuple(
-        wish.reason if wish.action else reason if wish.may_offload else "cannot be offloaded; alone it fits" for wish in wanted
+    """What nobody decided goes, for the other graphs may need the memory; the runtime lets stay what fits.
+
+    A row of such graphs cannot copy more than the link carries while they compute: the rest is recomputed where that is cheap.
+    """
+    again = _cheaper_than_the_link(program, wanted, hardware)
+    actions: tuple[Action, ...] = tuple(
+        wish.action or ("recompute" if number in again else "offload" if wish.may_offload else "keep")
+        for number, wish in enumerate(wanted)
     )
-    fixed = replace(
-        program, candidates=tuple(replace(c, fixed=action) for c, action in zip(program.candidates, actions, strict=True))
-    )
-    window = inflight if inflight is not None else _window_bytes(fixed, hardware)
+    reason = {
+        "offload": "the budget is shared by several graphs: goes, or stays where it fits",
+        "recompute": "the budget is shared by several graphs, which together would copy more than the link carries",
+        "keep": "cannot be offloaded; alone it fits",
+    }
+    reasons = tuple(wish.reason if wish.action else reason[action] for wish, action in zip(wanted, actions, strict=True))
     note = "device_budget is shared with the graphs before this one: from the third step on, what fits of it is not copied"
-    return Decided(actions, reasons, keep, notes=(note,), warnings=tuple(warnings), max_inflight_bytes=window)
+    return Decided(
+        actions, reasons, keep, notes=(note,), warnings=tuple(warnings), max_inflight_bytes=inflight, release_late=True
+    )
+
+
+def _cheaper_than_the_link(program: Program, wanted: Sequence[Wish], hardware: HardwareProfile) -> set[int]:
+    """Candidates to recompute, the cheapest by the byte first, until the link carries the others during forward."""
+    carries = sum(step.time_s for step in program.forward) * hardware.copy_rate_bytes_per_s("d2h")
+    offered = sum(c.nbytes for c, wish in zip(program.candidates, wanted, strict=True) if wish.action is None and c.can_offload)
+    prices = {
+        number: c.recompute.time_s / c.nbytes
+        for number, (c, wish) in enumerate(zip(program.candidates, wanted, strict=True))
+        if wish.action is None and c.recompute is not None and c.nbytes
+    }
+    chosen: set[int] = set()
+    most = _CHEAP / hardware.copy_rate_bytes_per_s("d2h")
+    for number in sorted(prices, key=lambda number: prices[number]):
+        if offered <= carries or prices[number] > most:
+            break
+        chosen.add(number)
+        offered -= program.candidates[number].nbytes * program.candidates[number].can_offload
+    return chosen
 
 
 def _within_host(wanted: Sequence[Wish], table: SavedTable, budget: int | None) -> tuple[tuple[Wish, ...], list[str]]:

@@ -4,9 +4,8 @@
     resolve_hardware("h200-sxm", "cpu")     a named profile, for a GPU that is not there
     resolve_hardware(profile, ...)          your own
 
-A copy of n bytes takes latency + n / bandwidth. That is one straight line for both ends of what is measured: below about 1 MiB
-a copy is latency, above 16 MiB it is bandwidth. Compute rates are what a large kernel achieves, not the datasheet's peak;
-profiles marked "datasheet" are the datasheet's peak times the share that such kernels usually achieve (ACHIEVED).
+A copy of n bytes takes latency + n / bandwidth: one straight line through what is measured. Compute rates are what a large kernel
+achieves; profiles marked "datasheet" are the datasheet's peak times the share that such kernels usually achieve (ACHIEVED).
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphoffload.errors import ConfigError, HardwareWarning, warn
+from graphoffload.folders import cache_dir
 from graphoffload.units import format_bytes, parse_size
 
 Direction = Literal["d2h", "h2d"]
@@ -77,8 +77,11 @@ class HardwareProfile:
 
     def copy_time_s(self, nbytes: int, direction: Direction) -> float:
         """Time of one copy that has its direction for itself."""
-        rate = self.d2h_bytes_per_s if direction == "d2h" else self.h2d_bytes_per_s
-        return self.copy_latency_s + nbytes * self.links_shared_by / rate
+        return self.copy_latency_s + nbytes / self.copy_rate_bytes_per_s(direction)
+
+    def copy_rate_bytes_per_s(self, direction: Direction) -> float:
+        """Of large copies that have their direction for themselves, beside the other GPUs on the link."""
+        return (self.d2h_bytes_per_s if direction == "d2h" else self.h2d_bytes_per_s) / self.links_shared_by
 
     def matmul_rate_flops_per_s(self, dtype: str) -> float:
         """Achieved matmul rate of a dtype such as "bfloat16"; the slowest known one for a dtype that is not listed."""
@@ -232,10 +235,9 @@ def fit_link(samples: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def cache_path(device_name: str, torch_version: str) -> Path:
-    """Where a measured profile is kept: XDG_CACHE_HOME or ~/.cache, one file a device name and torch version."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    """Where a measured profile is kept: one file in `cache_dir` a device name and torch version."""
     safe = re.sub(r"[^A-Za-z0-9.+_-]+", "-", f"{device_name}-{torch_version}")
-    return Path(root) / "graphoffload" / f"hardware-{_EDITION}-{safe}.json"
+    return cache_dir() / f"hardware-{_EDITION}-{safe}.json"
 
 
 def cached(path: Path, make: Callable[[], HardwareProfile]) -> HardwareProfile:
@@ -269,8 +271,8 @@ def measure(device_index: int = 0) -> HardwareProfile:
     """
     import torch
 
-    properties = torch.cuda.get_device_properties(device_index)
-    return cached(cache_path(properties.name, str(torch.__version__)), lambda: _measure(torch, device_index))
+    path = cache_path(torch.cuda.get_device_name(device_index), str(torch.__version__))
+    return cached(path, lambda: _measure(torch, device_index))
 
 
 def _fallback(name: str, memory_bytes: int, reason: str) -> HardwareProfile:
@@ -305,10 +307,13 @@ def _measure(torch: Any, index: int) -> HardwareProfile:
 def _measure_with(torch: Any, name: str, memory_bytes: int, size_bytes: int) -> HardwareProfile:
     host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    rates = [(dtype, _matmul_rate(torch, dtype)) for dtype in ("bfloat16", "float16", "float32")]
     sizes = [n for n in (2**20, 2**22, 2**24, 2**26, size_bytes) if n <= size_bytes]
-    to_host = [(n, _copy_s(torch, host[0][:n], device[0][:n])) for n in dict.fromkeys(sizes)]
-    to_device = [(n, _copy_s(torch, device[1][:n], host[1][:n])) for n in dict.fromkeys(sizes)]
+
+    def copy_s(target: Any, source: Any) -> float:
+        return _seconds(torch, lambda: target.copy_(source, non_blocking=True))
+
+    to_host = [(n, copy_s(host[0][:n], device[0][:n])) for n in dict.fromkeys(sizes)]
+    to_device = [(n, copy_s(device[1][:n], host[1][:n])) for n in dict.fromkeys(sizes)]
     (d2h_latency_s, d2h_rate), (h2d_latency_s, h2d_rate) = fit_link(to_host), fit_link(to_device)
     side = torch.cuda.Stream()
 
@@ -320,7 +325,6 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, size_bytes: int) -> 
         torch.cuda.current_stream().wait_stream(side)
 
     duplex = (size_bytes / d2h_rate + size_bytes / h2d_rate) / 2 / _seconds(torch, both_ways)
-    slowdown = _slowdown_while_copying(torch, host, device, side)
     return HardwareProfile(
         name=name,
         source="measured",
@@ -329,8 +333,8 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, size_bytes: int) -> 
         h2d_bytes_per_s=h2d_rate,
         duplex_factor=min(1.0, duplex),
         copy_latency_s=(d2h_latency_s + h2d_latency_s) / 2,
-        compute_slowdown_while_copying=slowdown,
-        matmul_flops_per_s=tuple(rates),
+        compute_slowdown_while_copying=_slowdown_while_copying(torch, host, device, side),
+        matmul_flops_per_s=tuple((dtype, _matmul_rate(torch, dtype)) for dtype in ("bfloat16", "float16", "float32")),
         device_bandwidth_bytes_per_s=2 * size_bytes / _seconds(torch, lambda: device[0].copy_(device[1])),
         kernel_launch_s=_launch_s(torch),
     )
@@ -348,10 +352,6 @@ def _once_s(torch: Any, work: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-def _copy_s(torch: Any, target: Any, source: Any) -> float:
-    return _seconds(torch, lambda: target.copy_(source, non_blocking=True))
 
 
 def _matmul_rate(torch: Any, dtype: str, edge: int = 4096) -> float:
@@ -388,7 +388,7 @@ def _slowdown_while_copying(torch: Any, host: list[Any], device: list[Any], side
 
 
 def _launch_s(torch: Any) -> float:
-    """Time between two tiny kernels whose launches are queued already, so that the host's own pace does not show."""
+    """Time between two tiny kernels that are queued already, so that the host's own pace does not show."""
     tiny = torch.zeros(1, device="cuda")
 
     def kernels() -> None:

@@ -27,6 +27,7 @@ from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import UNMEASURABLE, Decided, Limits, decide_actions, decide_again
 from graphoffload.errors import BudgetError, NotOffloadedWarning, warn
+from graphoffload.folders import cache_dir
 from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
 from graphoffload.hardware import HardwareProfile, resolve_hardware
 from graphoffload.joint import copy_graph, tagged_copy
@@ -39,7 +40,6 @@ from graphoffload.plan.ahead import reload_ahead
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.planned import PlannedPair, make_plan
 from graphoffload.policies import patterns_of
-from graphoffload.runtime import registry
 from graphoffload.saved import Action, Plan, SavedTable, SavedTensor
 from graphoffload.units import format_bytes
 from graphoffload.verify import verify_graphs
@@ -124,7 +124,7 @@ def rewrite(request: Request) -> Rewritten:
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
     plan = make_plan(
-        PlannedPair(work.pair, draft.original, work.table, draft.instance, draft.timeline),
+        PlannedPair(work.pair, draft.original, work.table, draft.instance, draft.timeline, decided.release_late),
         draft.actions,
         draft.reasons,
         decided,
@@ -330,7 +330,7 @@ def _instance(work: _Work) -> Instance:
     times: dict[str, Measured] = {}
     if work.hardware.source == "measured":
         graphs = (work.pair.forward.graph, work.pair.backward.graph)
-        times = kernel_times(graphs, torch.device(_device(work.table)), registry.cache_dir())
+        times = kernel_times(graphs, torch.device(_device(work.table)), cache_dir())
 
     def measured(node: Node) -> Measured | None:
         name = signature(node) if times else None

@@ -21,6 +21,7 @@ class PlannedPair:
 
     Attributes:
         original: saved activations before anything was recomputed; `table`: those of `pair`.
+        release_late: every release stands at the end of forward (decide.Decided).
     """
 
     pair: GraphPair
@@ -28,6 +29,7 @@ class PlannedPair:
     table: SavedTable
     instance: Instance
     timeline: Timeline
+    release_late: bool = False
 
 
 def make_plan(
@@ -119,7 +121,7 @@ def _transfer(planned: PlannedPair, places: _Places, number: int, item: Schedule
 
 def _release_after(planned: PlannedPair, places: _Places, item: Scheduled) -> str | None:
     """The forward node behind which a release stands; None at the end of forward."""
-    if item.release_at is None:
+    if item.release_at is None or planned.release_late:
         return None
     tensor = planned.table.tensors[item.candidate]
     behind = planned.instance.behind[item.candidate]

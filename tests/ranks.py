@@ -212,7 +212,7 @@ def in_a_group(rank: int, port: int, place: Place) -> None:
 
 def train(rank: int, port: int, folder: str, place: Place, inner: str) -> None:
     """One rank, all cases in one process, since starting it takes longest; what was seen goes to a file."""
-    os.environ.update(GRAPHOFFLOAD_CACHE_DIR=f"{folder}/cache/plans", XDG_CACHE_HOME=f"{folder}/cache")
+    os.environ.update(GRAPHOFFLOAD_CACHE_DIR=f"{folder}/cache")
     in_a_group(rank, port, place)
     kept: dict[str, list[Tensor]] = {}
     seen: dict[str, Any] = {}

@@ -331,7 +331,7 @@ def test_with_a_gpu_it_is_measured(capsys: pytest.CaptureFixture[str], monkeypat
     assert (status, asked) == (0, [1])
     assert out.startswith("NVIDIA X [measured]\n")
     assert "4.0 us          measured on this device" in out
-    assert "hardware-NVIDIA-X-" in out.splitlines()[-1]
+    assert "hardware-2-NVIDIA-X-" in out.splitlines()[-1]
     assert "delete it to measure again" in out
     status, _, err = run(capsys, "hardware", "--device", "2")
     assert status == 1

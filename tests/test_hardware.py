@@ -120,9 +120,12 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
 
 
 def test_cache_path_holds_device_and_torch_and_honours_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("GRAPHOFFLOAD_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = cache_path("NVIDIA H200/x", "2.13.0+cpu")
-    assert path == tmp_path / "graphoffload" / "hardware-NVIDIA-H200-x-2.13.0+cpu.json"
+    assert path == tmp_path / "graphoffload" / "hardware-2-NVIDIA-H200-x-2.13.0+cpu.json"
+    monkeypatch.setenv("GRAPHOFFLOAD_CACHE_DIR", str(tmp_path / "own"))
+    assert cache_path("x", "y").parent == tmp_path / "own"
 
 
 def test_an_unmeasurable_device_falls_back_to_the_profile_of_its_name() -> None:

@@ -50,7 +50,9 @@ class Call:
     backward's reloads.
     """
 
-    __slots__ = ("as_before", "before", "entries", "followed", "nbytes", "reloading", "run", "seen", "track", "waited")
+    __slots__ = (
+        "as_before", "before", "entries", "followed", "nbytes", "reloading", "run", "seen", "stayed", "track", "waited",
+    )  # fmt: skip
 
     def __init__(self, run: RunPlan, track: Track, before: Call | None, *, followed: bool, as_before: bool) -> None:
         self.run = run
@@ -60,7 +62,7 @@ class Call:
         self.as_before = as_before
         self.entries: dict[int, Entry] = {}
         self.seen: set[int] = set()
-        self.nbytes = 0
+        self.nbytes = self.stayed = 0
         self.reloading: list[int] = []
         self.waited = False
 
@@ -156,10 +158,13 @@ def offloaded(entry: Entry) -> None:
     call = entry.call
     if call is None:
         return
-    call.nbytes += entry.layout.nbytes  # what stays as well: where it takes the room, pending sources go
+    if entry.stays:
+        call.stayed += entry.layout.nbytes
+    else:
+        call.nbytes += entry.layout.nbytes
     track = call.track
     if track.pending:
-        room = track.window_bytes(call.run) - call.nbytes
+        room = max(track.window_bytes(call.run) - call.stayed, track.staying.left_bytes()) - call.nbytes
         with LOCK:
             while track.pending and track.pending_bytes > room:
                 _settle(track, 1)
@@ -192,7 +197,7 @@ def defers(entry: Entry) -> bool:
         track.pending.append(entry)
         track.pending_bytes += entry.layout.nbytes
         COUNTERS.deferred += 1
-        while track.pending_bytes > track.window_bytes(call.run):
+        while track.pending_bytes > max(track.window_bytes(call.run), track.staying.left_bytes()):
             _settle(track, 1)
     return True
 
@@ -305,7 +310,8 @@ def prefetch(call: Call | None, copy: Callable[[torch.Tensor, Entry], Any]) -> N
 
     `copy(y, entry)` starts the copy to y and leaves its event in `entry.h2d_done`.
     """
-    if call is None or call.before is None or len(call.reloading) != call.run.transfers or not call.run.linked:
+    # Some attention kernels return seeds on the CPU, whatever their fake tensors say: those are another track's.
+    if call is None or call.before is None or len(call.reloading) != len(call.seen) or not call.run.linked:
         return
     with LOCK:
         before = call.before

@@ -10,11 +10,11 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from graphoffload.errors import ConfigError
+from graphoffload.folders import cache_dir
 from graphoffload.runtime.ahead import prepare_plan
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.staying import Budget
@@ -71,14 +71,6 @@ _LOCK = threading.Lock()
 _PLANS: dict[str, Plan] = {}
 _RUN: dict[str, RunPlan] = {}
 _BASES: dict[str, Plan] = {}
-
-
-def cache_dir() -> Path:
-    """Folder for plans and hardware profiles: GRAPHOFFLOAD_CACHE_DIR, else the user's cache folder."""
-    configured = os.environ.get("GRAPHOFFLOAD_CACHE_DIR")
-    if configured:
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphoffload"
 
 
 def across_graphs() -> bool:

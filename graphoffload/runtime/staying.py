@@ -62,7 +62,9 @@ class Share:
 class Staying:
     """The shares of one thread's forwards on one device, and where in the present forward staying begins."""
 
-    __slots__ = ("_at_start", "_before", "_behind", "_last", "_most", "_now", "_shares", "_stayed", "_warned", "budget")
+    __slots__ = (
+        "_at_start", "_before", "_behind", "_last", "_most", "_now", "_room", "_shares", "_stayed", "_warned", "budget",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.budget: Budget | None = None
@@ -71,7 +73,7 @@ class Staying:
         self._last: tuple[int, ...] = ()
         self._before: list[int] = []
         self._behind = -1
-        self._stayed = 0
+        self._stayed = self._room = 0
         self._at_start = 0
         self._most = 0
         self._warned = False
@@ -108,7 +110,12 @@ class Staying:
         if as_before and share.bytes:
             self._before = [0, *accumulate(self._last)]
             self._behind = max(0, offered - share.bytes)
+            self._room = min(share.bytes, offered)
         self._at_start, self._most = peak_bytes, 0
+
+    def left_bytes(self) -> int:
+        """What may still stay in this forward; until it does, its room is there for copies that are under way."""
+        return max(0, self._room - self._stayed) if self._behind >= 0 else 0
 
     def offer(self, nbytes: int, *, may_stay: bool = True) -> bool:
         """An offload of `nbytes` comes; whether it stays."""

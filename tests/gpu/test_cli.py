@@ -15,7 +15,7 @@ from graphoffload.report import OffloadReport
 def test_hardware_measures_this_gpu_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GRAPHOFFLOAD_CACHE_DIR", str(tmp_path))
     outputs = []
     for _ in range(2):
         assert main(["hardware"]) == 0
