@@ -4,8 +4,8 @@
     resolve_hardware("h200-sxm", "cpu")     a named profile, for a GPU that is not there
     resolve_hardware(profile, ...)          your own
 
-A copy of n bytes takes latency + n / bandwidth: one straight line through what is measured. Compute rates are what a large kernel
-achieves; profiles marked "datasheet" are the datasheet's peak times the share that such kernels usually achieve (ACHIEVED).
+A copy of n bytes takes latency + n / bandwidth: one straight line through what is measured. Compute rates are what large
+kernels achieve; profiles marked "datasheet" are the datasheet's peak times the share that such kernels usually achieve (ACHIEVED).
 """
 
 from __future__ import annotations
