@@ -5,7 +5,7 @@
     resolve_hardware(profile, ...)          your own
 
 A copy of n bytes takes latency + n / bandwidth: one straight line through what is measured. Compute rates are what large
-kernels achieve; profiles marked "datasheet" are the datasheet's peak times the share that such kernels usually achieve (ACHIEVED).
+kernels achieve; "datasheet" profiles are the datasheet's peak times the share that such kernels usually achieve (ACHIEVED).
 """
 
 from __future__ import annotations
