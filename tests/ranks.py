@@ -130,7 +130,7 @@ def offloading(inner: str) -> graphoffload.OffloadBackend:
 def accumulate(model: nn.Module, place: Place, seed: int) -> None:
     """Forward and backward of one microbatch, another one on each rank."""
     generator = torch.Generator().manual_seed(RANKS * seed + dist.get_rank())
-    x = torch.randn(place.tokens, place.width, generator=generator).to(place.device)
+    x = torch.randn(place.tokens, place.width, generator=generator, pin_memory=place.device == "cuda").to(place.device)
     model(x).square().mean().backward()
 
 
