@@ -93,11 +93,6 @@ def references(module: nn.Module) -> list[Result]:
         return [step(module, seed) for seed in SEEDS]
 
 
-@pytest.fixture(autouse=True)
-def _across_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "1")
-
-
 @pytest.fixture
 def lazy() -> Iterator[LazyStreams]:
     """Copies are made when somebody waits for them; nothing of one test is left for the next."""
@@ -488,8 +483,8 @@ def test_a_prefetch_that_is_given_up_without_a_wait_shows(lazy: LazyStreams) -> 
     lazy.complaints.clear()
 
 
-def test_it_is_off_unless_asked_for(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GRAPHOFFLOAD_ACROSS_GRAPHS")
+def test_it_can_be_switched_off(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "0")
     module = per_block()
     graphoffload.reset_stats()
     for seed in SEEDS:
@@ -499,7 +494,7 @@ def test_it_is_off_unless_asked_for(lazy: LazyStreams, monkeypatch: pytest.Monke
     assert (stats["deferred"], stats["prefetches"]) == (0, 0)
 
 
-@pytest.mark.parametrize(("text", "on"), [("", False), ("0", False), ("off", False), ("1", True), ("on", True)])
+@pytest.mark.parametrize(("text", "on"), [("", True), ("0", False), ("off", False), ("1", True), ("on", True)])
 def test_the_switch(monkeypatch: pytest.MonkeyPatch, text: str, on: bool) -> None:
     monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", text)
     assert registry.across_graphs() is on
@@ -507,5 +502,5 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, text: str, on: bool) -> Non
 
 def test_a_switch_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "maybe")
-    with pytest.raises(ConfigError, match=r"ACROSS_GRAPHS='maybe' is neither on nor off\. Set it to 1 .* or unset it\."):
+    with pytest.raises(ConfigError, match=r"ACROSS_GRAPHS='maybe' is neither on nor off\. Set it to 0 .* or unset it\."):
         registry.across_graphs()

@@ -78,11 +78,6 @@ def offered_bytes(module: Model) -> int:
     return counted("d2h_bytes") - before
 
 
-@pytest.fixture(autouse=True)
-def _across_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "1")
-
-
 @pytest.fixture
 def lazy() -> Iterator[LazyStreams]:
     between._TRACKS.of.clear()

@@ -66,7 +66,7 @@ class RunPlan:
         return layout
 
 
-_ON, _OFF = ("1", "true", "on"), ("", "0", "false", "off")
+_ON, _OFF = ("", "1", "true", "on"), ("0", "false", "off")
 _LOCK = threading.Lock()
 _PLANS: dict[str, Plan] = {}
 _RUN: dict[str, RunPlan] = {}
@@ -74,9 +74,7 @@ _BASES: dict[str, Plan] = {}
 
 
 def across_graphs() -> bool:
-    """Whether copies may outlive their graph and start in another one's backward: GRAPHOFFLOAD_ACROSS_GRAPHS=1.
-
-    Off by default: its races with delayed copies have not run on a GPU yet (docs/decisions, 6).
+    """Whether copies may outlive their graph and start in another one's backward: unless GRAPHOFFLOAD_ACROSS_GRAPHS=0.
 
     Raises:
         ConfigError: the variable is neither on nor off.
@@ -84,8 +82,8 @@ def across_graphs() -> bool:
     text = os.environ.get("GRAPHOFFLOAD_ACROSS_GRAPHS", "").strip().lower()
     if text not in (*_ON, *_OFF):
         raise ConfigError(
-            f"GRAPHOFFLOAD_ACROSS_GRAPHS={text!r} is neither on nor off. Set it to 1 to let copies reach from graph to graph, "
-            "or to 0, or unset it."
+            f"GRAPHOFFLOAD_ACROSS_GRAPHS={text!r} is neither on nor off. Set it to 0 to keep copies inside their graph, "
+            "or to 1, or unset it."
         )
     return text in _ON
 

@@ -68,9 +68,8 @@ def test_broken_order_shows(name: str) -> None:
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_broken_order_between_graphs_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_order_between_graphs_shows() -> None:
     """A window of one small tensor: what the graph before left pending is settled in the next graph."""
-    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "1")
     case = ZOO["three_blocks"]
     config = graphoffload.OffloadConfig(
         policy="offload", inner="aot_eager", min_tensor_bytes=0, max_inflight_bytes="16KiB", hardware=races.SLOW_LINK

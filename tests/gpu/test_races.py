@@ -76,9 +76,8 @@ def test_zoo_under_inductor(name: str) -> None:
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("window", ["16KiB", "1MiB"])
-def test_blocks_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch, inner: str, window: str) -> None:
+def test_blocks_compiled_one_by_one(inner: str, window: str) -> None:
     """Copies outlive their graph, and reloads start in the backward of the graph behind."""
-    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "1")
     case = ZOO["three_blocks"]
     options = dataclasses.replace(config(inner), hardware=races.SLOW_LINK, max_inflight_bytes=window)
     module = races.compile_blocks(case, graphoffload.OffloadBackend(options))
