@@ -53,11 +53,15 @@ def test_two_percent_ahead_where_memory_allows() -> None:
 
 
 def test_not_a_byte_above_the_limit() -> None:
-    """A layer's tensor goes when its backward is done: only then is there room for the one after next."""
-    late, ahead = both()
-    assert ahead.peak_bytes == late.peak_bytes == 2
-    moved = {reloads(late)[k] - reloads(ahead)[k] for k in reloads(late)}
-    assert moved == {18}
+    """Two of the largest are left free, for what a compiler displaces. Then a layer's tensor goes when its backward is done, and
+    only then is there room for the one after next."""
+    moved = {}
+    for slack in range(4):
+        late, ahead = both(limit_bytes=2 + slack)
+        assert (late.peak_bytes, ahead.peak_bytes) == (2, max(2, slack))
+        moved[slack] = {reloads(late)[k] - reloads(ahead)[k] for k in reloads(late)}
+    assert moved[0] == moved[1] == {0}
+    assert moved[2] == {18}
 
 
 def test_nothing_to_reload_is_left_alone() -> None:
