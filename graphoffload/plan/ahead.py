@@ -2,9 +2,9 @@
 
     just in time   |==x==|use          ahead   |==x==|....|use       as far as `AHEAD` of the step, and the memory limit, allow
 
-What is planned does not change, nor does its predicted time; a copy that runs late in truth is still in time. A compiler may run a
-reload a few kernels before its place, so room for two of the largest is left: without it measured peaks of some plans were one or
-two tensors above the predicted ones.
+What is planned does not change, nor does its predicted time; a copy that runs late in truth is still in time. A compiler may
+run a reload a few kernels before its place, so room for two of the largest is left: without it, measured peaks of some plans
+were one or two tensors above the predicted ones.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def reload_ahead(
     """The timeline of the same actions with reloads ahead, at a peak of at most `limit_bytes` and without costing time."""
     if not just_in_time.schedule:
         return just_in_time
-    largest = max(program.candidates[item.candidate].nbytes for item in just_in_time.schedule)
+    limit_bytes -= _DISPLACED * max(program.candidates[item.candidate].nbytes for item in just_in_time.schedule)
+    highest = max(limit_bytes, just_in_time.peak_bytes)
     for share in AHEAD:
-        places = _places(program, just_in_time, share * just_in_time.keep_time_s, limit_bytes - _DISPLACED * largest)
+        places = _places(program, just_in_time, share * just_in_time.keep_time_s, limit_bytes)
         found = simulate(program, actions, hardware, max_inflight_bytes=max_inflight_bytes, reload_by=places)
-        if found.peak_bytes <= max(just_in_time.peak_bytes, limit_bytes - _DISPLACED * largest) and found.time_s <= just_in_time.time_s * _FREE:
+        if found.peak_bytes <= highest and found.time_s <= just_in_time.time_s * _FREE:
             return found
     return just_in_time
 

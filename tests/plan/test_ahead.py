@@ -60,8 +60,9 @@ def test_not_a_byte_above_the_limit() -> None:
         late, ahead = both(limit_bytes=2 + slack)
         assert (late.peak_bytes, ahead.peak_bytes) == (2, max(2, slack))
         moved[slack] = {reloads(late)[k] - reloads(ahead)[k] for k in reloads(late)}
-    assert moved[0] == moved[1] == {0}
-    assert moved[2] == {18}
+    assert moved[0] == {0}
+    assert max(moved[1]) < max(moved[2]) == 18
+    assert max(moved[3]) == 20
 
 
 def test_nothing_to_reload_is_left_alone() -> None:
