@@ -53,8 +53,7 @@ def test_two_percent_ahead_where_memory_allows() -> None:
 
 
 def test_not_a_byte_above_the_limit() -> None:
-    """Two of the largest are left free, for what a compiler displaces. Then a layer's tensor goes when its backward is done, and
-    only then is there room for the one after next."""
+    """Two of the largest are left free, for what a compiler displaces; then only what a finished layer frees can be used."""
     moved = {}
     for slack in range(4):
         late, ahead = both(limit_bytes=2 + slack)
