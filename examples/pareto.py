@@ -29,6 +29,20 @@ from gpu.runner import Options, Runner  # noqa: E402
 
 PEERS = ("checkpoint", "selective", "budget:0.8", "budget:0.5", "budget:0.2", "budget:0.0", "save_on_cpu", "torch-offload")
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.10)
+FAMILIES = {
+    "graphoffload, device_budget": ("over",),
+    "graphoffload, max_slowdown": ("slowdown",),
+    "keep-all": ("keep",),
+    "full checkpointing": ("checkpoint",),
+    "selective checkpointing": ("selective",),
+    "activation_memory_budget": ("budget",),
+    "torch's offload pass": ("torch-offload",),
+}
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:brown", "tab:purple", "black", "tab:cyan")
+OURS: dict[str, dict[str, Any]] = {
+    "graphoffload, device_budget": {"marker": "o", "linestyle": "-", "color": "tab:red"},
+    "graphoffload, max_slowdown": {"marker": "D", "linestyle": "", "color": "tab:red", "markerfacecolor": "white"},
+}
 COLUMNS = (
     "method", "status", "step_ms", "ratio", "ratio_low", "ratio_high", "peak_over_static_bytes", "predicted_peak_bytes",
     "predicted_ms", "bound_ratio", "gradient_error", "offloaded_bytes", "recomputed_bytes",
@@ -72,15 +86,28 @@ def write_csv(rows: list[Row], path: Path) -> None:
         writer.writerows(record(row) for row in rows)
 
 
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """The points of an earlier run."""
+    texts = ("method", "status")
+    with path.open(newline="") as file:
+        return [
+            {name: value if name in texts else (float(value) if value else None) for name, value in line.items()}
+            for line in csv.DictReader(file)
+        ]
+
+
 def _family(method: str) -> str:
-    if method.startswith(("over", "slowdown", "ours")):
-        return "graphoffload"
-    return "activation_memory_budget" if method.startswith("budget") else method
+    for family, prefixes in FAMILIES.items():
+        if method.startswith(prefixes):
+            return family
+    return method
 
 
-def draw(rows: list[Row], title: str, path: Path) -> bool:
+def draw(records: list[dict[str, Any]], title: str, path: Path) -> bool:
     """The figure: peak over static against step time relative to keep-all. False where there is nothing or no way to draw."""
-    points = [record(row) for row in rows if row.samples and row.peak_bytes and row.status.startswith("ok")]
+    points = [
+        p for p in records if p["ratio"] is not None and p["peak_over_static_bytes"] and p["status"].startswith("ok")
+    ]
     try:
         import matplotlib as mpl
     except ImportError:
@@ -90,28 +117,26 @@ def draw(rows: list[Row], title: str, path: Path) -> bool:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 6))
+    figure, axes = pyplot.subplots(figsize=(9, 5.5))
     families: dict[str, list[dict[str, Any]]] = {}
-    for point in points:
-        if point["ratio"] is not None:
-            families.setdefault(_family(point["method"]), []).append(point)
-    for family, members in families.items():
-        members.sort(key=lambda p: p["peak_over_static_bytes"])
+    for point in sorted(points, key=lambda p: p["peak_over_static_bytes"]):
+        families.setdefault(_family(point["method"]), []).append(point)
+    for number, (family, members) in enumerate(sorted(families.items(), key=lambda item: item[0] in OURS)):
         x, y = [p["peak_over_static_bytes"] / 1e9 for p in members], [(p["ratio"] - 1) * 100 for p in members]
-        if family == "graphoffload":
-            axes.plot(x, y, "o-", color="tab:red", label=family, zorder=3)
-            bound = [(p["peak_over_static_bytes"] / 1e9, (p["bound_ratio"] - 1) * 100) for p in members if p["bound_ratio"]]
-            if bound:
-                axes.plot(*zip(*bound, strict=True), "--", color="tab:red", alpha=0.6, label="lower bound (LP)")
-        else:
-            axes.plot(x, y, "s", label=family)
+        style = OURS.get(family, {"marker": "s", "linestyle": "", "color": COLOURS[number % len(COLOURS)]})
+        axes.plot(x, y, label=family, zorder=3 if family in OURS else 2, **style)
+        bound = [(at, (p["bound_ratio"] - 1) * 100) for at, p in zip(x, members, strict=True) if p["bound_ratio"]]
+        if bound:
+            axes.plot(*zip(*bound, strict=True), "--", color="black", alpha=0.6, label="no plan is predicted below (LP)")
     axes.set_yscale("symlog", linthresh=5)
-    axes.set_xlabel("peak over static, GB")
-    axes.set_ylabel("step time over keep-all, %")
+    ticks = [-2, 0, 2, 5, 10, 20, 50, 100, 400]
+    axes.set_yticks(ticks, [f"{tick:+d} %" if tick else "0" for tick in ticks])
+    axes.set_xlabel("peak memory of a step over what is allocated between steps, GB")
+    axes.set_ylabel("step time over keep-all")
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize="small")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
     return True
 
@@ -130,6 +155,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=3600.0, help="skip what has not begun by then")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, where memory is not measured")
     parser.add_argument("--out", type=Path, default=Path("pareto"))
+    parser.add_argument("--redraw", type=Path, default=None, metavar="CSV", help="draw the points of an earlier run, and exit")
+    parser.add_argument("--title", default="", help="of a figure that is drawn again")
     return parser.parse_args(argv)
 
 
@@ -168,13 +195,15 @@ def our_names(runner: Runner, given: argparse.Namespace, least: int | None) -> l
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, draw; 1 when a gradient was wrong."""
     given = arguments(argv)
+    if given.redraw is not None:
+        return 0 if draw(read_csv(given.redraw), given.title or given.redraw.stem, given.redraw.with_suffix(".png")) else 1
     given.out.mkdir(parents=True, exist_ok=True)
     runner = measure(given)
     path = given.out / f"pareto_{given.model}.csv"
     write_csv(runner.rows, path)
     print(f"\nwrote {path}")
     picture = given.out / f"pareto_{given.model}.png"
-    if draw(runner.rows, f"{given.model}: {runner.facts.get('device', 'cpu')}", picture):
+    if draw([record(row) for row in runner.rows], f"{given.model}: {runner.facts.get('device', 'cpu')}", picture):
         print(f"wrote {picture}")
     elif runner.rows[0].peak_bytes is None:
         print("no figure: peak memory is not measured on a CPU")
