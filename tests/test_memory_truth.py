@@ -77,13 +77,13 @@ def measured_peak_bytes(step: Any) -> int:
 )
 def test_predicted_peak_is_what_is_allocated(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[Program, Timeline]] = []
-    simulate = pipeline.simulate
+    ahead = pipeline.reload_ahead
 
     def noting(program: Program, *args: Any, **kwargs: Any) -> Timeline:
-        found.append((program, simulate(program, *args, **kwargs)))
+        found.append((program, ahead(program, *args, **kwargs)))
         return found[-1][1]
 
-    monkeypatch.setattr(pipeline, "simulate", noting)
+    monkeypatch.setattr(pipeline, "reload_ahead", noting)
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = Net()

@@ -141,6 +141,8 @@ _TRACKS = _Tracks()
 def enter(entry: Entry) -> None:
     """Find the call that an offload belongs to: a call offloads each id once."""
     device, run = entry.layout.device, entry.run
+    if streams_of(device) is None:  # synchronous copies; some attention kernels return seeds on the CPU
+        return
     track = _TRACKS.of.get(device)
     if track is None:
         track = _TRACKS.of[device] = Track()
@@ -310,7 +312,6 @@ def prefetch(call: Call | None, copy: Callable[[torch.Tensor, Entry], Any]) -> N
 
     `copy(y, entry)` starts the copy to y and leaves its event in `entry.h2d_done`.
     """
-    # Some attention kernels return seeds on the CPU, whatever their fake tensors say: those are another track's.
     if call is None or call.before is None or len(call.reloading) != len(call.seen) or not call.run.linked:
         return
     with LOCK:

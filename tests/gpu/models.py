@@ -68,7 +68,8 @@ def _ids(batch: int, tokens: int, vocab: int, device: torch.device, seed: int = 
 
 def _floats(*shape: int, device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device, torch.get_default_dtype())
+    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return values.to(device, torch.get_default_dtype())
 
 
 def _hf_llama(s: Sizes, device: torch.device) -> Workload:

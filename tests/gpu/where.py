@@ -33,14 +33,14 @@ Planned = tuple[Program, list[str], Timeline]
 
 def watch_plans(found: list[Planned]) -> None:
     """Note the program, the actions and the timeline of everything that is scheduled from now on."""
-    simulate = pipeline.simulate
+    ahead = pipeline.reload_ahead
 
     def noting(program: Program, actions: Any, *args: Any, **kwargs: Any) -> Timeline:
-        timeline = simulate(program, actions, *args, **kwargs)
+        timeline = ahead(program, actions, *args, **kwargs)
         found.append((program, list(actions), timeline))
         return timeline
 
-    pipeline.simulate = noting
+    pipeline.reload_ahead = noting
 
 
 def predicted_live(planned: Planned) -> list[tuple[int, str]]:
