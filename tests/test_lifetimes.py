@@ -90,6 +90,7 @@ def test_outputs_dropped_without_backward() -> None:
     assert in_use() == 0
 
 
+@torch._functorch.config.patch("donated_buffer", False)
 def test_retain_graph_twice(inner: str) -> None:
     """Three backwards from one forward: each adds the same gradients."""
     module, plain = offloading(inner), compiled(CASE.fresh("cpu"), keep_all(inner))
