@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from graphoffload.analysis.storages import concrete, fake, storage_id, storage_nbytes, tensor_nbytes
 
 Kind = Literal["view", "kernel", "fused", "none"]
+Axis = Literal["rows", "columns"]
 
 _KERNEL_WORDS = (
     "sort",
@@ -164,7 +165,8 @@ class _Kernel:
 
     `space`: elements it iterates over; None: it runs alone.
 
-    `needs` are the numbers of the kernels it reads from, `ancestors` those and theirs as bits.
+    `needs` are the numbers of the kernels it reads from, `ancestors` those and theirs as bits. `axes`: whether it reduces rows,
+    columns, or both.
     """
 
     number: int
@@ -174,6 +176,7 @@ class _Kernel:
     nodes: list[Node] = field(default_factory=list)
     needs: set[int] = field(default_factory=set)
     ancestors: int = 0
+    axes: set[Axis] = field(default_factory=set)
 
 
 def _group(graph: Graph, fusion: Fusion) -> None:
@@ -195,11 +198,14 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         needs = {made_by[identity] for identity in reads if identity in made_by}
         space = _space(node) if kind == "fused" else None
         weights = {identity: sizes.get(identity, 0) for identity in reads}
-        home = _home(kernels, touching, weights, needs, space, order) if space else None
+        axis = _axis(node) if space else None
+        home = _home(kernels, touching, weights, needs, space, axis, order) if space else None
         if home is None:
             home = _Kernel(len(kernels), at, order, space)
             kernels.append(home)
         home.nodes.append(node)
+        if axis is not None:
+            home.axes.add(axis)
         home.needs |= needs - {home.number}
         for number in needs - {home.number}:
             home.ancestors |= kernels[number].ancestors | 1 << number
@@ -213,23 +219,44 @@ def _group(graph: Graph, fusion: Fusion) -> None:
 
 
 def _home(
-    kernels: list[_Kernel], touching: dict[int, list[int]], reads: dict[int, int], needs: set[int], space: int, order: int
+    kernels: list[_Kernel],
+    touching: dict[int, list[int]],
+    reads: dict[int, int],
+    needs: set[int],
+    space: int,
+    axis: Axis | None,
+    order: int,
 ) -> _Kernel | None:
     """The kernel that an operation joins: it touches the same data, has the same iteration space, and nothing that the
-    operation needs must run after it."""
+    operation needs must run after it. Reductions of rows and of columns share a kernel only if neither needs the other."""
     shared: dict[int, int] = {}
     for identity, nbytes in reads.items():
         for number in set(touching.get(identity, ())):
             shared[number] = shared.get(number, 0) + nbytes
     after = {number: kernels[number].ancestors for number in needs}
-    for number in sorted(shared, key=lambda n: (shared[n], n), reverse=True):
+    across = {number: axis is not None and bool(kernels[number].axes - {axis}) for number in shared}
+    for number in sorted(shared, key=lambda n: (not across[n], shared[n], n), reverse=True):
         kernel = kernels[number]
         if kernel.space != space or (number not in needs and order - kernel.order > FARTHEST):
             continue
         if any(bits >> number & 1 for other, bits in after.items() if other != number):
             continue
+        if across[number] and number in needs:
+            continue
         return kernel
     return None
+
+
+def _axis(node: Node) -> Axis | None:
+    """What a reduction goes along: rows if the last dimension is among those it sums over. None for other operations."""
+    packet = node.target._overloadpacket if isinstance(node.target, torch._ops.OpOverload) else None
+    source = fake(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+    if packet is None or packet.__name__ not in _REDUCTIONS or source is None:
+        return None
+    given = node.args[1] if len(node.args) > 1 else None
+    dims = [given] if isinstance(given, int) else given if isinstance(given, (list, tuple)) else []
+    last = source.dim() - 1
+    return "rows" if not dims or any(dim in (last, -1) for dim in dims) else "columns"
 
 
 def _space(node: Node) -> int | None:
