@@ -150,3 +150,24 @@ def test_inductor_is_held_to_the_same_distance() -> None:
         assert not V.choices.can_fuse_horizontal(None, node(0), node(FARTHEST + 1), 10**9)
         assert isinstance(V.choices, before)
     assert type(V.choices) is before
+
+
+def norm_backward(x: Tensor, d: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a norm: its input's gradient takes a sum of each row, its weight's a sum over all of them."""
+    hat = x * rstd
+    return rstd * (d - hat * (d * hat).mean(-1, keepdim=True)), (d * hat).sum(0)
+
+
+def test_sums_of_rows_and_columns_are_one_kernel_only_if_neither_needs_the_other() -> None:
+    """Inductor mixes the two orders where both merely read the same; a sum of rows that the other needs runs before it."""
+
+    def computes_rstd(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        return norm_backward(x, d, torch.rsqrt(x.square().mean(-1, keepdim=True)))
+
+    graph = traced(norm_backward, (64, 32), (64, 32), (64, 1))
+    fusion = fusion_of(graph, fuses=True)
+    assert fusion.spans[named(graph, "sum_1")] == fusion.spans[named(graph, "mean")]
+    graph = traced(computes_rstd, (64, 32), (64, 32))
+    fusion = fusion_of(graph, fuses=True)
+    assert fusion.spans[named(graph, "mean")] == fusion.spans[named(graph, "mean_1")]
+    assert fusion.spans[named(graph, "sum_1")][0] > fusion.spans[named(graph, "mean")][1]
