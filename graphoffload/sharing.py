@@ -1,4 +1,4 @@
-"""One budget over several graphs: said when what they keep together is more than the user gave.
+"""One budget over several graphs: who shares it, and a warning when what they keep together is more than the user gave.
 
     for block in model.layers: block.compile(backend=...)       one plan, made for the first block, runs for every one of them
 
