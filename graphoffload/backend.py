@@ -25,6 +25,7 @@ from graphoffload.inner_compile import compile_as_planned
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
 from graphoffload.out_of_memory import with_note
+from graphoffload.overrun import watch_budget
 from graphoffload.partitioner import OffloadPartitioner, graph_key
 from graphoffload.report import summary_line
 from graphoffload.runtime import registry
@@ -93,7 +94,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
         _after_compile(base, key, config, limits)
-    return count_calls(with_note(compiled, key), key, config, limits)
+    return count_calls(watch_budget(with_note(compiled, key), key, config, limits), key, config, limits)
 
 
 def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[Plan | None, Callable[..., Any]]:

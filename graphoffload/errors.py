@@ -94,6 +94,10 @@ class SharedBudgetWarning(GraphOffloadWarning):
     """Several graphs of one model were each planned for the whole budget, and together they exceed it."""
 
 
+class BudgetExceededWarning(GraphOffloadWarning):
+    """Steps took more device memory than device_budget, against the plan's prediction."""
+
+
 class BackwardNeverCameWarning(GraphOffloadWarning):
     """Offloaded activations were dropped without a backward; their copies were wasted."""
 

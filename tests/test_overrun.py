@@ -1,0 +1,68 @@
+"""A budget that is exceeded in truth is said, once, with both numbers and what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphoffload import overrun
+from graphoffload.config import OffloadConfig
+from graphoffload.decide import Limits
+from graphoffload.errors import BudgetExceededWarning
+from graphoffload.runtime import registry
+from graphoffload.saved import Plan, Prediction
+
+BUDGET = 10 * 2**30
+KEY = "a plan that is watched"
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> Iterator[None]:
+    overrun._said.clear()
+    yield
+    registry._PLANS.pop(KEY, None)
+    registry._RUN.pop(KEY, None)
+
+
+def watched(device: str = "cuda:0", budget: Any = BUDGET) -> Callable[..., Any]:
+    plan = Plan(key=KEY, graph="graph7", device=device, prediction=Prediction(predicted_peak_bytes=9 * 2**30))
+    registry._PLANS[KEY] = plan
+    limit = budget if isinstance(budget, int) else None
+    return overrun.watch_budget(lambda x: x + 1, KEY, OffloadConfig(device_budget=budget), Limits(device_budget_bytes=limit))
+
+
+def said(run: Callable[..., Any], calls: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [run(number) for number in range(calls)] == [number + 1 for number in range(calls)]
+    return [str(item.message) for item in caught if issubclass(item.category, BudgetExceededWarning)]
+
+
+def test_said_once_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: BUDGET + 2**29)
+    run = watched()
+    assert said(run, 2) == [], "the first steps compile"
+    (text,) = said(run, 20)
+    for part in ("device_budget=10.0 GiB", "exceeded by 512.0 MiB", "peak of 10.5 GiB", "graph7 predicted 9.00 GiB", "tune()"):
+        assert part in text
+    assert said(watched(), 20) == [], "the same configuration"
+
+
+def test_a_later_step_may_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizer state that came with the first step's end, say."""
+    peaks = iter([BUDGET, BUDGET + 1])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    assert len(said(watched(), 20)) == 1
+
+
+def test_nothing_is_looked_at_without_a_number_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: str) -> int:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", fails)
+    assert said(watched(device="cpu"), 20) == []
+    assert said(watched(budget="auto"), 20) == []
