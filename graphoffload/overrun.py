@@ -49,7 +49,7 @@ def _look(key: str, budget_bytes: int, digest: str) -> None:
         BudgetExceededWarning,
         f"device_budget={format_bytes(budget_bytes)} was exceeded by {excess}: torch counts a peak of {peak} "
         f"since it was last reset; the plan of {plan.graph} predicted {format_bytes(plan.prediction.predicted_peak_bytes)}. If "
-        f"nothing else was allocated in this process, lower device_budget by {excess}, or let graphoffload.tune() correct the plan "
-        "by what it measures.",
+        f"nothing else was allocated in this process, lower device_budget by {excess}, or let graphoffload.tune() correct the "
+        "plan by what it measures.",
         stacklevel=3,
     )
