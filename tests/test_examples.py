@@ -164,6 +164,7 @@ def test_pareto(tmp_path: Path) -> None:
     assert any(int(row["offloaded_bytes"] or 0) > 0 for row in rows), "no method offloads anything"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_longest() -> None:
     out = run_example("longest.py", *ARGUMENTS["longest.py"])

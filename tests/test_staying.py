@@ -255,6 +255,28 @@ def test_an_exception_between_graphs_and_other_orders(lazy: LazyStreams) -> None
     assert counted("stays") > 0
 
 
+def test_nothing_stays_beside_an_earlier_forward(lazy: LazyStreams) -> None:
+    """A forward inside a backward, as checkpoints run it, or pipelined microbatches: two rooms would be one too many."""
+    module = per_block()
+    expected = references(module)
+    lazy.allocated = 0, 0
+    for seed in SEEDS[:3]:
+        step(module, seed)
+    waiting = weighted_loss(module(*batch(0)))
+    graphoffload.reset_stats()
+    for turn in range(6):
+        following = weighted_loss(module(*batch((turn + 1) % 2)))
+        module.zero_grad()
+        waiting.backward()
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter.grad, expected[turn % 2].grads[name]), name
+        waiting = following
+        if turn == 0:
+            graphoffload.reset_stats()  # the first two were one forward of twice the length
+    assert counted("stays") == 0
+    assert counted("offloads") > 0
+
+
 def test_other_sizes_do_not_stay_on_a_smaller_ones_room(lazy: LazyStreams) -> None:
     """Each sequence of sizes has a share of its own, and it takes two forwards to have one."""
     module = per_block()

@@ -71,8 +71,8 @@ class Track:
     """The calls of one thread's forwards on one device: their order, what is pending, what is prefetched, what stays."""
 
     __slots__ = (
-        "_as_before", "_last", "_now", "_second_last", "ahead", "backward", "call", "largest_bytes", "pending", "pending_bytes",
-        "staying",
+        "_as_before", "_calls", "_last", "_now", "_second_last", "ahead", "backward", "call", "largest_bytes", "pending",
+        "pending_bytes", "staying",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -83,6 +83,7 @@ class Track:
         self.ahead: list[Entry] = []
         self.largest_bytes = 0
         self.staying = Staying()
+        self._calls: list[Call] = []
         self._now: list[str] = []
         self._last: tuple[str, ...] = ()
         self._second_last: tuple[str, ...] = ()
@@ -96,7 +97,9 @@ class Track:
             self.backward = None
             self._as_before = self._last == self._second_last
             if self.staying.budget is not None and streams is not None:
-                self.staying.begin_forward(self._last, *streams.allocated_bytes(), as_before=self._as_before)
+                alone = not any(call.entries for call in self._calls)  # no earlier forward's tensors share the room
+                self.staying.begin_forward(self._last, *streams.allocated_bytes(), as_before=self._as_before and alone)
+            self._calls = []
         self.staying.set_budget(run.budget)
         self._count_largest()
         self._as_before = self._as_before and at < len(self._last) and self._last[at] == run.key
@@ -105,6 +108,8 @@ class Track:
         if at < _LONGEST:
             self._now.append(run.key)
         self.call = Call(run, self, self.call, followed=followed, as_before=self._as_before)
+        if at < _LONGEST:
+            self._calls.append(self.call)
         return self.call
 
     def turn(self) -> None:
