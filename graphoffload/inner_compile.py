@@ -27,7 +27,9 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
     memory of a dead buffer for a later one of the same size, as long as Inductor's own estimate of the peak allows it, which
     knows nothing of kernels' workspaces and of reloads: on a 32k-token stack four gradients that nobody needs any more (3.8 GB)
     stood at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well. With CUDA graphs,
-    Inductor also gathers what it may not capture, which takes every reload to the start of backward.
+    Inductor also gathers what it may not capture, which takes every reload to the start of backward. And it leaves out copies
+    of memory that no output shares, saved values included: once a handle is saved in a copy's place, the copy would be left
+    out, and what is offloaded would be memory that others write to.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -35,7 +37,8 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
         plan = registry.of_key(key) if key else None
         if plan is None or not plan.changes_anything:
             return compile_fx_inner(gm, example_inputs, **kwargs)
-        with inductor_config.patch(AS_PLANNED), only_near_fusions():
+        disabled = ",".join(filter(None, (inductor_config.disabled_passes, "remove_noop_ops")))
+        with inductor_config.patch({**AS_PLANNED, "disabled_passes": disabled}), only_near_fusions():
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     return compile_inner

@@ -4,6 +4,7 @@ whether it may leave the device.
 What may not leave, and why:
     graph inputs and their views       they belong to the caller; the bytes would not be freed
     aliases of a model output          the caller holds the memory, and may write to it
+    copies of inputs and outputs       Inductor leaves such a copy out once nothing saves it: then the memory is the caller's
     symbols, opaque and non-strided    not bytes in one block of memory
     outputs of collectives             a wait on them must stay where it is
     random state                       tiny, and read by value
@@ -102,11 +103,34 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
         if value is not None and storage_id(value) not in inputs:
             saved.setdefault(storage_id(value), []).append((node, placeholder))
     names = {node.name for node in pair.forward.graph.nodes}
+    callers = inputs | outputs | _copies_of(inputs | outputs, members)
     tensors = [
-        _describe(pairs, members[identity], forward_at, backward_at, identity in outputs, tags, names)
+        _describe(pairs, members[identity], forward_at, backward_at, identity in outputs, identity in callers, tags, names)
         for identity, pairs in saved.items()
     ]
     return SavedTable(tuple(sorted(tensors, key=lambda tensor: tensor.produced_at)))
+
+
+def _copies_of(callers: set[int], members: dict[int, list[Node]]) -> set[int]:
+    """Storages that only copy or view one of the caller's, or a copy of one; `members` are in the order of the graph.
+
+    Where Inductor left a copy out of the joint graph, its views still carry the copy's fake storage.
+    """
+    found: set[int] = set()
+    for identity, nodes in members.items():
+        root = nodes[0]
+        source = root.args[0] if root.args and _copies_or_views(root) else None
+        value = fake(source) if isinstance(source, Node) else None
+        if value is not None and storage_id(value) in callers | found:
+            found.add(identity)
+    return found
+
+
+def _copies_or_views(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return node.target is torch.ops.aten.clone.default or (len(returns) == 1 and returns[0].alias_info is not None)
 
 
 def _describe(
@@ -115,10 +139,13 @@ def _describe(
     forward_at: dict[Node, int],
     backward_at: dict[Node, int],
     is_output: bool,
+    is_the_callers: bool,
     tags: dict[str, Tag | None],
     forward_names: Collection[str],
 ) -> SavedTensor:
     base, why_not = _base(pairs, members)
+    if is_the_callers:
+        why_not = "is a copy of an input or output, which a compiler may leave out: then it is the caller's own memory"
     if is_output:
         why_not = "shares memory with an output of the model"
     value = fake(base)

@@ -185,7 +185,10 @@ def stays(entry: Entry) -> bool:
     streams = streams_of(entry.layout.device)
     if streams is None or streams.capturing():
         return False
-    if not call.track.staying.offer(entry.layout.nbytes, may_stay=call.as_before and call.run.budget is not None):
+    assert entry.source is not None
+    whole = entry.source.untyped_storage().nbytes() == entry.layout.nbytes  # a part would hold more than is counted
+    may_stay = whole and call.as_before and call.run.budget is not None
+    if not call.track.staying.offer(entry.layout.nbytes, may_stay=may_stay):
         return False
     entry.stays, entry.stream = True, streams.compute()
     return True

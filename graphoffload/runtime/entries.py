@@ -37,7 +37,8 @@ class Entry:
 
     __slots__ = (
         "ahead", "buffer", "call", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "pending", "reloads",
-        "run", "source", "source_ptr", "stays", "stream", "target", "ticket", "weak",
+        "run", "source", "source_ptr", "stays", "stream", "target", "ticket", "version",
+        "weak",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, layout: Layout, run: RunPlan, id: int) -> None:
@@ -59,6 +60,7 @@ class Entry:
         self.call: between.Call | None = None
         self.pending = False
         self.stays = False
+        self.version = 0  # of a source that stays, once it was released
         self.ahead: torch.Tensor | None = None
         self.stream: Any = None  # that the memory of a pending source, or of a prefetched tensor, belongs to
 

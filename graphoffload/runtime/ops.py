@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphoffload.errors import ChecksumError, RuntimeStateError
+from graphoffload.errors import CaptureError, ChecksumError, RuntimeStateError
 from graphoffload.runtime import between
 from graphoffload.runtime.checksum import digest
 from graphoffload.runtime.counters import COUNTERS
@@ -124,6 +124,7 @@ def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
             'Try inner="aot_eager" or keep this tensor with policy={"<its module>": "keep"}, and report this.'
         )
     if entry.stays:
+        entry.version = x._version
         between.passed(entry)
         return
     if between.defers(entry):
@@ -191,6 +192,13 @@ def _hand_back(entry: Entry, size: Sequence[int], stride: Sequence[int]) -> torc
             "Run forward again."
         )
     assert streams is not None
+    if source._version != entry.version:
+        raise RuntimeStateError(
+            f"{entry.name}: its memory was written to between forward and backward (plan {entry.run.key}). The gradient would "
+            "be wrong, so the step is stopped. Please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
+        )
+    if streams.capturing():
+        raise CaptureError(f"{entry.name}: stayed on the device, and its backward is being captured in a CUDA graph.")
     same_stream = streams.compute() is entry.stream
     again = torch._C._autograd._get_current_graph_task_keep_graph()
     if same_stream and not again and same_layout(size, source.stride(), stride) and _owns_all_of_its_memory(source):
@@ -199,6 +207,8 @@ def _hand_back(entry: Entry, size: Sequence[int], stride: Sequence[int]) -> torc
     if not same_stream:
         streams.compute().wait_stream(entry.stream)
         source.record_stream(streams.compute())
+    if not again:
+        entry.source = None
     return torch.empty_strided(size, stride, dtype=source.dtype, device=source.device).copy_(source)
 
 
