@@ -1,4 +1,4 @@
-"""What is offloaded is never the caller's own memory: Inductor leaves out copies that no output shares, and a handle is saved."""
+"""What is offloaded is never the caller's own memory: Inductor leaves out copies that nothing saves, and a handle is saved."""
 
 from __future__ import annotations
 
