@@ -12,6 +12,7 @@ from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
 from graphoffload.errors import BudgetExceededWarning, warn
 from graphoffload.runtime import registry
+from graphoffload.saved import Plan
 from graphoffload.units import format_bytes
 
 _LOOKS = (3, 10)  # calls of a graph before which the peak so far is looked at: compiling is over, optimizer state exists
@@ -30,15 +31,14 @@ def watch_budget(compiled: Callable[..., Any], key: str, config: OffloadConfig, 
         nonlocal calls
         calls += 1
         if calls in _LOOKS:
-            _look(key, budget, config.digest())
+            _look(plan, budget, config.digest())
         return compiled(*args)
 
     return run
 
 
-def _look(key: str, budget_bytes: int, digest: str) -> None:
-    plan = registry.of_key(key)
-    if plan is None or digest in _said:
+def _look(plan: Plan, budget_bytes: int, digest: str) -> None:
+    if digest in _said:
         return
     peak_bytes = int(torch.cuda.max_memory_allocated(plan.device))
     if peak_bytes <= budget_bytes:

@@ -67,6 +67,12 @@ def references(module: nn.Module, rows: int = 16) -> list[Result]:
         return [step(module, seed, rows) for seed in SEEDS]
 
 
+def assert_gradients(module: nn.Module, expected: Result) -> None:
+    """To the bit."""
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter.grad, expected.grads[name]), name
+
+
 def counted(name: str) -> int:
     return graphoffload.stats()[name]
 
@@ -179,8 +185,7 @@ def test_retained_graphs_get_copies(lazy: LazyStreams) -> None:
         for seed, retain in ((1, True), (0, True), (1, False), (0, False)):
             module.zero_grad()
             losses[seed].backward(retain_graph=retain)
-            for name, parameter in module.named_parameters():
-                assert torch.equal(parameter.grad, expected[seed].grads[name]), name
+            assert_gradients(module, expected[seed])
         del losses
     lazy.allocated = 0, 0
     for seed in SEEDS:
@@ -199,8 +204,7 @@ def test_microbatches_in_any_order(lazy: LazyStreams, order: tuple[int, ...]) ->
         for seed in order:
             module.zero_grad()
             losses[seed].backward()
-            for name, parameter in module.named_parameters():
-                assert torch.equal(parameter.grad, expected[seed].grads[name]), name
+            assert_gradients(module, expected[seed])
         del losses
     assert counted("stays") > 0
 
@@ -268,8 +272,7 @@ def test_nothing_stays_beside_an_earlier_forward(lazy: LazyStreams) -> None:
         following = weighted_loss(module(*batch((turn + 1) % 2)))
         module.zero_grad()
         waiting.backward()
-        for name, parameter in module.named_parameters():
-            assert torch.equal(parameter.grad, expected[turn % 2].grads[name]), name
+        assert_gradients(module, expected[turn % 2])
         waiting = following
         if turn == 0:
             graphoffload.reset_stats()  # the first two were one forward of twice the length
@@ -312,8 +315,7 @@ def test_another_stream_gets_a_copy(lazy: LazyStreams) -> None:
         loss.backward()
         lazy.stream = home
     assert handed.call_count == 0
-    for name, parameter in module.named_parameters():
-        assert torch.equal(parameter.grad, expected[0].grads[name]), name
+    assert_gradients(module, expected[0])
 
 
 def test_memory_that_others_see_is_copied() -> None:

@@ -37,8 +37,7 @@ class Entry:
 
     __slots__ = (
         "ahead", "buffer", "call", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "pending", "reloads",
-        "run", "source", "source_ptr", "stays", "stream", "target", "ticket", "version",
-        "weak",
+        "run", "source", "source_ptr", "stays", "stream", "target", "ticket", "version", "weak",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, layout: Layout, run: RunPlan, id: int) -> None:
