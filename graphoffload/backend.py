@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -28,11 +29,11 @@ from graphoffload.out_of_memory import with_note
 from graphoffload.overrun import watch_budget
 from graphoffload.partitioner import OffloadPartitioner, graph_key
 from graphoffload.report import summary_line
-from graphoffload.runtime import registry
+from graphoffload.runtime import captured, registry
 from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
 from graphoffload.sharing import budget_of, count_calls, may_link, shares_budget
-from graphoffload.surroundings import warn_of_surroundings
+from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
 
 _graphs = itertools.count()
 _configs_with_breaks: set[str] = set()
@@ -94,6 +95,8 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
         _after_compile(base, key, config, limits)
+    if asks_for_cuda_graphs(config):
+        weakref.finalize(compiled, captured.give_back, key).atexit = False
     return count_calls(watch_budget(with_note(compiled, key), key, config, limits), key, config, limits)
 
 
@@ -129,6 +132,8 @@ def _after_compile(base: str, key: str, config: OffloadConfig, limits: Limits) -
         say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
         warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
     registry.remember(base, plan)
+    if plan.transfers and asks_for_cuda_graphs(config) and plan.device.startswith("cuda"):
+        captured.prepare(torch.device(plan.device))  # torch's compile cache may answer without compiling
     if may_link(config):
         window = config.max_inflight_bytes
         registry.run_plan(key).link(window if isinstance(window, int) else None, budget_of(limits))

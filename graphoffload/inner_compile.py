@@ -1,4 +1,9 @@
-"""Inductor's inner compile for graphs under a plan: without what would undo the plan or hold memory that it counts as free."""
+"""Inductor's inner compile for graphs under a plan: without what would undo the plan or hold memory that it counts as free.
+
+With CUDA graphs there are two ways: forward and backward each captured in one piece, copies and all (runtime/captured.py), or
+the pieces between the copies. The first is tried, and given up for a graph that something else cuts: each branch of a captured
+graph must end in it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,18 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from graphoffload.analysis.fusion import FARTHEST
+from graphoffload.joint import copy_graph
+from graphoffload.passes.capture import make_capturable
 from graphoffload.runtime import registry
+from graphoffload.runtime.captured import prepare
+from graphoffload.runtime.ops import handles_may_be_copied
+from graphoffload.saved import Plan
+from graphoffload.surroundings import warn_of_cuts
 
 AS_PLANNED = {
     "reorder_for_peak_memory": False,
@@ -39,9 +51,55 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
             return compile_fx_inner(gm, example_inputs, **kwargs)
         disabled = ",".join(filter(None, (inductor_config.disabled_passes, "remove_noop_ops")))
         with inductor_config.patch({**AS_PLANNED, "disabled_passes": disabled}), only_near_fusions():
+            if not _asks_for_capture(kwargs) or not plan.transfers:
+                return compile_fx_inner(gm, example_inputs, **kwargs)
+            why_not = _why_cut(gm, plan, kwargs)
+            if not why_not:
+                compiled = _captured_whole(compile_fx_inner, gm, example_inputs, kwargs, plan)
+                if compiled is not None:
+                    return compiled
+                why_not = "something else in the graph cannot be captured"
+            registry.run_plan(plan.key).capturable = False
+            warn_of_cuts(plan, why_not)
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     return compile_inner
+
+
+def _asks_for_capture(kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("cudagraphs")
+    return bool(inductor_config.triton.cudagraphs if asked is None else asked.value)
+
+
+def _why_cut(gm: GraphModule, plan: Plan, kwargs: dict[str, Any]) -> str:
+    """Why a graph cannot be captured with its copies, as far as it is known before compiling; "" where it may be."""
+    run = registry.run_plan(plan.key)
+    if kwargs.get("is_backward") and not run.capturable:
+        return "its forward is cut"
+    if not plan.device.startswith("cuda") or not prepare(torch.device(plan.device)):
+        return "there are no CUDA graphs on this device"
+    if plan.checksum:
+        return 'verify="checksum" compares digests outside of graphs'
+    if handles_may_be_copied():
+        return "saved-tensor hooks are active, and may copy what identifies a host buffer"
+    return ""
+
+
+def _captured_whole(
+    compile_fx_inner: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any], plan: Plan
+) -> Any:
+    """The graph compiled so that its copies are captured with it; None where Inductor would cut it all the same."""
+    attempt = copy_graph(gm)
+    attempt.meta = gm.meta
+    make_capturable(attempt)
+    asked = kwargs.get("cudagraphs")
+    compiled = compile_fx_inner(attempt, example_inputs, **kwargs)
+    if len(getattr(compiled, "partition_maps", None) or ()) <= 1:
+        registry.run_plan(plan.key).capturable = True
+        return compiled
+    if asked is not None:
+        asked.value = True
+    return None
 
 
 @contextlib.contextmanager

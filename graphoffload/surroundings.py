@@ -1,9 +1,8 @@
-"""What surrounds a plan and changes what it means: CUDA graphs captured between its copies, other processes with other plans.
+"""What surrounds a plan and changes what it means: CUDA graphs cut at its copies, other processes with other plans.
 
-A captured graph is Python that runs once: an op inside it would copy to the host buffer of its capture in every replay, and
-microbatches in flight would overwrite each other. So the ops are tagged `cudagraph_unsafe`: Inductor cuts its graph at them,
-captures the parts between, and calls the ops in every step (`graph_partition`, on by default since 2.9). Where it does not
-cut, it captures nothing. Both are said here, once a plan.
+Inductor captures a graph with its copies (runtime/captured.py) unless something else in it cannot be captured. Then it cuts the
+graph at the copies as well, captures the parts between, and calls the ops in every step (`graph_partition`, on by default since
+2.9); where it may not cut, it captures nothing. Both are said here, once a plan.
 """
 
 from __future__ import annotations
@@ -26,43 +25,34 @@ def asks_for_cuda_graphs(config: OffloadConfig) -> bool:
     return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
-def cuts_graphs(config: OffloadConfig) -> bool:
-    """Whether Inductor cuts graphs at what may not be captured, instead of capturing nothing of them."""
-    options = dict(config.inductor_options)
-    cut = options.get("graph_partition", inductor_config.graph_partition)
-    return bool(cut and not options.get("cpp_wrapper", inductor_config.cpp_wrapper))
-
-
 def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool) -> None:
     """Say what a new plan, or one from a compile cache, meets: CUDA graphs that do not reach across it, and other ranks."""
     if not plan.changes_anything:
         return
-    if plan.transfers and asks_for_cuda_graphs(config):
-        _warn_of_cuda_graphs(plan, config, inductor=inductor)
+    if plan.transfers and asks_for_cuda_graphs(config) and not inductor:
+        asked = f"mode={config.mode!r}" if config.mode else "triton.cudagraphs"
+        text = f'{plan.graph}: {asked} has no effect with inner="aot_eager": no CUDA graph is captured. Use inner="inductor".'
+        warn(CudaGraphsWarning, text, stacklevel=5)
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         _warn_of_ranks()
 
 
-def _warn_of_cuda_graphs(plan: Plan, config: OffloadConfig, *, inductor: bool) -> None:
+def warn_of_cuts(plan: Plan, why: str) -> None:
+    """Say that a graph is not captured with its copies. Called while Inductor compiles it, with Inductor's settings for it."""
+    if not plan.device.startswith("cuda"):
+        return  # no CUDA graphs on a CPU, with us or without
     count = len(plan.transfers)
-    asked = f"mode={config.mode!r}" if config.mode else "triton.cudagraphs"
-    if not inductor:
-        found = f'{asked} has no effect with inner="aot_eager": no CUDA graph is captured. Use inner="inductor".'
-    elif not plan.device.startswith("cuda"):
-        return  # there is none on a CPU, with us or without
-    elif cuts_graphs(config):
+    if inductor_config.graph_partition and not inductor_config.cpp_wrapper:
         found = (
             f"CUDA graphs are captured between its {count} offloads, releases, reloads and waits ({4 * count} calls a step), "
-            "not across them: a replay would use the host buffers of its capture, and microbatches in flight would overwrite "
-            "each other. Fewer, larger transfers (min_tensor_bytes) leave larger captured parts."
+            f"not across them: {why}. Fewer, larger transfers (min_tensor_bytes) leave larger captured parts."
         )
     else:
         found = (
-            f"no CUDA graph is captured of a graph with {count} offloaded tensors, although {asked} asks for them: a replay "
-            "would use the host buffers of its capture. Set graph_partition=True and cpp_wrapper=False of torch._inductor "
-            "to have the parts between the copies captured."
+            f"no CUDA graph is captured of a graph with {count} offloaded tensors: {why}. Set graph_partition=True and "
+            "cpp_wrapper=False of torch._inductor to have the parts between the copies captured."
         )
-    warn(CudaGraphsWarning, f"{plan.graph}: {found}", stacklevel=5)
+    warn(CudaGraphsWarning, f"{plan.graph}: {found}", stacklevel=2)
 
 
 def _warn_of_ranks() -> None:

@@ -18,7 +18,7 @@ from graphoffload.config import OffloadConfig
 from graphoffload.errors import CaptureError, CudaGraphsWarning, FallbackWarning, PerRankPlanWarning
 from graphoffload.runtime import streams
 from graphoffload.saved import Decision, Plan, Transfer
-from graphoffload.surroundings import warn_of_surroundings
+from graphoffload.surroundings import warn_of_cuts, warn_of_surroundings
 from graphoffload.testing import ZOO, compiled, run_step
 
 CASE = ZOO["attention"]
@@ -44,31 +44,25 @@ def said(found: Plan, config: OffloadConfig, *, inductor: bool = True) -> list[s
     return [str(item.message) for item in caught]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        OffloadConfig(mode="reduce-overhead"),
-        OffloadConfig(mode="max-autotune"),
-        OffloadConfig.from_options({"triton.cudagraphs": True}, environ={}),
-    ],
-)
-def test_what_is_not_captured_is_said(config: OffloadConfig) -> None:
+def cut(found: Plan, **settings: bool) -> str:
+    with inductor_config.patch(settings), pytest.warns(CudaGraphsWarning) as caught:
+        warn_of_cuts(found, "its forward is cut")
+    return str(caught[0].message)
+
+
+def test_what_is_not_captured_is_said() -> None:
     """Which graph, how many calls stay outside, and why."""
-    (text,) = said(plan(), config)
-    for part in ("graph7", "between its 3 offloads", "12 calls a step", "microbatches in flight", "min_tensor_bytes"):
+    text = cut(plan())
+    for part in ("graph7", "between its 3 offloads", "12 calls a step", "its forward is cut", "min_tensor_bytes"):
         assert part in text
 
 
-def test_without_cuts_nothing_is_captured() -> None:
-    """graph_partition=False, from options or torch's own setting, or the C++ wrapper, which does not cut."""
-    uncut = OffloadConfig.from_options({"mode": "reduce-overhead", "graph_partition": False}, environ={})
-    wrapped = OffloadConfig.from_options({"mode": "reduce-overhead", "cpp_wrapper": True}, environ={})
-    for config in (uncut, wrapped):
-        (text,) = said(plan(), config)
-        assert "no CUDA graph is captured of a graph with 3 offloaded tensors" in text
-        assert "graph_partition=True" in text
-    with inductor_config.patch(graph_partition=False):
-        assert "no CUDA graph" in said(plan(), OffloadConfig(mode="reduce-overhead"))[0]
+@pytest.mark.parametrize("setting", [{"graph_partition": False}, {"cpp_wrapper": True}])
+def test_without_cuts_nothing_is_captured(setting: dict[str, bool]) -> None:
+    """graph_partition=False, or the C++ wrapper, which does not cut."""
+    text = cut(plan(), **setting)
+    assert "no CUDA graph is captured of a graph with 3 offloaded tensors: its forward is cut" in text
+    assert "graph_partition=True" in text
 
 
 def test_nothing_to_say() -> None:
@@ -77,7 +71,10 @@ def test_nothing_to_say() -> None:
     assert said(plan(), OffloadConfig()) == []
     assert said(plan(), OffloadConfig(mode="max-autotune-no-cudagraphs")) == []
     assert said(plan(count=0), graphs) == []
-    assert said(plan("cpu"), graphs) == []
+    assert said(plan(), graphs) == [], "what is cut is only known when Inductor compiles"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_cuts(plan("cpu"), "there are none")
 
 
 def test_a_mode_without_inductor() -> None:
@@ -134,6 +131,7 @@ def test_a_partitioner_alone_says_what_it_needs() -> None:
 def test_a_copy_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever captures: refused, before anything is issued, with the tensor's name."""
     side = object.__new__(streams.DeviceStreams)
+    side.captured = False
     side.d2h = side.h2d = None  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     entry = type("Entry", (), {"name": "mm of layer0"})()

@@ -1,19 +1,21 @@
 """What runs in a training step: the ops, their streams, the host memory, and the handles that tie them together.
 
-    ops.py          the four ops                            entries.py    handle -> what it stands for
-    streams.py      side streams and events of a device     pool.py       host buffers of exact size
-    layouts.py      how a tensor lies in memory             memcpy.py     one copy of bytes on a stream
-    registry.py     plans by key                            checksum.py   digests on the device
-    counters.py     what moved                              hooks.py      switches for tests
-    stalls.py       what compute waited for                 slabs.py      page-locked memory that buffers are cut from
-    ahead.py        memory taken while a plan compiles      predictions.py  timelines for pictures
-    between.py      from graph to graph                staying.py    a budget that several graphs share
+ops.py          the four ops                            entries.py    handle -> what it stands for
+streams.py      side streams and events of a device     pool.py       host buffers of exact size
+layouts.py      how a tensor lies in memory             memcpy.py     one copy of bytes on a stream
+registry.py     plans by key                            checksum.py   digests on the device
+counters.py     what moved                              hooks.py      switches for tests
+stalls.py       what compute waited for                 slabs.py      page-locked memory that buffers are cut from
+ahead.py        memory taken while a plan compiles      predictions.py  timelines for pictures
+between.py      from graph to graph                     staying.py    a budget that several graphs share
+captured.py     the four ops inside a CUDA graph
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from graphoffload.runtime import captured
 from graphoffload.runtime.counters import reset_stats, stats
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.hooks import copy_hook, release_hook, twin_copies
@@ -29,10 +31,15 @@ __all__ = [
 def host_memory() -> HostMemory:
     """Host memory held for offloaded activations, after handles that nobody owns any more were cleared."""
     ENTRIES.sweep()
-    return replace(POOL.snapshot(), by_tensor=ENTRIES.bytes_by_tensor())
+    return replace(POOL.snapshot(), by_tensor=_sum(ENTRIES.bytes_by_tensor(), captured.bytes_by_tensor()))
 
 
 def release_host_memory() -> int:
     """Give idle host memory back to the operating system; returns the bytes. Memory in use stays."""
     ENTRIES.sweep()
     return POOL.release_idle()
+
+
+def _sum(*parts: dict[str, int]) -> dict[str, int]:
+    names = {name: sum(part.get(name, 0) for part in parts) for part in parts for name in part}
+    return dict(sorted(names.items(), key=lambda item: -item[1]))

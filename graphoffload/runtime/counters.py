@@ -12,6 +12,7 @@ class Counters:
     offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes moved. stays, stayed_bytes: what a plan offloads, but a budget that
     several graphs share had room for. relaid: reloads whose run-time strides differed from the
     graph's, so that a second copy on the device put them right. dropped: offloaded tensors that no backward asked for.
+    captured, captured_bytes: offloads that CUDA graphs were captured with; their replays are not counted, nor are their bytes.
     checked: digests compared. deferred: releases left to the next graph. prefetches: reloads started in the backward of the
     graph behind; prefetch_hits: those that a reload took. inflight_peak_bytes: most bytes offloaded and not yet released at
     one time. release_stall_us, wait_stall_us: what compute waited for copies to and from the host, as far as it was timed
@@ -30,6 +31,8 @@ class Counters:
     relaid_bytes: int = 0
     dropped: int = 0
     checked: int = 0
+    captured: int = 0
+    captured_bytes: int = 0
     deferred: int = 0
     prefetches: int = 0
     prefetch_hits: int = 0

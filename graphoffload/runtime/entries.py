@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -84,6 +85,7 @@ class Entries:
         self._by_ticket: dict[int, Entry] = {}
         self._copied: dict[tuple[str, int], deque[Entry]] = defaultdict(deque)
         self.reloaded = False
+        self.captured: Callable[[torch.Tensor], Entry | None] | None = None
         self._last: Entry | None = None
         self._forwards_dropped = 0
         self._bytes_dropped = 0
@@ -149,6 +151,8 @@ class Entries:
                 if identity in entries:
                     return entries[identity]
         entry = self._by_ticket.get(int(handle.item())) if self._by_ticket else None
+        if entry is None and self.captured is not None:
+            entry = self.captured(handle)
         if entry is None:
             raise RuntimeStateError(
                 f"The host copy of {run_plan(plan).name(id)} is gone (plan {plan}): its handle was dropped, or copied by a "

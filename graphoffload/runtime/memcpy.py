@@ -6,10 +6,12 @@ runtime library is not found (another vendor, a static build) there is no fast c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 
@@ -17,19 +19,42 @@ Memcpy = Callable[[int, int, int, int, int], int]
 """(destination, source, bytes, kind, stream) -> CUDA error code; releases the GIL."""
 
 KINDS = {"h2d": 1, "d2h": 2}
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 @functools.cache
 def find_memcpy() -> Memcpy | None:
     """cudaMemcpyAsync of the runtime library already loaded into this process; None if there is none."""
+    library = _runtime_library()
+    function: Any = getattr(library, "cudaMemcpyAsync", None)
+    if function is None:
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    function.restype = ctypes.c_int
+    return cast("Memcpy", function)
+
+
+@functools.cache
+def _runtime_library() -> ctypes.CDLL | None:
     version = torch.version.cuda
     if version is None or not hasattr(os, "RTLD_NOLOAD"):
         return None
     try:
-        library = ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        function = library.cudaMemcpyAsync
-    except (OSError, AttributeError):
+        return ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
         return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-    function.restype = ctypes.c_int
-    return function
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread call what a capture of a CUDA graph forbids: page-locking memory, waiting for another stream."""
+    exchange: Any = getattr(_runtime_library(), "cudaThreadExchangeStreamCaptureMode", None)
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))

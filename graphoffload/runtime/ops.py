@@ -17,7 +17,8 @@ copied as they lie, with their strides, and reload returns the strides that back
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -30,20 +31,21 @@ from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import same_layout
 from graphoffload.runtime.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
-from graphoffload.runtime.streams import streams_of
+from graphoffload.runtime.streams import Block, streams_of
 
 HANDLE_DTYPE = torch.int64
 _OWNERS = 2  # of a storage that one tensor has: the tensor, and the Python object that asks
 
 LIBRARY = torch.library.Library("graphoffload", "DEF")
-# Inductor captures CUDA graphs between these ops and calls them: a replay would copy to the buffers of its capture.
+# Inductor captures CUDA graphs between these ops and calls them: a replay would copy to the buffers of its capture. The same
+# ops as captured.py has them are not tagged so, and Inductor captures them.
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
-LIBRARY.define("offload(Tensor x, str plan, int id) -> Tensor", tags=_TAGS)
-LIBRARY.define("release(Tensor(a!) x, Tensor handle, str plan, int id) -> ()", tags=_TAGS)
-LIBRARY.define(
-    "reload(Tensor handle, str plan, int id, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor", tags=_TAGS
-)
-LIBRARY.define("wait(Tensor(a!) y, Tensor handle, str plan, int id) -> ()", tags=_TAGS)
+_SCHEMAS = {
+    "offload": "(Tensor x, str plan, int id) -> Tensor",
+    "release": "(Tensor(a!) x, Tensor handle, str plan, int id) -> ()",
+    "reload": "(Tensor handle, str plan, int id, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor",
+    "wait": "(Tensor(a!) y, Tensor handle, str plan, int id) -> ()",
+}
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,13 +53,15 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _handles_may_be_copied() -> bool:
+def handles_may_be_copied() -> bool:
+    """Whether saved-tensor hooks are active that may save copies of handles instead of the handles."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     # Checkpointing's own hooks keep the tensor itself (detached, same storage) or nothing at all.
     return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 
-def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
+def offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
+    """Start the copy of x to the host; returns the handle, int64 of shape (1,)."""
     run = run_plan(plan)
     if id == 0:
         _start_forward(run, x.device)
@@ -74,7 +78,7 @@ def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
             pass
         elif layout.nbytes:
             _copy_to_host(x, entry)
-        ENTRIES.add(handle, entry, may_be_copied=_handles_may_be_copied())
+        ENTRIES.add(handle, entry, may_be_copied=handles_may_be_copied())
     except BaseException:
         ENTRIES.abandon(entry)
         raise
@@ -103,16 +107,24 @@ def _copy_to_host(x: torch.Tensor, entry: Entry) -> None:
         return
     buffer = entry.buffer = POOL.acquire(layout.nbytes, pin=True, name=entry.name, device=streams.index)
     before, buffer.last_copy = buffer.last_copy, None
+    entry.d2h_done = streams.copy("d2h", entry, (before,), *copy_to_host(x, entry))
+    streams.recycle(before)
+
+
+def copy_to_host(x: torch.Tensor, entry: Entry) -> tuple[Callable[[], None], Block | None]:
+    """The copy of x to its entry's buffer, as DeviceStreams.copy takes it."""
+    buffer, layout = entry.buffer, entry.layout
+    if buffer is None:  # no bytes
+        return (lambda: None), None
 
     def run() -> None:
         buffer.flat(layout.dtype).copy_(_flat(x if layout.dense else x.contiguous()), non_blocking=True)
 
-    block = (buffer.address, x.data_ptr(), layout.nbytes) if layout.dense else None
-    entry.d2h_done = streams.copy("d2h", entry, (before,), run, block)
-    streams.recycle(before)
+    return run, (buffer.address, x.data_ptr(), layout.nbytes) if layout.dense else None
 
 
-def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
+def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
+    """Let compute wait for the copy of x; its memory is free from then on."""
     entry = ENTRIES.find(handle, plan, id)
     if entry.source is None or entry.pending:
         raise RuntimeStateError(f"{entry.name} was released twice (plan {plan}).")
@@ -140,17 +152,12 @@ def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
         ACTIVE.release(x, entry.name)
 
 
-def _reload(
+def reload(
     handle: torch.Tensor, plan: str, id: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
+    """Start the copy back to new memory of this size and these strides; its content is there after `wait`."""
     entry = ENTRIES.find(handle, plan, id)
-    layout = entry.layout
-    as_it_lies = layout.returns_as_it_lies(size, stride)
-    if as_it_lies is None or dtype != layout.dtype:
-        raise RuntimeStateError(
-            f"{entry.name}: backward asks for {tuple(size)} {dtype}, but {tuple(layout.size)} {layout.dtype} was offloaded "
-            f"(plan {plan})."
-        )
+    as_it_lies = checked_layout(entry, size, stride, dtype)
     between.reloading(entry)
     entry.run.asked[id] = (size, stride, dtype)
     y = between.take(entry, size, stride, dtype)
@@ -162,6 +169,22 @@ def _reload(
     COUNTERS.reloads += 1
     between.prefetch(entry.call, _copy_as_it_lies)
     return y
+
+
+def checked_layout(entry: Entry, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether backward's layout is that of the bytes as they lie; else they have to be laid out anew.
+
+    Raises:
+        RuntimeStateError: it is the layout of another tensor.
+    """
+    layout = entry.layout
+    as_it_lies = layout.returns_as_it_lies(size, stride)
+    if as_it_lies is None or dtype != layout.dtype:
+        raise RuntimeStateError(
+            f"{entry.name}: backward asks for {tuple(size)} {dtype}, but {tuple(layout.size)} {layout.dtype} was offloaded "
+            f"(plan {entry.run.key})."
+        )
+    return as_it_lies
 
 
 def _reload_now(entry: Entry, size: Sequence[int], stride: Sequence[int], *, as_it_lies: bool) -> torch.Tensor:
@@ -224,8 +247,21 @@ def _copy_as_it_lies(y: torch.Tensor, entry: Entry) -> None:
 
 
 def _copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> None:
+    run, block = copy_to_device(y, entry, as_it_lies=as_it_lies)
+    streams = streams_of(entry.layout.device)
+    if streams is None:
+        run()
+        return
+    before = entry.h2d_done
+    entry.h2d_done = streams.copy("h2d", entry, (entry.d2h_done, before), run, block)
+    streams.recycle(before)
+
+
+def copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> tuple[Callable[[], None], Block | None]:
+    """The copy of an entry's buffer to y, as DeviceStreams.copy takes it."""
     buffer, layout = entry.buffer, entry.layout
-    assert buffer is not None
+    if buffer is None:  # no bytes
+        return (lambda: None), None
     if not as_it_lies:
         COUNTERS.relaid += 1
         COUNTERS.relaid_bytes += layout.nbytes
@@ -239,17 +275,11 @@ def _copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> None:
             staged.copy_(host, non_blocking=True)
             y.copy_(staged.as_strided(layout.size, layout.stride))
 
-    streams = streams_of(layout.device)
-    if streams is None:
-        run()
-        return
-    block = (y.data_ptr(), buffer.address, layout.nbytes) if as_it_lies else None
-    before = entry.h2d_done
-    entry.h2d_done = streams.copy("h2d", entry, (entry.d2h_done, before), run, block)
-    streams.recycle(before)
+    return run, (y.data_ptr(), buffer.address, layout.nbytes) if as_it_lies else None
 
 
-def _wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
+def wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
+    """Let compute wait for the copy to y."""
     entry = ENTRIES.find(handle, plan, id)
     target = entry.target
     if target is None or y.data_ptr() != target.data_ptr():
@@ -281,27 +311,31 @@ def _check(entry: Entry, y: torch.Tensor) -> None:
         )
 
 
-LIBRARY.impl("offload", _offload, "CompositeExplicitAutograd")
-LIBRARY.impl("release", _release, "CompositeExplicitAutograd")
-LIBRARY.impl("reload", _reload, "CompositeExplicitAutograd")
-LIBRARY.impl("wait", _wait, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("graphoffload::offload", lib=LIBRARY)
-def _(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
+def _fake_handle(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
     return torch.empty(1, dtype=HANDLE_DTYPE, device=x.device)
 
 
-@torch.library.register_fake("graphoffload::release", lib=LIBRARY)
-def _(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
+def _fake_nothing(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     return None
 
 
-@torch.library.register_fake("graphoffload::reload", lib=LIBRARY)
-def _(handle: torch.Tensor, plan: str, id: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _fake_reload(
+    handle: torch.Tensor, plan: str, id: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=handle.device)
 
 
-@torch.library.register_fake("graphoffload::wait", lib=LIBRARY)
-def _(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
-    return None
+_FAKES: dict[str, Callable[..., Any]] = {
+    "offload": _fake_handle, "release": _fake_nothing, "reload": _fake_reload, "wait": _fake_nothing,
+}  # fmt: skip
+
+
+def define(op: str, name: str, kernel: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> None:
+    """Register torch.ops.graphoffload.<name> with the schema of one of the four."""
+    LIBRARY.define(name + _SCHEMAS[op], tags=tags)
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"graphoffload::{name}", _FAKES[op], lib=LIBRARY)
+
+
+for _op, _kernel in (("offload", offload), ("release", release), ("reload", reload), ("wait", wait)):
+    define(_op, _op, _kernel, _TAGS)

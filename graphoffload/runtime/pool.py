@@ -55,7 +55,7 @@ class HostPool:
         self._slabs: list[Slab] = []
         self._idle: dict[Key, list[HostBuffer]] = {}
         self._coming: Counter[Key] = Counter()
-        self._in_use_bytes = self._peak_bytes = self._count = self._allocations = 0
+        self._in_use_bytes = self._for_good_bytes = self._peak_bytes = self._count = self._allocations = 0
         self._arranged_for = ""
         self.budget_bytes: int | None = None
         self.reclaim: Callable[[], object] | None = None
@@ -76,6 +76,28 @@ class HostPool:
                 return self._hand_out(idle.pop())
         return self._acquire_slowly(key, name)
 
+    def acquire_for_good(self, nbytes: int, *, name: str, device: int) -> HostBuffer:
+        """A page-locked buffer for a CUDA graph that is being captured: no other copy uses it, and it stays with the graph.
+
+        Called in `relaxed_capture`.
+
+        Raises:
+            HostMemoryError: as for `acquire`.
+        """
+        key = (nbytes, True, device)
+        with self._lock:
+            idle = self._idle.get(key)
+            buffer = self._hand_out(idle.pop()) if idle else None
+        if buffer is None:
+            buffer = self._acquire_slowly(key, name, reclaim=False)
+        if buffer.last_copy is not None:
+            buffer.last_copy.synchronize()
+            buffer.last_copy = None
+        with self._lock:
+            self._for_good_bytes += nbytes
+            buffer.for_good = True
+        return buffer
+
     def _hand_out(self, buffer: HostBuffer) -> HostBuffer:
         buffer.fresh = False
         self._in_use_bytes += buffer.nbytes
@@ -83,8 +105,8 @@ class HostPool:
             self._peak_bytes = self._in_use_bytes
         return buffer
 
-    def _acquire_slowly(self, key: Key, name: str) -> HostBuffer:
-        if self.reclaim is not None:
+    def _acquire_slowly(self, key: Key, name: str, *, reclaim: bool = True) -> HostBuffer:
+        if self.reclaim is not None and reclaim:
             self.reclaim()
         with self._lock:
             while not self._idle.get(key) and self._coming[key] > 0:
@@ -224,7 +246,7 @@ class HostPool:
     def arrange(self, plan: str, sizes: Iterable[int], *, pin: bool, device: int = -1) -> None:
         """A forward of another plan starts with nothing in use: cut idle memory for the sizes that it had last time."""
         with self._lock:
-            if plan == self._arranged_for or self._in_use_bytes:
+            if plan == self._arranged_for or self._in_use_bytes > self._for_good_bytes:
                 return
             self._arranged_for = plan
             wanted = Counter[Key]((nbytes, pin, device) for nbytes in sizes if nbytes)
@@ -279,6 +301,9 @@ class HostPool:
             buffer.flat(torch.uint8).fill_(0xFF)
         with self._lock:
             self._in_use_bytes -= buffer.nbytes
+            if buffer.for_good:
+                self._for_good_bytes -= buffer.nbytes
+                buffer.for_good = False
             self._idle.setdefault(buffer.key, []).append(buffer)
 
     def release_idle(self) -> int:

@@ -25,11 +25,12 @@ class RunPlan:
     """The part of a plan that the ops look at on every call, and what the last calls taught.
 
     at_end: ids that are released at the end of forward. asked: size, stride and type that backward reloads an id with.
-    first: ids that backward reloads before it first waits.
+    first: ids that backward reloads before it first waits. capturable: forward was compiled to be captured with its copies.
     """
 
     __slots__ = (
-        "_names", "asked", "at_end", "budget", "checksum", "first", "key", "layouts", "linked", "transfers", "window_bytes",
+        "_names", "asked", "at_end", "budget", "capturable", "checksum", "first", "key", "layouts", "linked", "transfers",
+        "window_bytes",
     )  # fmt: skip
 
     def __init__(self, plan: Plan | None, key: str) -> None:
@@ -40,7 +41,7 @@ class RunPlan:
         self.checksum = plan.checksum if plan is not None else False
         self.transfers = len(transfers)
         self.at_end = frozenset(t.id for t in transfers if t.release_after is None)
-        self.linked = False
+        self.linked = self.capturable = False
         self.window_bytes: int | None = None
         self.budget: Budget | None = None
         self.asked: dict[int, tuple[Sequence[int], Sequence[int], torch.dtype]] = {}

@@ -83,9 +83,12 @@ class Slab:
 
 
 class HostBuffer:
-    """A piece of a slab. `last_copy`: event of a copy that may still use it; `fresh`: made ahead, never used yet."""
+    """A piece of a slab. `last_copy`: event of a copy that may still use it; `fresh`: made ahead, never used yet.
 
-    __slots__ = ("_flat", "address", "fresh", "key", "last_copy", "nbytes", "offset", "slab")
+    `for_good`: a captured CUDA graph copies to it.
+    """
+
+    __slots__ = ("_flat", "address", "for_good", "fresh", "key", "last_copy", "nbytes", "offset", "slab")
 
     def __init__(self, slab: Slab, offset: int, nbytes: int) -> None:
         self.slab = slab
@@ -94,7 +97,7 @@ class HostBuffer:
         self.key: Key = (nbytes, *slab.kind)
         self.address = slab.address + offset
         self.last_copy: Any = None
-        self.fresh = False
+        self.fresh = self.for_good = False
         self._flat: dict[torch.dtype, torch.Tensor] = {}
         slab.take(offset, rounded(nbytes))
 

@@ -19,7 +19,7 @@ import torch
 from graphoffload.errors import CaptureError, NoStreamsWarning, RuntimeStateError, warn
 from graphoffload.log import log
 from graphoffload.runtime.hooks import ACTIVE
-from graphoffload.runtime.memcpy import KINDS, find_memcpy
+from graphoffload.runtime.memcpy import KINDS, find_memcpy, relaxed_capture
 
 Block = tuple[int, int, int]
 """Addresses of destination and source, and bytes."""
@@ -41,15 +41,17 @@ class Named(Protocol):
 
 
 class DeviceStreams:
-    """Side streams of one CUDA device."""
+    """Side streams of one CUDA device; `captured`: for copies inside captures of CUDA graphs, which no others may join."""
 
-    __slots__ = ("_compute", "_events", "_memcpy", "_raw", "d2h", "device", "h2d", "index")
+    __slots__ = ("_compute", "_events", "_memcpy", "_raw", "_reading", "captured", "d2h", "device", "h2d", "index")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, captured: bool = False) -> None:
         self.device = device
+        self.captured = captured
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.d2h = torch.cuda.Stream(device)
         self.h2d = torch.cuda.Stream(device)
+        self._reading = torch.cuda.Stream(device) if captured else self.h2d
         self._raw = {"d2h": self.d2h.cuda_stream, "h2d": self.h2d.cuda_stream}
         self._events: list[Any] = []
         self._compute: dict[int, torch.cuda.Stream] = {}
@@ -78,18 +80,25 @@ class DeviceStreams:
             self._events.append(event)
 
     def copy(
-        self, direction: str, entry: Named, after: tuple[Any, ...], run: Callable[[], None], block: Block | None = None
+        self,
+        direction: str,
+        entry: Named,
+        after: tuple[Any, ...],
+        run: Callable[[], None],
+        block: Block | None = None,
+        *,
+        first: Callable[[], None] | None = None,
     ) -> Any:
         """Copy on the side stream of `direction` once compute so far and the events `after` are done; gives the copy's event.
 
         `block` says that the copy is of one block of bytes; `run` does the same by torch's means, with the side stream current.
-        If anything is raised no copy is under way any more.
+        `first` comes before either, with the side stream current. If anything is raised no copy is under way any more.
 
         Raises:
             CaptureError: the compute stream is being captured: every replay would copy to or from this one host buffer.
         """
         side = self.d2h if direction == "d2h" else self.h2d
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing() and not self.captured:
             raise CaptureError(_CAPTURED.format(direction=direction, name=entry.name))
         issued = self.event()
         issued.record(self.compute())
@@ -99,6 +108,9 @@ class DeviceStreams:
             if event is not None:
                 event.wait(side)
         try:
+            if first is not None:
+                with torch.cuda.stream(side):
+                    first()
             if torch._C._autograd._profiler_enabled() or log.isEnabledFor(logging.DEBUG):
                 log.debug("%s of %s starts%s", direction, entry.name, "" if block is None else f": {block[2]} bytes")
                 with torch.profiler.record_function(f"graphoffload::{direction} {entry.name}"):
@@ -107,11 +119,12 @@ class DeviceStreams:
                 self._start(direction, side, entry, run, block)
             done = self.event()
             done.record(side)
-            if ACTIVE.stalls is not None:
+            if ACTIVE.stalls is not None and not self.captured:
                 ACTIVE.stalls.copied(done, side)
         except BaseException:
-            with contextlib.suppress(Exception):  # the first error counts
-                side.synchronize()
+            with contextlib.suppress(Exception):  # the first error counts; a capture that it ends has nothing under way
+                if not self.captured:
+                    side.synchronize()
             raise
         return done
 
@@ -138,6 +151,16 @@ class DeviceStreams:
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured: nothing outside of it may be waited for, or left for later."""
         return torch.cuda.is_current_stream_capturing()
+
+    def read(self, number: torch.Tensor) -> int:
+        """An int64 of shape (1,) on the device, while the compute stream is being captured. What writes it is done."""
+        host = torch.zeros(1, dtype=torch.int64)
+        stream = self._reading
+        with relaxed_capture():
+            if self._memcpy is None or self._memcpy(host.data_ptr(), number.data_ptr(), 8, KINDS["d2h"], stream.cuda_stream):
+                raise RuntimeStateError("A handle could not be read while a CUDA graph is captured. Compile with mode=None.")
+            stream.synchronize()
+        return int(host)
 
     def allocated_bytes(self) -> tuple[int, int]:
         """What is allocated on the device now, and its peak so far."""
@@ -170,6 +193,20 @@ def streams_of(device: torch.device) -> DeviceStreams | None:
     except KeyError:
         with _LOCK:
             return _STREAMS.setdefault(device, _make(device))
+
+
+_CAPTURE_STREAMS: dict[int, DeviceStreams] = {}
+
+
+def capture_streams_of(device: torch.device) -> DeviceStreams | None:
+    """The same for copies inside captures; None where there are no streams, or no way to read a number during a capture."""
+    streams = streams_of(device)
+    if streams is None or find_memcpy() is None:
+        return None
+    with _LOCK:
+        if streams.index not in _CAPTURE_STREAMS:
+            _CAPTURE_STREAMS[streams.index] = DeviceStreams(torch.device("cuda", streams.index), captured=True)
+        return _CAPTURE_STREAMS[streams.index]
 
 
 def _make(device: torch.device) -> DeviceStreams | None:

@@ -32,7 +32,7 @@ class Fails(torch.autograd.Function):
 @contextlib.contextmanager
 def reloads(change: Callable[[Tensor], Any]) -> Iterator[None]:
     """Apply `change` in place to every tensor that comes back from the host (also in twin mode), before its reader."""
-    original = ops._wait
+    original = ops.wait
 
     def wait(y: Tensor, handle: Tensor, plan: str, id: int) -> None:
         original(y, handle, plan, id)

@@ -47,12 +47,12 @@ def _op_without_wait(name: str, original: Callable[..., None]) -> Iterator[None]
 
 def release_without_wait() -> contextlib.AbstractContextManager[None]:
     """The source may be overwritten while D2H still reads it."""
-    return _op_without_wait("release", ops._release)
+    return _op_without_wait("release", ops.release)
 
 
 def wait_without_wait() -> contextlib.AbstractContextManager[None]:
     """The reloaded tensor is read while H2D still writes it."""
-    return _op_without_wait("wait", ops._wait)
+    return _op_without_wait("wait", ops.wait)
 
 
 def _side_stream_does_not_wait(direction: str) -> contextlib.AbstractContextManager[Any]:
@@ -99,7 +99,7 @@ def offload_a_temporary() -> Iterator[None]:
 
     def offload(x: Tensor, plan: str, id: int) -> Tensor:
         alive.append(x.clone())
-        return ops._offload(alive[-1], plan, id)
+        return ops.offload(alive[-1], plan, id)
 
     with _implementation("offload", offload):
         yield

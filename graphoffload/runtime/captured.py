@@ -1,0 +1,256 @@
+"""The four ops inside a captured CUDA graph: copies are branches of the graph, and every replay makes them again.
+
+    capture   compute  |== layer 0 ==|== layer 1 ==| R |        R, W: the branch joins again, as every branch must
+              D2H         \\= sign, copy =========/
+    replay    no Python: kernels and copies as captured, to and from the host buffer of the capture
+
+Nothing is torch's that could be replayed wrongly, but the host buffer: it belongs to one capture of a forward as its saved
+activations do, and torch keeps those apart (microbatches in flight are captured one behind the other, each with memory of its
+own). So that this is not only believed, each replay of an offload counts up a number on the device and writes it to the handle;
+each replay of a reload compares, before it copies, its handle with the number of the offload that its buffer belongs to. Where
+they differ, the buffer holds another step's bytes, and the device stops.
+
+The number is also how a reload finds its buffer: while it is captured, or where torch calls it without a graph. What runs
+before a capture (torch's warm-up), or instead of one, runs as the ops of ops.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphoffload.errors import CaptureError, RuntimeStateError
+from graphoffload.runtime import ops
+from graphoffload.runtime.counters import COUNTERS
+from graphoffload.runtime.entries import ENTRIES, Entry
+from graphoffload.runtime.memcpy import relaxed_capture
+from graphoffload.runtime.pool import POOL
+from graphoffload.runtime.registry import run_plan
+from graphoffload.runtime.streams import DeviceStreams, capture_streams_of, streams_of
+
+TAGS = (torch.Tag.flexible_layout,)
+NAMES = ("offload", "release", "reload", "wait")
+_ROWS = 1 << 16
+"""Offloads that may be captured on a device, over all shapes and microbatches in flight."""
+_SHIFT = 32  # replays are counted in the lower half of a number; the upper half is the capture's
+_STALE = (
+    "graphoffload: a backward replayed from a CUDA graph met a host buffer that a later forward has written to. "
+    "Run with mode=None, and please report this."
+)
+
+
+class Ledger:
+    """The offloads captured on one device: what counts their replays, and their entries by the upper half of their numbers."""
+
+    __slots__ = ("_next", "counts", "entries", "flags", "rows", "streams")
+
+    def __init__(self, device: torch.device, streams: DeviceStreams | None) -> None:
+        self.streams = streams
+        self.counts = torch.zeros(_ROWS, dtype=torch.int64, device=device)
+        self.flags = torch.ones(_ROWS, dtype=torch.bool, device=device)
+        self.entries: dict[int, Entry] = {}
+        self.rows: dict[int, int] = {}
+        self._next = 0
+        first = secrets.randbits(30)
+        torch.add(self.counts, torch.arange(first, first + _ROWS, device=device) << _SHIFT, out=self.counts)
+        self.rows = {first + row: row for row in range(_ROWS)}
+        self._next = first
+
+    def add(self, entry: Entry) -> int:
+        """A row for a captured offload.
+
+        Raises:
+            CaptureError: more was captured than there are rows.
+        """
+        if self._next not in self.rows:
+            raise CaptureError(
+                f"{entry.name}: {_ROWS} offloads were captured in CUDA graphs of this process, and no more can be. "
+                "Shapes that are captured anew again and again cost memory each time: pad them to a few sizes."
+            )
+        number = self._next
+        self._next += 1
+        self.entries[number] = entry
+        return self.rows[number]
+
+    def count(self, row: int) -> torch.Tensor:
+        """The number of a row, on the device."""
+        return self.counts[row : row + 1]
+
+
+class _Open(threading.local):
+    """Offloads and reloads of this thread's capture that were not released or waited for yet, by plan and id."""
+
+    def __init__(self) -> None:
+        self.offloads: dict[tuple[str, int], Entry] = {}
+        self.reloads: dict[tuple[str, int], tuple[Entry, int, Any]] = {}
+
+
+_LEDGERS: dict[torch.device, Ledger] = {}
+_OPEN = _Open()
+_LOCK = threading.Lock()
+
+
+def prepare(device: torch.device) -> bool:
+    """What captures on a device need; False where there are none. Called before: memory taken in a capture belongs to it."""
+    streams = capture_streams_of(device)
+    if streams is None:
+        return False
+    device = torch.device(device.type, streams.index)
+    with _LOCK:
+        if device not in _LEDGERS:
+            _LEDGERS[device] = Ledger(device, streams)
+    return True
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured."""
+    streams = streams_of(device)
+    return streams is not None and streams.capturing()
+
+
+def _ledger(device: torch.device, name: str) -> tuple[Ledger, DeviceStreams]:
+    ledger = _LEDGERS.get(device)
+    if ledger is None or ledger.streams is None:
+        raise CaptureError(
+            f"{name}: a CUDA graph is captured on {device}, for which its model was not compiled with CUDA graphs on. "
+            'Compile it with mode="reduce-overhead".'
+        )
+    return ledger, ledger.streams
+
+
+def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
+    if not is_captured(x.device):
+        return ops.offload(x, plan, id)
+    run = run_plan(plan)
+    layout = run.layout(x, id)
+    ledger, streams = _ledger(layout.device, run.name(id))
+    handle = torch.empty(1, dtype=ops.HANDLE_DTYPE, device=layout.device)
+    entry = Entry(x, layout, run, id)
+    count = ledger.count(ledger.add(entry))
+    if layout.nbytes:
+        with relaxed_capture():
+            entry.buffer = POOL.acquire_for_good(layout.nbytes, name=entry.name, device=streams.index)
+
+    def sign() -> None:
+        count.add_(1)
+        handle.copy_(count)
+
+    entry.d2h_done = streams.copy("d2h", entry, (), *ops.copy_to_host(x, entry), first=sign)
+    _OPEN.offloads[plan, id] = entry
+    COUNTERS.captured += 1
+    COUNTERS.captured_bytes += layout.nbytes
+    return handle
+
+
+def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
+    if not is_captured(x.device):
+        ops.release(x, handle, plan, id)
+        return
+    entry = _OPEN.offloads.pop((plan, id), None)
+    if entry is None or x.data_ptr() != entry.source_ptr:
+        raise RuntimeStateError(
+            f"{run_plan(plan).name(id)}: release was captured with other memory than its offload, or without it (plan {plan}). "
+            "Please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
+        )
+    _, streams = _ledger(entry.layout.device, entry.name)
+    streams.compute_waits(entry.d2h_done)
+    entry.source = entry.d2h_done = None
+
+
+def _reload(
+    handle: torch.Tensor, plan: str, id: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    if not is_captured(handle.device):
+        return ops.reload(handle, plan, id, size, stride, dtype)
+    run = run_plan(plan)
+    ledger, streams = _ledger(torch.device(handle.device), run.name(id))
+    number = streams.read(handle) >> _SHIFT
+    entry = ledger.entries.get(number)
+    if entry is None or entry.id != id or entry.run.key != plan:
+        raise CaptureError(
+            f"{run.name(id)}: its backward is being captured in a CUDA graph, but its forward was not, or its handle was "
+            f"copied by a saved-tensors hook (plan {plan}). Every replay would use this one host buffer. Leave hooks away, or "
+            "compile with mode=None."
+        )
+    as_it_lies = ops.checked_layout(entry, size, stride, dtype)
+    y = torch.empty_strided(size, stride, dtype=dtype, device=handle.device)
+    row = ledger.rows[number]
+    count, flag = ledger.count(row), ledger.flags[row : row + 1]
+
+    def check() -> None:
+        torch.eq(handle, count, out=flag)
+        torch._assert_async(flag, _STALE)
+
+    done = streams.copy("h2d", entry, (), *ops.copy_to_device(y, entry, as_it_lies=as_it_lies), first=check)
+    _OPEN.reloads[plan, id] = entry, y.data_ptr(), done
+    return y
+
+
+def _wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
+    if not is_captured(y.device):
+        ops.wait(y, handle, plan, id)
+        return
+    entry, pointer, done = _OPEN.reloads.pop((plan, id), (None, 0, None))
+    if entry is None or pointer != y.data_ptr():
+        raise RuntimeStateError(
+            f"{run_plan(plan).name(id)}: wait was captured with other memory than its reload, or without it (plan {plan}). "
+            "Please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
+        )
+    _, streams = _ledger(entry.layout.device, entry.name)
+    streams.compute_waits(done)
+
+
+def find(handle: torch.Tensor) -> Entry | None:
+    """The entry of a captured offload whose handle came out of a replay, for a reload outside of a graph.
+
+    Raises:
+        RuntimeStateError: a later replay has written to its host buffer.
+    """
+    ledger = _LEDGERS.get(handle.device)
+    if ledger is None or not ledger.entries:
+        return None
+    value = int(handle.item())
+    entry = ledger.entries.get(value >> _SHIFT)
+    if entry is not None and int(ledger.count(ledger.rows[value >> _SHIFT]).item()) != value:
+        raise RuntimeStateError(
+            f"{entry.name}: its host copy was overwritten by a later replay of its forward's graph (plan {entry.run.key}). "
+            "Call torch.compiler.cudagraph_mark_step_begin() only between steps, and keep no old loss for another backward."
+        )
+    return entry
+
+
+def bytes_by_tensor() -> dict[str, int]:
+    """Host bytes of captured offloads by tensor, every capture counted."""
+    found: dict[str, int] = {}
+    for ledger in list(_LEDGERS.values()):
+        for entry in list(ledger.entries.values()):
+            if entry.buffer is not None:
+                found[entry.name] = found.get(entry.name, 0) + entry.buffer.nbytes
+    return found
+
+
+def give_back(plan: str) -> None:
+    """The compiled forward of a plan is gone, and with it whoever could replay: its host buffers are free again.
+
+    A replay that were to come all the same would find another number than its own, and stop.
+    """
+    for ledger in list(_LEDGERS.values()):
+        gone = [number for number, entry in ledger.entries.items() if entry.run.key == plan]
+        if gone and ledger.streams is not None:
+            torch.cuda.synchronize(ledger.streams.device)
+        for number in gone:
+            entry = ledger.entries.pop(number)
+            ledger.count(ledger.rows[number]).add_(1)
+            if entry.buffer is not None:
+                POOL.give_back(entry.buffer)
+                entry.buffer = None
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {"offload": _offload, "release": _release, "reload": _reload, "wait": _wait}
+for _name in NAMES:
+    ops.define(_name, f"{_name}_captured", _KERNELS[_name], TAGS)
+ENTRIES.captured = find

@@ -1,0 +1,425 @@
+"""Transfers inside captured CUDA graphs, without a GPU: what a capture records is run again, as a replay would run it.
+
+The stand-in for the side streams records what it is given, and runs nothing, as in a capture; `replay` runs a record again. The
+memory of a capture is the same in every replay, so tensors are made once and written to.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
+import graphoffload
+from graphoffload import inner_compile
+from graphoffload.errors import CaptureError, CudaGraphsWarning, RuntimeStateError
+from graphoffload.passes.capture import make_capturable
+from graphoffload.runtime import captured, ops, registry, streams
+from graphoffload.runtime.pool import POOL
+from graphoffload.saved import Decision, Plan, Transfer
+
+CPU = torch.device("cpu")
+OURS = torch.ops.graphoffload
+KEY = "captured"
+NBYTES = 64 * 4
+
+
+def replay(record: list[Callable[[], None]]) -> None:
+    for part in record:
+        part()
+
+
+class Event:
+    """Reached."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Whether it was reached."""
+        return True
+
+
+class Recorder:
+    """What DeviceStreams offers: records where `captures`, runs at once where not."""
+
+    index = -1
+    device = CPU
+
+    def __init__(self) -> None:
+        self.captures = True
+        self.record: list[Callable[[], None]] = []
+        self.joined: list[Event] = []
+
+    def capturing(self) -> bool:
+        """Whether a capture is under way."""
+        return self.captures
+
+    def copy(
+        self,
+        direction: str,
+        entry: Any,
+        after: tuple[Any, ...],
+        run: Callable[[], None],
+        block: Any = None,
+        *,
+        first: Callable[[], None] | None = None,
+    ) -> Event:
+        """Record a copy, and what comes first."""
+        parts = [part for part in (first, run) if part is not None]
+        if not self.captures:
+            replay(parts)
+        else:
+            self.record += parts
+        return Event()
+
+    def read(self, number: torch.Tensor) -> int:
+        """As after a replay."""
+        return int(number)
+
+    def compute_waits(self, event: Event) -> None:
+        """A branch joins."""
+        self.joined.append(event)
+
+    def compute_waits_for(self, op: str, entry: Any, event: Any) -> None:
+        """Outside of a capture everything is done already."""
+
+    def recycle(self, event: Any) -> None:
+        """Nothing to keep."""
+
+    def allocated_bytes(self) -> tuple[int, int]:
+        """Nothing."""
+        return 0, 0
+
+    def headroom_bytes(self) -> int:
+        """None."""
+        return 0
+
+    def taken(self) -> list[Callable[[], None]]:
+        """End of a capture: what it recorded."""
+        found, self.record = self.record, []
+        return found
+
+
+@pytest.fixture
+def side() -> Iterator[Recorder]:
+    recorder = Recorder()
+    driver = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    with (
+        mock.patch.dict(streams._STREAMS, {CPU: recorder}),
+        mock.patch.dict(captured._LEDGERS, {CPU: captured.Ledger(CPU, recorder)}),
+        mock.patch("torch.cuda.cudart", return_value=driver),
+        mock.patch("torch.cuda.synchronize"),
+        torch.no_grad(),
+    ):
+        yield recorder
+        captured.give_back(KEY)
+        captured.give_back("other")
+        gc.collect()  # handles in the tracebacks of expected errors
+        ops.ENTRIES.sweep()
+        POOL.release_idle()
+
+
+class Captured:
+    """A forward that offloads x, and the backward that reads it, each captured once."""
+
+    def __init__(self, side: Recorder, id: int = 0, plan: str = KEY) -> None:
+        self.x = torch.zeros(64)
+        side.captures = True
+        self.handle = OURS.offload_captured(self.x, plan, id)
+        OURS.release_captured(self.x, self.handle, plan, id)
+        self.forward = side.taken()
+        replay(self.forward)  # torch replays a graph right after its capture
+        self.static = self.handle.clone()  # a backward reads the handle itself, or a copy where it cannot know its address
+        self.backward: list[Callable[[], None]] = []
+        self.y = torch.zeros(0)
+
+    def capture_backward(self, side: Recorder, handle: torch.Tensor | None = None) -> None:
+        side.captures = True
+        handle = self.handle if handle is None else handle
+        self.y = OURS.reload_captured(handle, KEY, 0, (64,), (1,), torch.float32)
+        OURS.wait_captured(self.y, handle, KEY, 0)
+        self.backward = side.taken()
+
+    def step(self, value: float) -> torch.Tensor:
+        self.x.fill_(value)
+        replay(self.forward)
+        self.x.fill_(-1.0)  # the next part of the graph reuses it
+        replay(self.backward)
+        return self.y
+
+
+def test_every_replay_copies_its_own_bytes(side: Recorder) -> None:
+    """Both branches join; nothing is left in the runtime of tensors that belong to the graph."""
+    both = Captured(side)
+    both.capture_backward(side)
+    assert len(side.joined) == 2
+    for value in (1.0, 2.0, 3.0):
+        assert torch.equal(both.step(value), torch.full((64,), value))
+    (entry,) = captured._LEDGERS[CPU].entries.values()
+    assert entry.source is None
+    assert entry.target is None
+
+
+def test_captures_have_buffers_of_their_own(side: Recorder) -> None:
+    """Two microbatches in flight are two captures: the first backward after the second forward reads the first's bytes."""
+    one, two = Captured(side), Captured(side)
+    one.capture_backward(side)
+    two.capture_backward(side)
+    one.x.fill_(1.0)
+    two.x.fill_(2.0)
+    replay(one.forward)
+    replay(two.forward)
+    for both, value in ((one, 1.0), (two, 2.0)):
+        replay(both.backward)
+        assert torch.equal(both.y, torch.full((64,), value))
+
+
+def test_a_buffer_that_was_written_again_stops_the_device(side: Recorder) -> None:
+    """A handle of an earlier replay, as a hook may have copied it: its bytes are gone, and none are handed out."""
+    both = Captured(side)
+    both.capture_backward(side, both.static)
+    both.x.fill_(1.0)
+    replay(both.forward)
+    both.static.copy_(both.handle)
+    replay(both.backward)
+    assert torch.equal(both.y, torch.ones(64))
+    both.x.fill_(2.0)
+    replay(both.forward)
+    with pytest.raises(RuntimeError, match="later forward has written to"):
+        replay(both.backward)
+    assert torch.equal(both.y, torch.ones(64)), "nothing was copied behind the check"
+
+
+def test_a_reload_outside_of_a_graph(side: Recorder) -> None:
+    """What torch does not replay finds the bytes by the number in its handle, and sees when they are another replay's."""
+    both = Captured(side)
+    both.x.fill_(4.0)
+    replay(both.forward)
+    side.captures = False
+    old = both.handle.clone()
+    for handle in (both.handle, old):
+        y = OURS.reload(handle, KEY, 0, (64,), (1,), torch.float32)
+        OURS.wait(y, handle, KEY, 0)
+        assert torch.equal(y, torch.full((64,), 4.0))
+    replay(both.forward)
+    with pytest.raises(RuntimeStateError, match="overwritten by a later replay"):
+        OURS.reload(old, KEY, 0, (64,), (1,), torch.float32)
+
+
+def test_warm_up_runs_the_plain_ops(side: Recorder) -> None:
+    """Outside of a capture: a buffer from the pool, given back with the handle."""
+    side.captures = False
+    x = torch.full((64,), 5.0)
+    handle = OURS.offload_captured(x, KEY, 0)
+    OURS.release_captured(x, handle, KEY, 0)
+    y = OURS.reload_captured(handle, KEY, 0, (64,), (1,), torch.float32)
+    OURS.wait_captured(y, handle, KEY, 0)
+    assert torch.equal(y, x)
+    assert not captured._LEDGERS[CPU].entries
+    del handle
+    ops.ENTRIES.sweep()
+    assert POOL.snapshot().in_use_bytes == 0
+
+
+def test_a_backward_of_a_forward_that_was_not_captured(side: Recorder) -> None:
+    """Every replay would read the one buffer of the forward that happened to run: refused, with the remedy."""
+    side.captures = False
+    x = torch.ones(64)
+    handle = OURS.offload_captured(x, KEY, 0)
+    OURS.release_captured(x, handle, KEY, 0)
+    side.captures = True
+    with pytest.raises(CaptureError, match=r"its forward was not.*mode=None"):
+        OURS.reload_captured(handle.zero_(), KEY, 0, (64,), (1,), torch.float32)
+
+
+@pytest.mark.parametrize(("id", "plan"), [(1, KEY), (0, "other")])
+def test_another_tensors_handle(side: Recorder, id: int, plan: str) -> None:
+    """A handle of another transfer, or another plan's."""
+    both = Captured(side)
+    with pytest.raises(CaptureError):
+        OURS.reload_captured(both.handle, plan, id, (64,), (1,), torch.float32)
+
+
+def test_other_memory_at_release_and_wait(side: Recorder) -> None:
+    """A compiler that passes a temporary is found when the graph is captured."""
+    x = torch.ones(64)
+    handle = OURS.offload_captured(x, KEY, 0)
+    with pytest.raises(RuntimeStateError, match="release was captured with other memory"):
+        OURS.release_captured(x.clone(), handle, KEY, 0)
+    both = Captured(side)
+    y = OURS.reload_captured(both.handle, KEY, 0, (64,), (1,), torch.float32)
+    with pytest.raises(RuntimeStateError, match="wait was captured with other memory"):
+        OURS.wait_captured(y.clone(), both.handle, KEY, 0)
+
+
+def test_another_layout(side: Recorder) -> None:
+    """As outside of a graph: the strides that backward was compiled for, or an error."""
+    side.captures = True
+    x = torch.arange(12.0).reshape(3, 4).t()
+    handle = OURS.offload_captured(x, KEY, 0)
+    OURS.release_captured(x, handle, KEY, 0)
+    replay(side.taken())
+    y = OURS.reload_captured(handle, KEY, 0, (4, 3), (3, 1), torch.float32)
+    OURS.wait_captured(y, handle, KEY, 0)
+    replay(side.taken())
+    assert torch.equal(y, x)
+    assert y.stride() == (3, 1)
+    with pytest.raises(RuntimeStateError, match="backward asks for"):
+        OURS.reload_captured(handle, KEY, 0, (5, 3), (3, 1), torch.float32)
+
+
+def test_what_is_held_and_given_back(side: Recorder) -> None:
+    """Buffers belong to the captures until the compiled forward is gone; a replay after that stops."""
+    one, two = Captured(side), Captured(side)
+    other = Captured(side, id=3, plan="other")
+    held = graphoffload.host_memory()
+    assert held.in_use_bytes == 3 * NBYTES
+    assert held.by_tensor == {"tensor 0": 2 * NBYTES, "tensor 3": NBYTES}
+    one.capture_backward(side)
+    captured.give_back(KEY)
+    assert graphoffload.host_memory().by_tensor == {"tensor 3": NBYTES}
+    with pytest.raises(RuntimeError, match="later forward has written to"):
+        replay(one.backward)
+    captured.give_back(KEY)
+    captured.give_back("other")
+    assert graphoffload.host_memory().in_use_bytes == 0
+    assert two.x.numel() == other.x.numel() == 64
+
+
+def test_captures_are_counted(side: Recorder) -> None:
+    """Copies of replays are not: no Python runs."""
+    graphoffload.reset_stats()
+    replay(Captured(side).forward)
+    found = graphoffload.stats()
+    assert (found["captured"], found["captured_bytes"], found["offloads"], found["d2h_bytes"]) == (1, NBYTES, 0, 0)
+
+
+def test_too_many_captures(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before anything is overwritten."""
+    ledger = captured._LEDGERS[CPU]
+    monkeypatch.setattr(ledger, "_next", max(ledger.rows) + 1)
+    with pytest.raises(CaptureError, match="pad them to a few sizes"):
+        OURS.offload_captured(torch.ones(64), KEY, 0)
+
+
+def test_a_model_compiled_without_cuda_graphs(side: Recorder) -> None:
+    """Nothing was prepared on this device."""
+    with mock.patch.dict(captured._LEDGERS, clear=True), pytest.raises(CaptureError, match='mode="reduce-overhead"'):
+        OURS.offload_captured(torch.ones(64), KEY, 0)
+
+
+@pytest.mark.parametrize("name", captured.NAMES)
+def test_inductor_captures_these(name: str) -> None:
+    """Asked as Inductor asks: it cuts at the plain op, and not at this one."""
+    plain, ours = (torch.fx.Graph().call_function(getattr(OURS, op).default) for op in (name, f"{name}_captured"))
+    assert is_cudagraph_unsafe_fx_node(plain)
+    assert not is_cudagraph_unsafe_fx_node(ours)
+
+
+def graph_of_transfers() -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.relu.default, (x,))
+    handle = graph.call_function(OURS.offload.default, (y, KEY, 0))
+    graph.call_function(OURS.release.default, (y, handle, KEY, 0))
+    graph.output((handle,))
+    return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+
+def targets(module: torch.fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def test_the_pass_exchanges_ours_alone() -> None:
+    """All of them, and nothing else."""
+    module = graph_of_transfers()
+    assert make_capturable(module) == 2
+    relu = torch.ops.aten.relu.default
+    assert targets(module) == [relu, OURS.offload_captured.default, OURS.release_captured.default]
+    assert make_capturable(module) == 0
+
+
+class Inner:
+    """Stands in for Inductor: says into how many parts it cut."""
+
+    def __init__(self, *parts: int) -> None:
+        self.parts = list(parts)
+        self.seen: list[list[Any]] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        self.seen.append(targets(gm))
+        kwargs["cudagraphs"].value = False  # as Inductor does where it captures nothing
+        return types.SimpleNamespace(partition_maps=[None] * self.parts.pop(0))
+
+
+@pytest.fixture
+def compile_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Inner, Any, list[str]]]:
+    """Compile the graph above under a plan for a GPU, as far as there is none: (Inductor, its setting, warnings)."""
+    from torch._inductor.utils import BoxedBool
+
+    transfer = Transfer(
+        id=0, tensor="y", nbytes=NBYTES, offload_after="y", release_after=None, reload_before="z", wait_before="z", module="m"
+    )
+    monkeypatch.setattr(inner_compile, "prepare", lambda device: True)
+    monkeypatch.setattr(inner_compile, "only_near_fusions", mock.MagicMock())
+
+    def run(*parts: int, backward: bool = False, checksum: bool = False) -> Any:
+        plan = Plan(
+            key=KEY, graph="graph7", decisions=(Decision("y", "offload", "asked"),), transfers=(transfer,), device="cuda:0",
+            checksum=checksum,
+        )  # fmt: skip
+        if not backward:
+            registry.register(plan, store=False)
+        inner, asked = Inner(*parts), BoxedBool(True)
+        with warnings.catch_warnings(record=True) as caught, mock.patch("torch._inductor.compile_fx.compile_fx_inner", inner):
+            warnings.simplefilter("always")
+            compiled = inner_compile.compile_as_planned(KEY)(graph_of_transfers(), [], cudagraphs=asked, is_backward=backward)
+        assert compiled is not None
+        return inner, asked, [str(item.message) for item in caught if item.category is CudaGraphsWarning]
+
+    return run
+
+
+def test_a_graph_in_one_part_is_captured_with_its_copies(compile_with: Any) -> None:
+    """Forward and backward, and nothing is said."""
+    for backward in (False, True):
+        inner, _, said = compile_with(1, backward=backward)
+        assert [len(seen) for seen in inner.seen] == [3]
+        assert OURS.offload_captured.default in inner.seen[0]
+        assert said == []
+
+
+def test_a_graph_that_something_else_cuts(compile_with: Any) -> None:
+    """Compiled again with the plain ops, with CUDA graphs still asked for, and said; its backward is cut as well."""
+    inner, asked, (text,) = compile_with(3, 5)
+    assert OURS.offload_captured.default in inner.seen[0]
+    assert OURS.offload.default in inner.seen[1]
+    assert not asked.value, "as the second compile leaves it"
+    for part in ("graph7", "between its 1 offloads", "4 calls a step", "something else in the graph", "min_tensor_bytes"):
+        assert part in text
+    inner, _, (text,) = compile_with(1, backward=True)
+    assert OURS.offload.default in inner.seen[0]
+    assert "its forward is cut" in text
+
+
+def test_digests_are_compared_outside_of_graphs(compile_with: Any) -> None:
+    """verify="checksum" reads results on the host."""
+    inner, _, (text,) = compile_with(5, checksum=True)
+    assert OURS.offload.default in inner.seen[0]
+    assert "checksum" in text
+
+
+def test_hooks_that_copy_handles(compile_with: Any) -> None:
+    """Found by content outside of graphs only."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        inner, _, (text,) = compile_with(5)
+    assert OURS.offload.default in inner.seen[0]
+    assert "saved-tensor hooks" in text
