@@ -388,9 +388,7 @@ def _schedule(work: _Work, instance: Instance, actions: dict[str, Action], decid
     if decided.planned and work.request.config.max_slowdown is None:
         limits = work.request.limits
         limit_bytes = max(limit_bytes, (limits.device_budget_bytes or 0) - limits.reserve_bytes)
-    return reload_ahead(
-        instance.program, chosen, work.hardware, timeline, limit_bytes=limit_bytes, max_inflight_bytes=window
-    )
+    return reload_ahead(instance.program, chosen, work.hardware, timeline, limit_bytes=limit_bytes, max_inflight_bytes=window)
 
 
 __all__ = ["Request", "Rewritten", "rewrite"]

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphoffload
 from graphoffload import inner_compile
@@ -316,6 +317,15 @@ def test_a_model_compiled_without_cuda_graphs(side: Recorder) -> None:
         OURS.offload_captured(torch.ones(64), KEY, 0)
 
 
+def test_prepared_while_compiling(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers run under fake tensors; what counts replays is real."""
+    monkeypatch.setattr(captured, "capture_streams_of", lambda device: types.SimpleNamespace(index=0))
+    with mock.patch.dict(captured._LEDGERS, clear=True), FakeTensorMode():
+        assert captured.prepare(torch.device("meta"))
+        (ledger,) = captured._LEDGERS.values()
+    assert type(ledger.counts) is type(ledger.flags) is torch.Tensor
+
+
 @pytest.mark.parametrize("name", captured.NAMES)
 def test_inductor_captures_these(name: str) -> None:
     """Asked as Inductor asks: it cuts at the plain op, and not at this one."""
@@ -356,6 +366,10 @@ class Inner:
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         self.seen.append(targets(gm))
+        strides = torch._guards.TracingContext.get().output_strides
+        assert strides is not None
+        assert not strides, "Inductor reports strides once"
+        strides.append((1,))
         kwargs["cudagraphs"].value = False  # as Inductor does where it captures nothing
         return types.SimpleNamespace(partition_maps=[None] * self.parts.pop(0))
 
@@ -379,7 +393,13 @@ def compile_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Inner, 
         if not backward:
             registry.register(plan, store=False)
         inner, asked = Inner(*parts), BoxedBool(True)
-        with warnings.catch_warnings(record=True) as caught, mock.patch("torch._inductor.compile_fx.compile_fx_inner", inner):
+        context = torch._guards.TracingContext(None)
+        context.output_strides = []
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            mock.patch("torch._inductor.compile_fx.compile_fx_inner", inner),
+            torch._guards.tracing(context),
+        ):
             warnings.simplefilter("always")
             compiled = inner_compile.compile_as_planned(KEY)(graph_of_transfers(), [], cudagraphs=asked, is_backward=backward)
         assert compiled is not None

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from graphoffload.errors import CaptureError, RuntimeStateError
 from graphoffload.runtime import ops
@@ -100,7 +101,7 @@ def prepare(device: torch.device) -> bool:
     if streams is None:
         return False
     device = torch.device(device.type, streams.index)
-    with _LOCK:
+    with _LOCK, unset_fake_temporarily():  # compilers run under fake tensors
         if device not in _LEDGERS:
             _LEDGERS[device] = Ledger(device, streams)
     return True

@@ -1,10 +1,10 @@
 """Modules whose saved activations are awkward, and comparisons that no wrong bit survives: for our tests and for yours.
 
-    zoo.ZOO        every case by name: build, inputs, loss, notes
-    compare        run a step, compare two to the bit, or by the whole gradient's error against float64
-    observed       what a run really did: plans and copies
-    policies       scattered decisions
-    faults         break an operation on purpose: a test that still passes then is no test
+zoo.ZOO        every case by name: build, inputs, loss, notes
+compare        run a step, compare two to the bit, or by the whole gradient's error against float64
+observed       what a run really did: plans and copies
+policies       scattered decisions
+faults         break an operation on purpose: a test that still passes then is no test
 """
 
 from __future__ import annotations
