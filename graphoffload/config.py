@@ -42,7 +42,7 @@ class OffloadConfig:
         policy: "auto", "keep", "offload", "recompute", a mapping {pattern: action} (stored as pairs), or a callable.
         offload_modules: patterns of what may be offloaded; None: anything. A str is one pattern.
         min_tensor_bytes: smaller tensors stay.
-        offload_fraction: of the eligible bytes, earliest produced first; 0.0 to 1.0.
+        offload_fraction: of the eligible bytes, larger tensors and those produced early first; 0.0 to 1.0.
         host_budget: pinned host bytes; a percentage is of the host's memory; "auto" asks the host.
         max_inflight_bytes: D2H copies outstanding in forward before compute waits; None (or "planned"): planned.
         hardware: "measure", a profile's name, or a HardwareProfile.

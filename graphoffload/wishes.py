@@ -224,15 +224,17 @@ def _barred(tensor: SavedTensor, config: Settings, resolution: Resolution) -> di
 def _spend_fraction(
     table: SavedTable, config: Settings, asked: Mapping[str, _Asked], barred: dict[str, dict[Action, str]]
 ) -> None:
-    """offload_fraction of the bytes that may go, the earliest produced first; what does not fit stays, smaller ones go on."""
+    """offload_fraction of the bytes that may go, the cheapest first; what does not fit stays, smaller ones go on."""
     if config.offload_fraction >= 1.0:
         return
-    may_go = [
-        tensor
-        for tensor in sorted(table.tensors, key=lambda tensor: tensor.produced_at)
-        if "offload" not in barred[tensor.name]
-        and (asked[tensor.name].action in (None, "offload") or not asked[tensor.name].binding)
-    ]
+    may_go = _cheapest_first(
+        [
+            tensor
+            for tensor in table.tensors
+            if "offload" not in barred[tensor.name]
+            and (asked[tensor.name].action in (None, "offload") or not asked[tensor.name].binding)
+        ]
+    )
     left = config.offload_fraction * sum(tensor.nbytes or 0 for tensor in may_go)
     left -= sum(tensor.nbytes or 0 for tensor in may_go if tensor.tag == "must_offload")
     for tensor in may_go:
@@ -242,6 +244,21 @@ def _spend_fraction(
             left -= tensor.nbytes or 0
         else:
             barred[tensor.name]["offload"] = f"beyond offload_fraction={config.offload_fraction:g} of the eligible bytes"
+
+
+def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
+    """Fewer, larger transfers take less of the host's time; of about the same size (a factor of two) the earliest have most of
+    forward to hide behind. What has none, as less is produced behind it than it holds itself, comes last.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor.produced_at)
+    behind = sum(tensor.nbytes or 0 for tensor in ordered)
+    largest = max((tensor.nbytes or 0 for tensor in ordered), default=0)
+    keys: dict[str, tuple[bool, int]] = {}
+    for tensor in ordered:
+        nbytes = tensor.nbytes or 0
+        behind -= nbytes
+        keys[tensor.name] = (behind < nbytes, (largest // max(nbytes, 1)).bit_length())
+    return sorted(ordered, key=lambda tensor: keys[tensor.name])
 
 
 def _wish(tensor: SavedTensor, asked: _Asked, barred: Mapping[Action, str]) -> Wish:

@@ -251,6 +251,18 @@ def test_offload_fraction_is_never_exceeded(sizes: list[int], fraction: float, i
     assert fraction < 1.0 or gone == table.eligible_bytes
 
 
+def test_offload_fraction_takes_few_large_tensors() -> None:
+    """Each transfer costs the host time, whatever its size; but what is produced last hides behind nothing, so it is no use."""
+    layers = [
+        tensor(f"{name}{layer}", at=2 * layer + at, mib=mib)
+        for layer in range(4)
+        for at, name, mib in ((0, "q", 1), (1, "up", 4))
+    ]
+    table = SavedTable((*layers, tensor("logits", at=9, mib=12)))
+    gone = {name for name, action in actions(table, policy="offload", offload_fraction=0.26).items() if action == "offload"}
+    assert gone == {"up0", "up1"}
+
+
 def test_a_pattern_without_a_match_is_an_error_in_a_whole_graph() -> None:
     """In a fragment it may match elsewhere."""
     table, config = SavedTable((tensor("x"),)), OffloadConfig(policy={"*.mpl": "keep"})
