@@ -38,7 +38,10 @@ def replay(record: list[Callable[[], None]]) -> None:
 
 
 class Event:
-    """Reached."""
+    """Reached. `captured`: recorded in a capture, inside of which no other may be waited for."""
+
+    def __init__(self, *, captured: bool) -> None:
+        self.captured = captured
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -79,7 +82,7 @@ class Recorder:
             replay(parts)
         else:
             self.record += parts
-        return Event()
+        return Event(captured=self.captures)
 
     def read(self, number: torch.Tensor) -> int:
         """As after a replay."""
@@ -87,6 +90,7 @@ class Recorder:
 
     def compute_waits(self, event: Event) -> None:
         """A branch joins."""
+        assert event.captured == self.captures
         self.joined.append(event)
 
     def compute_waits_for(self, op: str, entry: Any, event: Any) -> None:
@@ -228,6 +232,23 @@ def test_warm_up_runs_the_plain_ops(side: Recorder) -> None:
     del handle
     ops.ENTRIES.sweep()
     assert POOL.snapshot().in_use_bytes == 0
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_a_capture_takes_the_buffers_of_the_warm_up(side: Recorder, waited: bool) -> None:
+    """Nothing more is page-locked; but a capture never waits for a copy that compute has not waited for outside of it."""
+    side.captures = False
+    x = torch.ones(64)
+    handle = OURS.offload_captured(x, KEY, 0)
+    OURS.release_captured(x, handle, KEY, 0)
+    y = OURS.reload_captured(handle, KEY, 0, (64,), (1,), torch.float32)
+    if waited:
+        OURS.wait_captured(y, handle, KEY, 0)
+    del handle
+    both = Captured(side)
+    side.captures = False
+    assert graphoffload.host_memory().held_bytes == (NBYTES if waited else 2 * NBYTES)
+    assert both.x.numel() == 64
 
 
 def test_a_backward_of_a_forward_that_was_not_captured(side: Recorder) -> None:

@@ -133,6 +133,7 @@ def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
     entry = Entry(x, layout, run, id)
     count = ledger.count(ledger.add(entry))
     if layout.nbytes:
+        ENTRIES.sweep(settled=True)  # those of the warm-up
         with relaxed_capture():
             entry.buffer = POOL.acquire_for_good(layout.nbytes, name=entry.name, device=streams.index)
 

@@ -71,6 +71,11 @@ class Entry:
         COUNTERS.inflight_bytes -= self.layout.nbytes
 
     @property
+    def under_way(self) -> bool:
+        """Whether a copy may be under way that compute has not waited for yet."""
+        return self.source is not None or self.target is not None or self.ahead is not None
+
+    @property
     def name(self) -> str:
         """The tensor and its module, for messages."""
         return self.run.name(self.id)
@@ -178,14 +183,17 @@ class Entries:
             last = self._last
             return last is not None and last.weak != 0 and bool(torch.UntypedStorage._expired(last.weak))
 
-    def sweep(self, plan: str | None = None) -> int:
-        """Close entries (of one plan, or of all) whose handle nobody owns any more; returns how many."""
+    def sweep(self, plan: str | None = None, *, settled: bool = False) -> int:
+        """Close entries (of one plan, or of all) whose handle nobody owns any more; returns how many.
+
+        `settled`: only those whose copies compute has waited for, so that nothing is issued to its stream.
+        """
         expired = torch.UntypedStorage._expired
         with self._lock:
             groups = list(self._by_storage.values()) if plan is None else [self._by_storage[plan]]
             dead = []
             for group in groups:
-                keys = [key for key in group if expired(key)]
+                keys = [key for key, entry in group.items() if expired(key) and not (settled and entry.under_way)]
                 dead += [group.pop(key) for key in keys]
             for entry in dead:
                 self._close(entry)
