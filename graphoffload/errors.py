@@ -51,7 +51,7 @@ class ChecksumError(GraphOffloadError, RuntimeError):
 
 
 class CaptureError(GraphOffloadError, RuntimeError):
-    """A CUDA graph is being captured around offloaded activations: replays would share the host buffers of the capture."""
+    """A CUDA graph is being captured in a way in which its replays would share a host buffer, or miss one."""
 
 
 class GraphOffloadWarning(UserWarning):
@@ -83,7 +83,7 @@ class FallbackWarning(GraphOffloadWarning):
 
 
 class CudaGraphsWarning(GraphOffloadWarning):
-    """CUDA graphs were asked for, and part of a step or all of it is not captured."""
+    """CUDA graphs were asked for, and copies, or all of a graph, are not captured."""
 
 
 class PerRankPlanWarning(GraphOffloadWarning):
