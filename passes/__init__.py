@@ -8,8 +8,8 @@ nothing. In order:
     tag.py       the joint graph's recompute tags, so that torch's partitioner saves and recomputes what was decided
     offload.py   forward: offload behind the producer, release where the copy is done; the handle is saved in its place
     once.py      both: memory that is kept is saved once, since torch would donate it once for every value in it
-    capture.py   either, for CUDA graphs alone: the ops that may be captured in the place of those that may not
     reload.py    backward: reload ahead of the first consumer, wait right before it, views taken anew
+    capture.py   either, for CUDA graphs alone: the ops that may be captured in the place of those that may not
 """
 
 if __name__ == "passes":  # found through the repository root: a second copy of graphoffload.passes, with its own classes
