@@ -103,7 +103,17 @@ def decide_actions(
         reason = "nothing to fit: no device budget on a CPU"
         return _keep_the_rest(wanted, reason, keep, warnings, inflight)
     if config.max_slowdown is None and limits.shared and _fits(program, hardware, limits):
-        return _offload_the_rest(program, wanted, keep, warnings, inflight, hardware)
+        rest, too_much = _within_host(_offload_the_rest(program, wanted, hardware), table, limits.host_budget_bytes)
+        note = "device_budget is shared with the graphs before this one: from the third step on, what fits of it is not copied"
+        return Decided(
+            tuple(wish.action or "keep" for wish in rest),
+            tuple(wish.reason for wish in rest),
+            keep,
+            notes=(note,),
+            warnings=(*warnings, *too_much),
+            max_inflight_bytes=inflight,
+            release_late=True,
+        )
     if config.max_slowdown is None and _fits(program, hardware, limits):
         kept = _keep_the_rest(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
         return replace(kept, hint=_hint(program, hardware, limits))
@@ -213,33 +223,24 @@ def _keep_the_rest(wanted: Sequence[Wish], reason: str, keep: Timeline, warnings
     return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
 
 
-def _offload_the_rest(
-    program: Program,
-    wanted: Sequence[Wish],
-    keep: Timeline,
-    warnings: list[str],
-    inflight: int | None,
-    hardware: HardwareProfile,
-) -> Decided:
+def _offload_the_rest(program: Program, wanted: Sequence[Wish], hardware: HardwareProfile) -> list[Wish]:
     """What nobody decided goes, for the other graphs may need the memory; the runtime lets stay what fits.
 
     A row of such graphs cannot copy more than the link carries while they compute: the rest is recomputed where that is cheap.
     """
     again = _cheaper_than_the_link(program, wanted, hardware)
-    actions: tuple[Action, ...] = tuple(
-        wish.action or ("recompute" if number in again else "offload" if wish.may_offload else "keep")
-        for number, wish in enumerate(wanted)
-    )
-    reason = {
+    reasons: dict[Action, str] = {
         "offload": "the budget is shared by several graphs: goes, or stays where it fits",
         "recompute": "the budget is shared by several graphs, which together would copy more than the link carries",
         "keep": "cannot be offloaded; alone it fits",
     }
-    reasons = tuple(wish.reason if wish.action else reason[action] for wish, action in zip(wanted, actions, strict=True))
-    note = "device_budget is shared with the graphs before this one: from the third step on, what fits of it is not copied"
-    return Decided(
-        actions, reasons, keep, notes=(note,), warnings=tuple(warnings), max_inflight_bytes=inflight, release_late=True
-    )
+    result = []
+    for number, wish in enumerate(wanted):
+        if wish.action is None:
+            action: Action = "recompute" if number in again else "offload" if wish.may_offload else "keep"
+            wish = replace(wish, action=action, reason=reasons[action])
+        result.append(wish)
+    return result
 
 
 def _cheaper_than_the_link(program: Program, wanted: Sequence[Wish], hardware: HardwareProfile) -> set[int]:

@@ -16,7 +16,7 @@ from lazy import LazyStreams, lazy_streams
 from torch import Tensor, nn
 
 import graphoffload
-from graphoffload.errors import SharedBudgetWarning
+from graphoffload.errors import NotOffloadedWarning, SharedBudgetWarning
 from graphoffload.runtime import between, host_memory, ops, twin_copies
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.staying import Budget, Share, Staying
@@ -169,6 +169,15 @@ def test_plan_and_its_note(lazy: LazyStreams) -> None:
     assert {d.reason for d in plan.decisions if d.action == "offload"} == {
         "the budget is shared by several graphs: goes, or stays where it fits"
     }
+
+
+def test_what_the_host_cannot_hold_is_kept(lazy: LazyStreams) -> None:
+    """host_budget is the user's number as well: the rest of a graph is kept, and said, instead of failing in forward."""
+    with pytest.warns(NotOffloadedWarning, match="host_budget"):
+        step(per_block(host_budget="8KiB"), 0)
+    plan = graphoffload.last_plans()[-1]
+    assert 0 < plan.offloaded_bytes <= 8 * 1024
+    assert any(d.reason.startswith("host memory") for d in plan.decisions if d.action == "keep")
 
 
 @torch._functorch.config.patch("donated_buffer", False)
