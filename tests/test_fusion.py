@@ -185,6 +185,8 @@ def test_inductor_is_held_to_the_same_distance() -> None:
     before = type(V.choices)
     with only_near_fusions():
         assert not V.choices.can_fuse_horizontal(None, node(0), node(FARTHEST + 1), 10**9)
+        assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1), 10**9)
+        assert V.choices.can_fuse_vertical(None, node(0), node(FARTHEST), 10**9)
         assert isinstance(V.choices, before)
     assert type(V.choices) is before
 
