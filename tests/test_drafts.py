@@ -94,3 +94,36 @@ def test_what_no_draft_meets_is_an_error_with_the_least_found(monkeypatch: pytes
         BudgetError, match=rf"no plan was found that meets it\. The least feasible one .*\({budget + 1000} bytes\)"
     ):
         explained(device_budget=budget)
+
+
+class Logits(nn.Module):
+    """Returns far more than it saves, as a language model without its loss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+        self.head = nn.Linear(64, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.gelu(layer(x))
+        return self.head(x)
+
+
+def test_what_the_model_returns_stays_unless_only_without_it_a_budget_can_be_met() -> None:
+    """Until backward is over for a caller who may hold it; a budget that is met only otherwise is met, with a note."""
+    given = {"hardware": PROFILES["h200-sxm"], "min_tensor_bytes": 0, "reserve": 0}
+    x, returned = torch.randn(1024, 64), 1024 * 1024 * 4
+
+    def report(**options: Any) -> graphoffload.OffloadReport:
+        return graphoffload.explain(Logits(), **given, **options)(x)
+
+    parameters = sum(p.nbytes for p in Logits().parameters())
+    least = parameters + x.nbytes + 2 * returned  # the logits and their gradient; gradients of parameters come later
+    roomy = report(device_budget=int(report(policy="keep").keep_peak_bytes * 0.98))
+    assert not any("returns" in note for note in roomy.plans[0].notes)
+    tight = report(device_budget=least + 4 * x.nbytes)
+    assert any("only if nothing holds what the model returns (4.00 MiB)" in note for note in tight.plans[0].notes)
+    assert least <= tight.predicted_peak_bytes <= least + 4 * x.nbytes
+    with pytest.raises(BudgetError):
+        report(device_budget=least - returned)

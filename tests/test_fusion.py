@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphoffload.analysis.costs import Measured, node_costs
 from graphoffload.analysis.fusion import FARTHEST, Fusion, fusion_of
 from graphoffload.analysis.storages import fake, storage_id
+from graphoffload.compat import most_reads
 from graphoffload.hardware import PROFILES
 from graphoffload.inner_compile import only_near_fusions
 
@@ -137,6 +138,42 @@ def test_what_merely_reads_the_same_data_far_apart_stays_apart() -> None:
     assert fusion.spans[named(graph, "mul")] != fusion.spans[named(graph, "mul_1")]
 
 
+def test_what_is_computed_from_something_made_far_away_does_not_join_its_kernel() -> None:
+    """The kernel would run where its first part does, and all that the far part needs would have to run before."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        early = (x * 2).sum(0, keepdim=True) * 3
+        late = w
+        for _ in range(FARTHEST + 2):
+            late = late @ w
+        return (early.expand(32, 32) @ w) * early + late, early + late[:1]
+
+    graph = traced(function, (32, 32), (32, 32))
+    fusion = fusion_of(graph, fuses=True)
+    assert fusion.spans[named(graph, "add_1")] != fusion.spans[named(graph, "mul_1")]
+    at = {node: position for position, node in enumerate(fusion.order)}
+    assert at[named(graph, "mul_1")] < at[named(graph, "mm_1")]
+
+
+def test_a_sum_of_many_values_is_stored_in_parts() -> None:
+    """The first part frees what it has added up, instead of everything being in memory until the end."""
+    count = 2 * most_reads("cpu")
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        total = x @ w
+        for number in range(1, count):
+            total = total + (x * number) @ w
+        return total
+
+    graph = traced(function, (32, 32), (32, 32))
+    fusion = fusion_of(graph, fuses=True)
+    sums = [node for node in graph.nodes if node.name.startswith("add")]
+    assert [node for node in sums if exists(fusion, node)] == [sums[most_reads("cpu") - 1], sums[-1]]
+    first = fake(named(graph, "mm"))
+    assert first is not None
+    assert fusion.readers[storage_id(first)] == [sums[most_reads("cpu") - 1]]
+
+
 def test_inductor_is_held_to_the_same_distance() -> None:
     from types import SimpleNamespace
 
@@ -148,6 +185,8 @@ def test_inductor_is_held_to_the_same_distance() -> None:
     before = type(V.choices)
     with only_near_fusions():
         assert not V.choices.can_fuse_horizontal(None, node(0), node(FARTHEST + 1), 10**9)
+        assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1), 10**9)
+        assert V.choices.can_fuse_vertical(None, node(0), node(FARTHEST), 10**9)
         assert isinstance(V.choices, before)
     assert type(V.choices) is before
 

@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.storages import concrete, fake, storage_id, storage_nbytes, tensor_nbytes
+from graphoffload.compat import most_reads
 
 Kind = Literal["view", "kernel", "fused", "none"]
 Axis = Literal["rows", "columns"]
@@ -45,7 +46,7 @@ _KERNEL_WORDS = (
 )
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
 _INLINED_READS = 4  # Inductor computes a value again where it is read rather than store it, up to this many reads
-FARTHEST = 20  # operations between two that merely read the same data; further apart they are not fused under a plan
+FARTHEST = 20  # operations between two that could be fused; further apart they are not under a plan
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
 
 
@@ -111,7 +112,7 @@ def _tensors(node: Node) -> Iterable[torch.Tensor]:
 
 def fusion_of(graph: Graph, *, fuses: bool) -> Fusion:
     """Follow a fusing compiler: a value exists when a kernel or the graph's output reads it, when it is the smaller result of a
-    reduction, or when several operations read it and computing it again for each would read too many others."""
+    reduction, or when computing it where it is read would read too many others."""
     fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes})
     for node in graph.nodes:
         value = fake(node)
@@ -135,7 +136,7 @@ def _exists(node: Node, sources: frozenset[int], kinds: dict[Node, Kind]) -> boo
     inputs = [tensor_nbytes(other) or 0 for argument in node.all_input_nodes if (other := fake(argument)) is not None]
     if inputs and 2 * (tensor_nbytes(value) or 0) * max(1, _widening(node)) <= max(inputs):
         return True
-    return len(sources) > _INLINED_READS and len(readers) > 1
+    return len(sources) > (_INLINED_READS if len(readers) > 1 else most_reads(value.device.type))  # a long sum: in parts
 
 
 def _widening(node: Node) -> int:
@@ -227,7 +228,7 @@ def _home(
     axis: Axis | None,
     order: int,
 ) -> _Kernel | None:
-    """The kernel that an operation joins: it touches the same data, has the same iteration space, and nothing that the
+    """The kernel that an operation joins: it touches the same data, has the same iteration space, is near, and nothing that the
     operation needs must run after it. Reductions of rows and of columns share a kernel only if neither needs the other."""
     shared: dict[int, int] = {}
     for identity, nbytes in reads.items():
@@ -237,7 +238,7 @@ def _home(
     across = {number: axis is not None and bool(kernels[number].axes - {axis}) for number in shared}
     for number in sorted(shared, key=lambda n: (not across[n], shared[n], n), reverse=True):
         kernel = kernels[number]
-        if kernel.space != space or (number not in needs and order - kernel.order > FARTHEST):
+        if kernel.space != space or order - kernel.order > FARTHEST:
             continue
         if any(bits >> number & 1 for other, bits in after.items() if other != number):
             continue

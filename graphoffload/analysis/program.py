@@ -53,6 +53,7 @@ def build_program(
     static_bytes: int,
     chains: Mapping[str, Chain],
     reserve_bytes: int = 0,
+    outputs_stay: bool = True,
     measured: Callable[[Node], Measured | None] | None = None,
 ) -> Instance:
     """The planning instance of a pair.
@@ -61,6 +62,7 @@ def build_program(
         table: its saved activations. chains: by SavedTensor name, those that may be recomputed.
         static_bytes: device bytes that live throughout: parameters, gradients, inputs, what lives outside the graph.
         reserve_bytes: device bytes to keep free.
+        outputs_stay: the caller holds what the model returns until backward is over, not only until it begins.
         measured: a kernel's time in seconds and its workspace in bytes where they were measured.
     """
     runs = _runs(pair, fuses=fuses)
@@ -76,7 +78,7 @@ def build_program(
     program = Program(
         forward=_steps(runs.forward, forward),
         backward=_steps(runs.backward, backward),
-        buffers=_buffers(pair, runs),
+        buffers=_buffers(pair, runs, outputs_stay),
         candidates=candidates,
         static_bytes=static_bytes,
         reserve_bytes=reserve_bytes,
@@ -170,16 +172,17 @@ def _candidate(
     )
 
 
-def _buffers(pair: GraphPair, runs: _Runs) -> tuple[Buffer, ...]:
+def _buffers(pair: GraphPair, runs: _Runs, outputs_stay: bool) -> tuple[Buffer, ...]:
     """Device memory besides saved activations and graph inputs: temporaries, model outputs, gradients."""
     forward_nodes, backward_nodes = list(pair.forward.graph.nodes), list(pair.backward.graph.nodes)
     outputs = {node for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs] if node is not None}
     saved = {node for node in graph_outputs(pair.forward)[pair.num_fwd_outputs :] if node is not None}
     total = len(forward_nodes) + len(backward_nodes)
-    buffers = _live_ranges(forward_nodes, runs.forward, runs.forward_at, 0, total - 1, held=outputs, skip=saved)
+    offset = len(forward_nodes)
+    until = total - 1 if outputs_stay else offset
+    buffers = _live_ranges(forward_nodes, runs.forward, runs.forward_at, 0, until, held=outputs, skip=saved)
     inputs = {node for node in pair.backward.graph.find_nodes(op="placeholder") if not str(node.target).startswith("tangents")}
     grads = {node for node in graph_outputs(pair.backward) if node is not None}
-    offset = len(forward_nodes)
     buffers += _live_ranges(backward_nodes, runs.backward, runs.backward_at, offset, total - 1, held=grads, skip=inputs)
     # Gradients of outputs come from autograd, which holds them until backward returns. Their fake storages cannot be trusted:
     # torch 2.11 traces them as the outputs themselves.

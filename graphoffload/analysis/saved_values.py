@@ -39,6 +39,13 @@ def graph_outputs(module: GraphModule) -> list[Node | None]:
     return [value if isinstance(value, Node) else None for value in output.args[0]]
 
 
+def returned_bytes(pair: GraphPair) -> int:
+    """Bytes of memory that forward allocates for what the model returns; symbolic sizes count as nothing."""
+    nodes = graph_outputs(pair.forward)[: pair.num_fwd_outputs]
+    values = [fake(node) for node in nodes if node is not None and node.op == "call_function"]
+    return sum({storage_id(value): storage_nbytes(value) or 0 for value in values if value is not None}.values())
+
+
 def saved_placeholders(pair: GraphPair) -> Iterator[tuple[Node, Node]]:
     """(forward node, backward placeholder) of every saved value, in the order of the forward outputs."""
     placeholders = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}

@@ -1,12 +1,16 @@
-"""Where a backward graph can read a symbolic size from."""
+"""Where a backward graph can read a symbolic size from, and what may not leave because it cannot."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import sympy
 import torch
 from torch.fx import Graph, Node
 
+from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake
+from graphoffload.saved import SavedTable
 
 
 def symbol_sources(graph: Graph) -> dict[sympy.Symbol, tuple[Node, int | None]]:
@@ -39,3 +43,18 @@ def missing_symbols(graph: Graph, tensor: torch.Tensor) -> list[str]:
         for symbol in value.node.expr.free_symbols
     }
     return sorted(str(symbol) for symbol in wanted if symbol not in known)
+
+
+def without_unknown_sizes(pair: GraphPair, table: SavedTable) -> SavedTable:
+    """Refuse what has a size that backward cannot compute."""
+    nodes = {node.name: node for node in pair.forward.graph.nodes}
+    result = []
+    for tensor in table.tensors:
+        value = fake(nodes[tensor.name])
+        assert value is not None
+        missing = missing_symbols(pair.backward.graph, value) if tensor.nbytes is None and tensor.eligible else []
+        if missing:
+            text = f"its symbolic size {', '.join(missing)} is not known in backward"
+            tensor = replace(tensor, eligible=False, why_not=text)
+        result.append(tensor)
+    return SavedTable(tuple(result))
