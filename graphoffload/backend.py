@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -82,6 +81,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     """Compile one Dynamo graph with a configuration; a graph that needs no gradient goes to the inner compiler as it is."""
     compat.check_torch()
     _warn_of_fallbacks()
+    captured.collect()
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)
@@ -96,7 +96,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
         compiled = _inner(gm, example_inputs, config, partitioner)
         _after_compile(base, key, config, limits)
     if asks_for_cuda_graphs(config):
-        weakref.finalize(compiled, captured.give_back, key).atexit = False
+        captured.own(key, compiled)
     return count_calls(watch_budget(with_note(compiled, key), key, config, limits), key, config, limits)
 
 

@@ -58,7 +58,7 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
                 compiled = _captured_whole(compile_fx_inner, gm, example_inputs, kwargs, plan)
                 if compiled is not None:
                     return compiled
-                why_not = "something else in the graph cannot be captured"
+                why_not = "something else in it cannot be captured, or it writes to its inputs"
             registry.run_plan(plan.key).capturable = False
             warn_of_cuts(plan, why_not)
             return compile_fx_inner(gm, example_inputs, **kwargs)
@@ -88,13 +88,16 @@ def _why_cut(gm: GraphModule, plan: Plan, kwargs: dict[str, Any]) -> str:
 def _captured_whole(
     compile_fx_inner: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any], plan: Plan
 ) -> Any:
-    """The graph compiled so that its copies are captured with it; None where Inductor would cut it all the same."""
+    """The graph compiled so that its copies are captured with it; None where Inductor would cut it all the same, or torch would
+    run it without a graph, but capture its backward.
+    """
     attempt = copy_graph(gm)
     attempt.meta = gm.meta
     make_capturable(attempt)
     asked = kwargs.get("cudagraphs")
     compiled = compile_fx_inner(attempt, example_inputs, **kwargs)
-    if len(getattr(compiled, "partition_maps", None) or ()) <= 1:
+    whole = len(getattr(compiled, "partition_maps", None) or ()) <= 1
+    if whole and (kwargs.get("is_backward") or not _mutates_inputs(compiled, kwargs)):
         registry.run_plan(plan.key).capturable = True
         return compiled
     if asked is not None:
@@ -103,6 +106,12 @@ def _captured_whole(
     if context is not None and context.output_strides:
         context.output_strides.clear()  # which a compile reports once
     return None
+
+
+def _mutates_inputs(compiled: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a graph writes to inputs that are no parameters or buffers: torch replays no graph of those."""
+    mutated = set(getattr(compiled, "mutated_input_idxs", None) or ())
+    return bool(mutated - set(kwargs.get("static_input_idxs") or ()))
 
 
 @contextlib.contextmanager

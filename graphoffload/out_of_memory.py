@@ -5,7 +5,8 @@
 
 The error stays the object that the allocator raised; it only gets a note. AOTAutograd makes the class of the backward anew for
 every compile, also when a compile cache answered, and nobody but the outputs' grad_fn knows it: it is wrapped once, behind the
-first forward that needs a gradient. Arguments travel on as they came, a list that the callee empties included.
+first forward that needs a gradient. It lives as long as a backward may come, so it is also made known there as an owner of what
+CUDA graphs captured. Arguments travel on as they came, a list that the callee empties included.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphoffload import compat
 from graphoffload.log import say
-from graphoffload.runtime import registry
+from graphoffload.runtime import captured, registry
 from graphoffload.saved import Plan
 from graphoffload.units import format_bytes
 
@@ -53,6 +54,7 @@ def _wrap_backward(outputs: Any, key: str, since: int) -> bool:
     for function in compat.compiled_backwards((tensor.grad_fn for tensor in tensors), since):
         if not hasattr(function._backward_impl, "__wrapped__"):
             function._backward_impl = staticmethod(_noting(function._backward_impl, key))
+        captured.own(key, function)
     return bool(tensors)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -20,11 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphoffload
 from graphoffload import inner_compile
-from graphoffload.errors import CaptureError, CudaGraphsWarning, RuntimeStateError
+from graphoffload.errors import CaptureError, CudaGraphsWarning, HostMemoryError, RuntimeStateError
 from graphoffload.passes.capture import make_capturable
 from graphoffload.runtime import captured, ops, registry, streams
 from graphoffload.runtime.pool import POOL
 from graphoffload.saved import Decision, Plan, Transfer
+from graphoffload.testing import ZOO
 
 CPU = torch.device("cpu")
 OURS = torch.ops.graphoffload
@@ -316,6 +318,109 @@ def test_what_is_held_and_given_back(side: Recorder) -> None:
     assert two.x.numel() == other.x.numel() == 64
 
 
+def test_a_forward_of_a_plan_that_is_gone(side: Recorder) -> None:
+    """It stops before it writes to a buffer that is another's by now."""
+    both = Captured(side)
+    captured.give_back(KEY)
+    side.captures = False
+    other = POOL.acquire(NBYTES, pin=True, device=-1)
+    other.flat(torch.float32).fill_(7.0)
+    with pytest.raises(RuntimeError, match="host buffers were given back"):
+        replay(both.forward)
+    assert torch.equal(other.flat(torch.float32), torch.full((64,), 7.0))
+    POOL.give_back(other)
+
+
+class Owner:
+    """A compiled forward, or the class of its backwards."""
+
+
+def test_a_plan_has_several_owners(side: Recorder) -> None:
+    """Two compiles share a plan, and a backward may be pending when both are gone: the last one counts."""
+    owners = [Owner(), Owner(), Owner()]
+    for owner in (*owners, owners[0]):
+        captured.own(KEY, owner)
+    del owner
+    both = Captured(side)
+    side.captures = False
+    while owners:
+        captured.collect()
+        assert captured._LEDGERS[CPU].entries
+        owners.pop()
+    side.captures = True
+    captured.collect()
+    assert captured._LEDGERS[CPU].entries, "not while something is being captured"
+    side.captures = False
+    captured.collect()
+    assert not captured._LEDGERS[CPU].entries
+    assert both.x.numel() == 64
+
+
+def test_compiles_own_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backend returns, and the class of its backward, which lives as long as a loss does."""
+    owned: dict[str, list[Any]] = {}
+    monkeypatch.setattr(captured, "own", lambda key, owner: owned.setdefault(key, []).append(weakref.ref(owner)))
+    case = ZOO["attention"]
+    module = case.fresh("cpu")
+    module.compile(backend=graphoffload.OffloadBackend(policy="offload", min_tensor_bytes=0, mode="reduce-overhead"))
+    loss = case.loss(module(*case.example("cpu", seed=0)))
+    ((key, owners),) = owned.items()
+    assert key == graphoffload.last_plans()[-1].key
+    assert len(owners) == 2
+    del module
+    torch._dynamo.reset()
+    gc.collect()
+    assert any(owner() is not None for owner in owners), "the loss may still be differentiated"
+    del loss
+    gc.collect()
+    assert all(owner() is None for owner in owners)
+
+
+def no_host_memory(both: Captured) -> None:
+    with mock.patch.object(POOL, "budget_bytes", 1):
+        OURS.offload_captured(torch.ones(1000), KEY, 4)
+
+
+def another_size(both: Captured) -> None:
+    OURS.reload_captured(both.handle, KEY, 0, (65,), (1,), torch.float32)
+
+
+@pytest.mark.parametrize(("fails", "error"), [(no_host_memory, HostMemoryError), (another_size, RuntimeStateError)])
+def test_an_error_in_a_capture(side: Recorder, fails: Callable[[Captured], None], error: type[Exception]) -> None:
+    """Open branches join, so that torch can end its capture and the error is seen; nothing stays behind."""
+    both = Captured(side)
+    held, joined = POOL.snapshot().in_use_bytes, len(side.joined)
+    OURS.offload_captured(torch.ones(64), KEY, 3)
+    OURS.reload_captured(both.handle, KEY, 0, (64,), (1,), torch.float32)
+    with pytest.raises(error):
+        fails(both)
+    assert len(side.joined) == joined + 2
+    assert POOL.snapshot().in_use_bytes == held
+    assert not captured._OPEN.offloads
+    assert not captured._OPEN.reloads
+    assert [entry.id for entry in captured._LEDGERS[CPU].entries.values()] == [0]
+
+
+def test_hooks_while_a_graph_is_captured(side: Recorder) -> None:
+    """Those that were not there when it was compiled."""
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        pytest.raises(CaptureError, match="saved-tensor hooks"),
+    ):
+        OURS.offload_captured(torch.ones(64), KEY, 0)
+
+
+def test_a_handle_of_no_capture_is_nobodys(side: Recorder) -> None:
+    """New memory holds what it held, which may have been a number; a handle whose content counts keeps it."""
+    side.captures = False
+    assert int(OURS.offload_captured(torch.ones(64), KEY, 0)) == -1
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        handle = OURS.offload_captured(torch.ones(64), KEY, 0)
+    assert int(handle) >= 0
+    y = OURS.reload_captured(handle.clone(), KEY, 0, (64,), (1,), torch.float32)
+    assert torch.equal(y, torch.ones(64))
+
+
 def test_captures_are_counted(side: Recorder) -> None:
     """Copies of replays are not: no Python runs."""
     graphoffload.reset_stats()
@@ -381,8 +486,9 @@ def test_the_pass_exchanges_ours_alone() -> None:
 class Inner:
     """Stands in for Inductor: says into how many parts it cut."""
 
-    def __init__(self, *parts: int) -> None:
+    def __init__(self, *parts: int, mutated: frozenset[int] = frozenset()) -> None:
         self.parts = list(parts)
+        self.mutated = mutated
         self.seen: list[list[Any]] = []
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -392,7 +498,7 @@ class Inner:
         assert not strides, "Inductor reports strides once"
         strides.append((1,))
         kwargs["cudagraphs"].value = False  # as Inductor does where it captures nothing
-        return types.SimpleNamespace(partition_maps=[None] * self.parts.pop(0))
+        return types.SimpleNamespace(partition_maps=[None] * self.parts.pop(0), mutated_input_idxs=self.mutated)
 
 
 @pytest.fixture
@@ -406,14 +512,14 @@ def compile_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Inner, 
     monkeypatch.setattr(inner_compile, "prepare", lambda device: True)
     monkeypatch.setattr(inner_compile, "only_near_fusions", mock.MagicMock())
 
-    def run(*parts: int, backward: bool = False, checksum: bool = False) -> Any:
+    def run(*parts: int, backward: bool = False, checksum: bool = False, mutated: frozenset[int] = frozenset()) -> Any:
         plan = Plan(
             key=KEY, graph="graph7", decisions=(Decision("y", "offload", "asked"),), transfers=(transfer,), device="cuda:0",
             checksum=checksum,
         )  # fmt: skip
         if not backward:
             registry.register(plan, store=False)
-        inner, asked = Inner(*parts), BoxedBool(True)
+        inner, asked = Inner(*parts, mutated=mutated), BoxedBool(True)
         context = torch._guards.TracingContext(None)
         context.output_strides = []
         with (
@@ -422,7 +528,9 @@ def compile_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Inner, 
             torch._guards.tracing(context),
         ):
             warnings.simplefilter("always")
-            compiled = inner_compile.compile_as_planned(KEY)(graph_of_transfers(), [], cudagraphs=asked, is_backward=backward)
+            compiled = inner_compile.compile_as_planned(KEY)(
+                graph_of_transfers(), [], cudagraphs=asked, is_backward=backward, static_input_idxs=[0, 1]
+            )
         assert compiled is not None
         return inner, asked, [str(item.message) for item in caught if item.category is CudaGraphsWarning]
 
@@ -444,11 +552,20 @@ def test_a_graph_that_something_else_cuts(compile_with: Any) -> None:
     assert OURS.offload_captured.default in inner.seen[0]
     assert OURS.offload.default in inner.seen[1]
     assert not asked.value, "as the second compile leaves it"
-    for part in ("graph7", "between its 1 offloads", "4 calls a step", "something else in the graph", "min_tensor_bytes"):
+    for part in ("graph7", "between its 1 offloads", "4 calls a step", "something else in it", "min_tensor_bytes"):
         assert part in text
     inner, _, (text,) = compile_with(1, backward=True)
     assert OURS.offload.default in inner.seen[0]
     assert "its forward is cut" in text
+
+
+def test_a_graph_that_writes_to_its_inputs(compile_with: Any) -> None:
+    """torch replays no graph of it, but would capture its backward; parameters and buffers may be written to."""
+    inner, _, (text,) = compile_with(1, 5, mutated=frozenset({3}))
+    assert OURS.offload.default in inner.seen[1]
+    assert "writes to its inputs" in text
+    _, _, said = compile_with(1, mutated=frozenset({1}))
+    assert said == []
 
 
 def test_digests_are_compared_outside_of_graphs(compile_with: Any) -> None:

@@ -31,12 +31,14 @@ __all__ = [
 def host_memory() -> HostMemory:
     """Host memory held for offloaded activations, after handles that nobody owns any more were cleared."""
     ENTRIES.sweep()
+    captured.collect()
     return replace(POOL.snapshot(), by_tensor=_sum(ENTRIES.bytes_by_tensor(), captured.bytes_by_tensor()))
 
 
 def release_host_memory() -> int:
     """Give idle host memory back to the operating system; returns the bytes. Memory in use stays."""
     ENTRIES.sweep()
+    captured.collect()
     return POOL.release_idle()
 
 

@@ -4,11 +4,11 @@
               D2H         \\= sign, copy =========/
     replay    no Python: kernels and copies as captured, to and from the host buffer of the capture
 
-Nothing is torch's that could be replayed wrongly, but the host buffer: it belongs to one capture of a forward as its saved
-activations do, and torch keeps those apart (microbatches in flight are captured one behind the other, each with memory of its
-own). So that this is not only believed, each replay of an offload counts up a number on the device and writes it to the handle;
-each replay of a reload compares, before it copies, its handle with the number of the offload that its buffer belongs to. Where
-they differ, the buffer holds another step's bytes, and the device stops.
+The host buffer belongs to one capture of a forward, as its saved activations do, and torch keeps those apart (microbatches
+in flight are captured one behind the other, each with memory of its own). A handle that somebody else copied is not kept
+apart: so each replay of an offload counts up a number on the device and writes it to the handle, and each replay of a
+reload compares, before it copies, its handle with the number of the offload that its buffer belongs to. Where they differ,
+the buffer holds another step's bytes, and the device stops.
 
 The number is also how a reload finds its buffer: while it is captured, or where torch calls it without a graph. What runs
 before a capture (torch's warm-up), or instead of one, runs as the ops of ops.py.
@@ -16,8 +16,10 @@ before a capture (torch's warm-up), or instead of one, runs as the ops of ops.py
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,9 +37,10 @@ from graphoffload.runtime.streams import DeviceStreams, capture_streams_of, stre
 
 TAGS = (torch.Tag.flexible_layout,)
 NAMES = ("offload", "release", "reload", "wait")
-_ROWS = 1 << 16
+_ROWS = 1 << 18
 """Offloads that may be captured on a device, over all shapes and microbatches in flight."""
 _SHIFT = 32  # replays are counted in the lower half of a number; the upper half is the capture's
+_GONE = "graphoffload: a forward was replayed from a CUDA graph whose host buffers were given back. Please report this."
 _STALE = (
     "graphoffload: a backward replayed from a CUDA graph met a host buffer that a later forward has written to. "
     "Run with mode=None, and please report this."
@@ -45,20 +48,22 @@ _STALE = (
 
 
 class Ledger:
-    """The offloads captured on one device: what counts their replays, and their entries by the upper half of their numbers."""
+    """The offloads captured on one device: what counts their replays, and their entries by the upper half of their numbers.
 
-    __slots__ = ("_next", "counts", "entries", "flags", "rows", "streams")
+    counts, flags, alive: by row. A row is of one capture, and is not used again.
+    """
+
+    __slots__ = ("_next", "alive", "counts", "entries", "flags", "rows", "streams")
 
     def __init__(self, device: torch.device, streams: DeviceStreams | None) -> None:
         self.streams = streams
         self.counts = torch.zeros(_ROWS, dtype=torch.int64, device=device)
         self.flags = torch.ones(_ROWS, dtype=torch.bool, device=device)
+        self.alive = torch.ones(_ROWS, dtype=torch.bool, device=device)
         self.entries: dict[int, Entry] = {}
-        self.rows: dict[int, int] = {}
-        self._next = 0
         first = secrets.randbits(30)
         torch.add(self.counts, torch.arange(first, first + _ROWS, device=device) << _SHIFT, out=self.counts)
-        self.rows = {first + row: row for row in range(_ROWS)}
+        self.rows = range(first, first + _ROWS)
         self._next = first
 
     def add(self, entry: Entry) -> int:
@@ -72,10 +77,11 @@ class Ledger:
                 f"{entry.name}: {_ROWS} offloads were captured in CUDA graphs of this process, and no more can be. "
                 "Shapes that are captured anew again and again cost memory each time: pad them to a few sizes."
             )
-        number = self._next
-        self._next += 1
-        self.entries[number] = entry
-        return self.rows[number]
+        with _LOCK:
+            number = self._next
+            self._next += 1
+            self.entries[number] = entry
+        return self.rows.index(number)
 
     def count(self, row: int) -> torch.Tensor:
         """The number of a row, on the device."""
@@ -91,6 +97,7 @@ class _Open(threading.local):
 
 
 _LEDGERS: dict[torch.device, Ledger] = {}
+_OWNERS: dict[str, list[weakref.ref[Any]]] = {}
 _OPEN = _Open()
 _LOCK = threading.Lock()
 
@@ -125,24 +132,42 @@ def _ledger(device: torch.device, name: str) -> tuple[Ledger, DeviceStreams]:
 
 def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
     if not is_captured(x.device):
-        return ops.offload(x, plan, id)
+        handle = ops.offload(x, plan, id)
+        if not ops.handles_may_be_copied():
+            handle.fill_(-1)  # nobody's number
+        return handle
+    try:
+        return _capture_offload(x, plan, id)
+    except BaseException:
+        _abandon()
+        raise
+
+
+def _capture_offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
     run = run_plan(plan)
     layout = run.layout(x, id)
     ledger, streams = _ledger(layout.device, run.name(id))
+    if ops.handles_may_be_copied():
+        raise CaptureError(
+            f"{run.name(id)}: saved-tensor hooks are active while a CUDA graph is captured, and copies of handles cannot be "
+            "told apart in replays. Compile under the hooks, or with mode=None."
+        )
     handle = torch.empty(1, dtype=ops.HANDLE_DTYPE, device=layout.device)
     entry = Entry(x, layout, run, id)
-    count = ledger.count(ledger.add(entry))
     if layout.nbytes:
-        ENTRIES.sweep(settled=True)  # those of the warm-up
         with relaxed_capture():
+            ENTRIES.sweep(settled=True)  # those of the warm-up
             entry.buffer = POOL.acquire_for_good(layout.nbytes, name=entry.name, device=streams.index)
+    _OPEN.offloads[plan, id] = entry
+    row = ledger.add(entry)
+    count, alive = ledger.count(row), ledger.alive[row : row + 1]
 
     def sign() -> None:
+        torch._assert_async(alive, _GONE)
         count.add_(1)
         handle.copy_(count)
 
     entry.d2h_done = streams.copy("d2h", entry, (), *ops.copy_to_host(x, entry), first=sign)
-    _OPEN.offloads[plan, id] = entry
     COUNTERS.captured += 1
     COUNTERS.captured_bytes += layout.nbytes
     return handle
@@ -168,19 +193,29 @@ def _reload(
 ) -> torch.Tensor:
     if not is_captured(handle.device):
         return ops.reload(handle, plan, id, size, stride, dtype)
+    try:
+        return _capture_reload(handle, plan, id, size, stride, dtype)
+    except BaseException:
+        _abandon()
+        raise
+
+
+def _capture_reload(
+    handle: torch.Tensor, plan: str, id: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     run = run_plan(plan)
     ledger, streams = _ledger(torch.device(handle.device), run.name(id))
     number = streams.read(handle) >> _SHIFT
     entry = ledger.entries.get(number)
     if entry is None or entry.id != id or entry.run.key != plan:
         raise CaptureError(
-            f"{run.name(id)}: its backward is being captured in a CUDA graph, but its forward was not, or its handle was "
-            f"copied by a saved-tensors hook (plan {plan}). Every replay would use this one host buffer. Leave hooks away, or "
-            "compile with mode=None."
+            f"{run.name(id)}: its backward is being captured in a CUDA graph, but its forward was not: torch ran it without "
+            f"one, as it does behind too many re-recordings, or a saved-tensors hook copied its handle (plan {plan}). Every "
+            "replay would use this one host buffer. Compile with mode=None."
         )
     as_it_lies = ops.checked_layout(entry, size, stride, dtype)
     y = torch.empty_strided(size, stride, dtype=dtype, device=handle.device)
-    row = ledger.rows[number]
+    row = ledger.rows.index(number)
     count, flag = ledger.count(row), ledger.flags[row : row + 1]
 
     def check() -> None:
@@ -217,7 +252,7 @@ def find(handle: torch.Tensor) -> Entry | None:
         return None
     value = int(handle.item())
     entry = ledger.entries.get(value >> _SHIFT)
-    if entry is not None and int(ledger.count(ledger.rows[value >> _SHIFT]).item()) != value:
+    if entry is not None and int(ledger.count(ledger.rows.index(value >> _SHIFT)).item()) != value:
         raise RuntimeStateError(
             f"{entry.name}: its host copy was overwritten by a later replay of its forward's graph (plan {entry.run.key}). "
             "Call torch.compiler.cudagraph_mark_step_begin() only between steps, and keep no old loss for another backward."
@@ -235,21 +270,60 @@ def bytes_by_tensor() -> dict[str, int]:
     return found
 
 
-def give_back(plan: str) -> None:
-    """The compiled forward of a plan is gone, and with it whoever could replay: its host buffers are free again.
+def _abandon() -> None:
+    """An error in a capture: its open branches join, as they must for torch to end it, and its host buffers are free again."""
+    entries = list(_OPEN.offloads.values())
+    events = [(entry, entry.d2h_done) for entry in entries] + [(entry, done) for entry, _, done in _OPEN.reloads.values()]
+    _OPEN.offloads, _OPEN.reloads = {}, {}
+    with contextlib.suppress(Exception):  # the first error counts
+        for entry, done in events:
+            if done is not None:
+                _ledger(entry.layout.device, entry.name)[1].compute_waits(done)
+    for entry in entries:
+        ledger = _LEDGERS.get(entry.layout.device)
+        if ledger is not None:
+            ledger.entries = {number: other for number, other in ledger.entries.items() if other is not entry}
+        _free(entry)
 
-    A replay that were to come all the same would find another number than its own, and stop.
-    """
+
+def _free(entry: Entry) -> None:
+    entry.source = entry.d2h_done = None
+    if entry.buffer is not None:
+        POOL.give_back(entry.buffer)
+        entry.buffer = None
+
+
+def own(plan: str, owner: object) -> None:
+    """Whoever may still replay forwards of a plan, or backwards of them; several compiles may share a plan."""
+    with _LOCK:
+        owners = _OWNERS.setdefault(plan, [])
+        owners[:] = [ref for ref in owners if ref() is not None and ref() is not owner]
+        owners.append(weakref.ref(owner))
+
+
+def collect() -> None:
+    """Give back the host buffers of plans that nobody is left to replay. No finalizer calls it: it waits for the device."""
+    with _LOCK:
+        gone = [plan for plan, owners in _OWNERS.items() if all(ref() is None for ref in owners)]
+    for plan in gone:
+        if not any(is_captured(device) for device in list(_LEDGERS)):
+            _OWNERS.pop(plan, None)
+            give_back(plan)
+
+
+def give_back(plan: str) -> None:
+    """The captures of a plan are gone, and their host buffers are free again. A replay that came all the same would stop."""
     for ledger in list(_LEDGERS.values()):
-        gone = [number for number, entry in ledger.entries.items() if entry.run.key == plan]
-        if gone and ledger.streams is not None:
-            torch.cuda.synchronize(ledger.streams.device)
+        gone = [number for number, entry in list(ledger.entries.items()) if entry.run.key == plan]
+        rows = [ledger.rows.index(number) for number in gone]
+        if rows:
+            with unset_fake_temporarily():
+                ledger.alive[rows] = False
+                ledger.counts[rows] += 1
+            if ledger.streams is not None:
+                torch.cuda.synchronize(ledger.streams.device)
         for number in gone:
-            entry = ledger.entries.pop(number)
-            ledger.count(ledger.rows[number]).add_(1)
-            if entry.buffer is not None:
-                POOL.give_back(entry.buffer)
-                entry.buffer = None
+            _free(ledger.entries.pop(number))
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {"offload": _offload, "release": _release, "reload": _reload, "wait": _wait}
