@@ -77,7 +77,8 @@ class Relaxation:
         self.seen_memory: set[int] = set()
         slow = arrays.hardware.compute_slowdown_while_copying
         self.drag = slow / (1.0 + slow)
-        self.unit_s = max(arrays.compute_s, 1e-9)
+        others = sum(c.recompute_s + c.d2h_s + c.h2d_s for c in self.classes)
+        self.unit_s = arrays.compute_s or others or 1.0
         self.unit_bytes = float(
             max(1, int((arrays.base_bytes + arrays.workspace_bytes).max(initial=1)), int(arrays.nbytes.sum()))
         )

@@ -49,6 +49,13 @@ def test_recomputation_that_runs_while_a_reload_is_on_its_way_is_not_added_to_it
     assert check(program, ["offload", "recompute"], toy())[0] == pytest.approx(1.0, rel=1e-4)
 
 
+def test_an_instance_that_takes_no_time() -> None:
+    """Keep-all's time is the unit of times, and may be nothing."""
+    candidates = (Candidate("a", 2, 0, 0, (0,), recompute=Recompute(2.0)),)
+    program = fix(Program(steps(0.0), steps(0.0), (), candidates, static_bytes=1), ["recompute"])
+    assert check(program, ["recompute"], toy())[0] == pytest.approx(1.0, rel=1e-4)
+
+
 def test_a_copy_that_is_done_in_time_costs_no_wait() -> None:
     """x is copied while f1 runs and gone before f2, the peak: a budget of that peak costs nothing."""
     forward = (Step("f0", 1.0), Step("f1", 1.0), Step("f2", 1.0, workspace_bytes=9))
