@@ -36,7 +36,7 @@ from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.once import save_memory_once
 from graphoffload.passes.reload import insert_reloads
 from graphoffload.passes.tag import tag_joint
-from graphoffload.plan.ahead import reload_ahead
+from graphoffload.plan.ahead import with_slack
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.planned import PlannedPair, make_plan
 from graphoffload.policies import patterns_of
@@ -382,19 +382,19 @@ def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Actio
 
 
 def _schedule(work: _Work, instance: Instance, actions: dict[str, Action], decided: Decided) -> Timeline:
-    eligible: dict[str, Action] = {}
     for tensor in work.table.tensors:
-        action = actions[tensor.name]
-        eligible[tensor.name] = "keep" if action == "offload" and not tensor.eligible else action
-    actions.update(eligible)
-    chosen = [eligible[tensor.name] for tensor in work.table.tensors]
+        if actions[tensor.name] == "offload" and not tensor.eligible:
+            actions[tensor.name] = "keep"
+    chosen = [actions[tensor.name] for tensor in work.table.tensors]
     window = decided.max_inflight_bytes
     timeline = simulate(instance.program, chosen, work.hardware, max_inflight_bytes=window)
     limit_bytes = timeline.peak_bytes
     if decided.planned and work.request.config.max_slowdown is None:
         limits = work.request.limits
         limit_bytes = max(limit_bytes, (limits.device_budget_bytes or 0) - limits.reserve_bytes)
-    return reload_ahead(instance.program, chosen, work.hardware, timeline, limit_bytes=limit_bytes, max_inflight_bytes=window)
+    late = not isinstance(work.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
+    arguments = (instance.program, chosen, work.hardware, timeline)
+    return with_slack(*arguments, limit_bytes=limit_bytes, max_inflight_bytes=window, late=late)
 
 
 __all__ = ["Request", "Rewritten", "rewrite"]

@@ -75,13 +75,13 @@ def peaks(
 ) -> tuple[int, Program, Timeline]:
     """Measured peak beyond the bytes before a step, and what was planned, for a budget as a share of keep-all's peak."""
     found: list[tuple[Program, Timeline]] = []
-    ahead = pipeline.reload_ahead
+    ahead = pipeline.with_slack
 
     def noting(program: Program, *args: Any, **kwargs: Any) -> Timeline:
         found.append((program, ahead(program, *args, **kwargs)))
         return found[-1][1]
 
-    monkeypatch.setattr(pipeline, "reload_ahead", noting)
+    monkeypatch.setattr(pipeline, "with_slack", noting)
     torch._dynamo.reset()
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -1,6 +1,8 @@
-"""Reloads a little earlier than just in time, where memory is free: predictions are off by a few percent, and links share.
+"""Reloads a little earlier and releases a little later than just in time, where memory is free: predictions are off by a few
+percent, and links share.
 
     just in time   |==x==|use          ahead   |==x==|....|use       as far as `AHEAD` of the step, and the memory limit, allow
+                   |==x==|release      later   |==x==|....|release
 
 What is planned does not change, nor does its predicted time; a copy that runs late in truth is still in time. A compiler may
 run a reload a few kernels before its place, so room for two of the largest is left: without it, measured peaks of some plans
@@ -9,8 +11,9 @@ were one or two tensors above the predicted ones.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,9 +23,26 @@ from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.saved import Action
 
 AHEAD = (0.02, 0.01, 0.005)
-"""Shares of keep-all's time that reloads are put ahead by; the first that costs nothing is taken."""
+"""Shares of keep-all's time that reloads are put ahead by: the first that costs nothing is taken. Releases wait for the first."""
 _FREE = 1.0005
 _DISPLACED = 2
+
+
+def with_slack(
+    program: Program,
+    actions: Sequence[Action],
+    hardware: HardwareProfile,
+    just_in_time: Timeline,
+    *,
+    limit_bytes: int,
+    max_inflight_bytes: int | None = None,
+    late: bool = True,
+) -> Timeline:
+    """Both, at a peak of at most `limit_bytes`; releases stay where they are unless `late`."""
+    ahead = reload_ahead(
+        program, actions, hardware, just_in_time, limit_bytes=limit_bytes, max_inflight_bytes=max_inflight_bytes
+    )
+    return release_later(program, ahead, limit_bytes=limit_bytes) if late else ahead
 
 
 def reload_ahead(
@@ -45,6 +65,34 @@ def reload_ahead(
         if found.peak_bytes <= highest and found.time_s <= just_in_time.time_s * _FREE:
             return found
     return just_in_time
+
+
+def release_later(program: Program, timeline: Timeline, *, limit_bytes: int) -> Timeline:
+    """The same timeline with releases later, at a peak of at most `limit_bytes`, or as it is.
+
+    Compute waits for the copy at a release, and only memory needs that: just in time, a copy that is slower than predicted
+    costs time.
+    """
+    if not timeline.schedule:
+        return timeline
+    limit_bytes -= _DISPLACED * max(program.candidates[item.candidate].nbytes for item in timeline.schedule)
+    memory = np.array(timeline.memory, dtype=np.int64)
+    forward_ends_s = timeline.ends_s[: timeline.forward_steps]
+    later: dict[int, int] = {}
+    for item in sorted(timeline.schedule, key=lambda item: (item.release_at is None, item.release_at or 0, item.candidate)):
+        if item.release_at is None:
+            continue
+        nbytes, at = program.candidates[item.candidate].nbytes, item.release_at
+        wanted = bisect_left(forward_ends_s, forward_ends_s[at] + AHEAD[0] * timeline.keep_time_s, at)
+        wanted = min(wanted, len(forward_ends_s) - 1)
+        full = np.flatnonzero(memory[at + 1 : wanted + 1] + nbytes > limit_bytes)
+        later[item.candidate] = at + int(full[0]) if len(full) else wanted
+        memory[at + 1 : later[item.candidate] + 1] += nbytes
+    schedule = tuple(replace(item, release_at=later.get(item.candidate, item.release_at)) for item in timeline.schedule)
+    peak_step = int(memory.argmax())
+    return replace(
+        timeline, schedule=schedule, memory=tuple(memory.tolist()), peak_step=peak_step, peak_bytes=int(memory[peak_step])
+    )
 
 
 def _places(program: Program, timeline: Timeline, ahead_s: float, limit_bytes: int) -> dict[int, int]:

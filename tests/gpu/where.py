@@ -33,14 +33,14 @@ Planned = tuple[Program, list[str], Timeline]
 
 def watch_plans(found: list[Planned]) -> None:
     """Note the program, the actions and the timeline of everything that is scheduled from now on."""
-    ahead = pipeline.reload_ahead
+    ahead = pipeline.with_slack
 
     def noting(program: Program, actions: Any, *args: Any, **kwargs: Any) -> Timeline:
         timeline = ahead(program, actions, *args, **kwargs)
         found.append((program, list(actions), timeline))
         return timeline
 
-    pipeline.reload_ahead = noting
+    pipeline.with_slack = noting
 
 
 def predicted_live(planned: Planned) -> list[tuple[int, str]]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphoffload.hardware import PROFILES, HardwareProfile
-from graphoffload.plan.ahead import reload_ahead
+from graphoffload.plan.ahead import release_later, reload_ahead, with_slack
 from graphoffload.plan.program import Candidate, Program, Step
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.saved import Action
@@ -64,6 +64,17 @@ def test_not_a_byte_above_the_limit() -> None:
     assert max(moved[3]) == 20
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_both(late: bool) -> None:
+    program = chain()
+    actions = offload_most(program)
+    just_in_time = simulate(program, actions, LINK)
+    found = with_slack(program, actions, LINK, just_in_time, limit_bytes=10**6, late=late)
+    ahead = reload_ahead(program, actions, LINK, just_in_time, limit_bytes=10**6)
+    assert found == (release_later(program, ahead, limit_bytes=10**6) if late else ahead)
+    assert (releases(found) != releases(just_in_time)) == late
+
+
 def test_nothing_to_reload_is_left_alone() -> None:
     program = chain(3)
     late = simulate(program, ["keep"] * 3, LINK)
@@ -75,6 +86,42 @@ def test_what_would_cost_time_is_not_done(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("graphoffload.plan.ahead._FREE", 0.5)
     late, ahead = both(limit_bytes=10**6)
     assert ahead is late
+
+
+def releases(timeline: Timeline) -> dict[int, int | None]:
+    return {item.candidate: item.release_at for item in timeline.schedule}
+
+
+def slow_forward() -> tuple[Program, Timeline]:
+    """Steps of a second, a tensor each ten of them, copied in one."""
+    steps = tuple(Step(f"f{i}", 1.0) for i in range(500))
+    candidates = tuple(Candidate(f"x{i}", 1, 10 * i, 10 * i, (49 - i,)) for i in range(50))
+    program = Program(steps, tuple(Step(f"b{i}", 10.0) for i in range(50)), candidates=candidates)
+    return program, simulate(program, offload_most(program), LINK)
+
+
+def test_releases_come_two_percent_later_where_memory_allows() -> None:
+    """Keep-all takes 1000 s, so compute waits for a copy up to 20 s behind the end that was predicted for it."""
+    program, early = slow_forward()
+    later = release_later(program, early, limit_bytes=10**6)
+    assert later.time_s == early.time_s
+    waits = {(b or 0) - (a or 0) for a, b in zip(releases(early).values(), releases(later).values(), strict=True)}
+    assert max(waits) == 20
+    assert all(b is None or b < 500 for b in releases(later).values())
+    assert sum(later.memory) == sum(early.memory) + sum(
+        (b or 0) - (a or 0) for a, b in zip(releases(early).values(), releases(later).values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("slack", range(5))
+def test_releases_take_no_byte_above_the_limit(slack: int) -> None:
+    """With the room that is left for what a compiler displaces."""
+    program, early = slow_forward()
+    later = release_later(program, early, limit_bytes=early.peak_bytes + slack)
+    assert later.peak_bytes == max(later.memory) <= max(early.peak_bytes, early.peak_bytes + slack - 2)
+    assert later.memory[later.peak_step] == later.peak_bytes
+    moved = any(b != a for a, b in zip(releases(early).values(), releases(later).values(), strict=True))
+    assert moved == (slack > 0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12), st.integers(0, 40))
