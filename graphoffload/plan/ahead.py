@@ -23,7 +23,7 @@ from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.saved import Action
 
 AHEAD = (0.02, 0.01, 0.005)
-"""Shares of keep-all's time that reloads are put ahead by: the first that costs nothing is taken. Releases take the first."""
+"""Shares of keep-all's time that reloads are put ahead by: the first that costs nothing is taken. Releases use the first."""
 _FREE = 1.0005
 _DISPLACED = 2
 
