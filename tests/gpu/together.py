@@ -2,8 +2,9 @@
 
     python3 tests/gpu/together.py --out DIR moe unet encdec,layers=4 gpt2,layers=12 vit,layers=12
 
-For each: keep-all, full checkpointing, and graphoffload with a budget of checkpointing's measured peak. Every process has its own
-caches, so that a stopped one holds no lock that another needs; the hardware's profile is measured before and copied.
+For each: keep-all, full checkpointing, and graphoffload with a budget of checkpointing's measured peak. Every process
+has its own caches, so that a stopped one holds no lock that another needs; the hardware's profile is measured before
+and copied.
 """
 
 from __future__ import annotations
