@@ -216,16 +216,7 @@ def _draft(work: _Work, instance: Instance, limits: Limits, config: OffloadConfi
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
     timeline = _schedule(work, instance, actions, decided)
-    return _Draft(
-        work,
-        original,
-        actions,
-        reasons,
-        decided,
-        instance,
-        timeline,
-        _excess(request, decided, timeline),
-    )
+    return _Draft(work, original, actions, reasons, decided, instance, timeline, _excess(request, decided, timeline))
 
 
 def _excess(request: Request, decided: Decided, timeline: Timeline) -> float:
