@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,7 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from graphoffload.runtime import release_hook, streams
+from graphoffload.runtime import between, host_memory, release_hook, streams
+from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.pool import POOL
 
 CPU = torch.device("cpu")
@@ -137,3 +139,18 @@ def lazy_streams() -> Iterator[LazyStreams]:
     ):
         yield lazy
         lazy.finish()
+
+
+@contextlib.contextmanager
+def lazy_steps() -> Iterator[LazyStreams]:
+    """The same for a test of whole training steps: nothing of one is left for the next, and no copy ran on free memory."""
+    between._TRACKS.of.clear()
+    torch._dynamo.reset()
+    with lazy_streams() as lazy:
+        yield lazy
+        gc.collect()
+        ENTRIES.sweep()
+    torch._dynamo.reset()
+    between._TRACKS.of.clear()
+    assert lazy.complaints == []
+    assert host_memory().in_use_bytes == 0

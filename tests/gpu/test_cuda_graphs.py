@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Block
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -26,17 +27,6 @@ UP_BYTES = 512 * WIDTH * 4
 """What one of the offloaded tensors has."""
 ROUNDING = 1e-5
 """float32 sums in another order; the gradients of a wrong activation are off by 1e-2 and more."""
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Stack(nn.Module):
