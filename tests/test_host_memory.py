@@ -21,7 +21,7 @@ import graphoffload
 from graphoffload.errors import HostMemoryError, PageableMemoryWarning
 from graphoffload.runtime import ahead, pool, slabs
 from graphoffload.runtime.ahead import memory_ahead
-from graphoffload.runtime.pool import HostPool
+from graphoffload.runtime.pool import POOL, HostPool
 from graphoffload.runtime.slabs import HostBuffer, Slab
 from graphoffload.saved import Plan, Transfer
 
@@ -307,3 +307,13 @@ def test_pieces_of_a_slab_join() -> None:
         slab.put(buffers[number].offset, 64)
     assert slab.unused
     assert slabs.rounded(65) == 128
+
+
+def test_the_peak_is_in_stats() -> None:
+    """The most that was ever in use, not what is now; reset_stats() leaves it, as it is of the process."""
+    before = graphoffload.stats()["host_peak_bytes"]
+    buffer = POOL.acquire(before + 4096, pin=False)
+    POOL.give_back(buffer)
+    graphoffload.reset_stats()
+    assert graphoffload.stats()["host_peak_bytes"] >= before + 4096
+    POOL.release_idle()

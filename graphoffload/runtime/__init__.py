@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphoffload.runtime import captured
-from graphoffload.runtime.counters import reset_stats, stats
+from graphoffload.runtime.counters import COUNTERS, reset_stats
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.hooks import copy_hook, release_hook, twin_copies
 from graphoffload.runtime.pool import POOL, HostMemory
@@ -26,6 +26,15 @@ __all__ = [
     "HostMemory", "Stalls", "copy_hook", "host_memory", "release_hook", "release_host_memory", "reset_stats", "stats",
     "trace_stalls", "twin_copies",
 ]  # fmt: skip
+
+
+def stats() -> dict[str, int]:
+    """What was copied in this process since it started or since reset_stats(), by the names of runtime.counters.Counters.
+
+    `host_peak_bytes` beside them: most host bytes in use at one time since the process started. Which tensors compute waits for
+    is timed on request: runtime.trace_stalls.
+    """
+    return {**COUNTERS.as_dict(), "host_peak_bytes": POOL.snapshot().peak_bytes}
 
 
 def host_memory() -> HostMemory:

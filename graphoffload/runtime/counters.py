@@ -62,11 +62,6 @@ class Counters:
 COUNTERS = Counters()
 
 
-def stats() -> dict[str, int]:
-    """What was copied in this process since it started or since reset_stats(); see Counters for the names."""
-    return COUNTERS.as_dict()
-
-
 def reset_stats() -> None:
     """Set every counter to zero."""
     for name in Counters.__dataclass_fields__:
