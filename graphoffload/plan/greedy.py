@@ -1,14 +1,13 @@
 """Greedy: move to recompute or offload what frees most memory-time above the target for least time, and look again.
 
-    gain  bytes x time of the steps above the target that the move vacates       (TERAIO's measure)
+    gain  bytes x time of the steps above the target that the move vacates, no more bytes than a step is above it
     cost  recompute: its time, and the stall of an offloaded tensor it reads earlier
           offload: the slowdown of compute under both copies, and what does not hide: with O the offloaded,
               slack of D2H for k  = min over p <= produced_at(k) of  end of forward - end(p) - sum of D2H of {o in O: o >= p}
               slack of H2D for k  = min over j >= first use(k)   of  start(j) - sum of H2D of {o in O: first use <= j}
 
 Costs and gains are estimates on the timeline of the last evaluation; a batch covers half of what is above the target, so an
-evaluation is paid per halving and not per tensor. Wrong when two moves only pay together (local search is for those), and at
-the target's last bytes, where it may take a large tensor for a small need.
+evaluation is paid per halving and not per tensor. Wrong when two moves only pay together (local search is for those).
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Prices:
 
     def __init__(self, arrays: Arrays, actions: Sequence[Action], result: Evaluation, target_bytes: int) -> None:
         self.arrays, self.actions, self.result = arrays, actions, result
-        over = result.memory > target_bytes
+        self.over_bytes: Floats = np.maximum(result.memory - target_bytes, 0).astype(np.float64)
         times = np.concatenate([np.diff(arrays.forward_sum_s), arrays.backward_time_s])
-        weights = np.where(over, times + times.mean(), 0.0)
-        self.weight_sum: list[float] = np.concatenate([[0.0], np.cumsum(weights)]).tolist()
+        self.times: Floats = times + times.mean()
+        self.gain_sums: dict[float, list[float]] = {}  # by size, over the steps before each
         self.backward_sum: Floats = np.concatenate([[0.0], np.cumsum(arrays.backward_time_s)])
         self.forward_sum: Floats = np.asarray(arrays.forward_sum_s)
         factor = arrays.hardware.compute_slowdown_while_copying
@@ -60,8 +59,14 @@ class Prices:
         late = start[:-1] - np.cumsum(behind)[:-1]
         self.slack_h2d: list[float] = np.minimum.accumulate(late[::-1])[::-1].tolist()
 
-    def _vacated(self, begin: int, end: int) -> float:
-        return self.weight_sum[end] - self.weight_sum[begin] if end > begin else 0.0
+    def _vacated(self, size: float, begin: int, end: int) -> float:
+        if end <= begin:
+            return 0.0
+        sums = self.gain_sums.get(size)
+        if sums is None:
+            useful = np.minimum(self.over_bytes, size) * self.times
+            sums = self.gain_sums[size] = np.concatenate([[0.0], np.cumsum(useful)]).tolist()
+        return sums[end] - sums[begin]
 
     def gain(self, index: int, action: Action) -> float:
         """Weighted byte-time that the move takes off the steps above the target."""
@@ -69,20 +74,19 @@ class Prices:
         first, last, size = self.result.first[index], self.result.last[index], float(arrays.nbytes[index])
         begin = int(arrays.last_forward_use[index]) + 1
         if action == "recompute":
-            gain = size * self._vacated(begin, forward_steps + first)
+            gain = self._vacated(size, begin, forward_steps + first)
             for read in self._reads(index):
                 held = self.result.last[read]
                 if first > held:
                     start = forward_steps + held + 1 if held >= 0 else int(arrays.last_forward_use[read]) + 1
-                    gain -= float(arrays.nbytes[read]) * self._vacated(start, forward_steps + first + 1)
+                    gain -= self._vacated(float(arrays.nbytes[read]), start, forward_steps + first + 1)
             return gain
         produced = arrays.produced_at[index]
         done_s = self.forward_sum[produced + 1] + arrays.d2h_s[index]
         release = min(max(begin, int(np.searchsorted(self.forward_sum, done_s))), forward_steps)
         reload = int(np.searchsorted(self.backward_sum, self.backward_sum[first] - arrays.h2d_s[index], side="right")) - 1
-        return size * (
-            self._vacated(release, forward_steps + max(0, reload)) - self._vacated(forward_steps + first, forward_steps + last)
-        )
+        away = self._vacated(size, release, forward_steps + max(0, reload))
+        return away - self._vacated(size, forward_steps + first, forward_steps + last)
 
     def _reads(self, index: int) -> tuple[int, ...]:
         recompute = self.arrays.program.candidates[index].recompute
@@ -110,8 +114,12 @@ def greedy_moves(
     *,
     allowed: Sequence[Action] = ("offload", "recompute"),
     limit_s: float = float("inf"),
+    barred: frozenset[int] = frozenset(),
 ) -> tuple[Action, ...]:
-    """Actions with a peak of at most `target_bytes`, or as near as single moves get at a time of at most `limit_s`."""
+    """Actions with a peak of at most `target_bytes`, or as near as single moves get at a time of at most `limit_s`.
+
+    `barred`: candidates that stay as they are.
+    """
     arrays = judge.arrays
     state = list(actions)
     fine = len(state) <= _FINE
@@ -123,7 +131,8 @@ def greedy_moves(
             best, best_peak = tuple(state), result.peak_bytes
         if result.peak_bytes <= target_bytes or result.time_s > limit_s or judge.exhausted:
             break
-        if not _batch(arrays, state, result, target_bytes, allowed, 1 if fine else len(state), judge.host_budget_bytes):
+        most = 1 if fine else len(state)
+        if not _batch(arrays, state, result, target_bytes, allowed, most, judge.host_budget_bytes, barred):
             break
     return best
 
@@ -136,13 +145,14 @@ def _batch(
     allowed: Sequence[Action],
     most: int,
     host_budget_bytes: int | None,
+    barred: frozenset[int],
 ) -> int:
     """Apply the best moves until they free half of what is above the target at the peak; how many."""
     prices = Prices(arrays, state, result, target_bytes)
     host_left = float("inf") if host_budget_bytes is None else host_budget_bytes - result.host_bytes
     heap: list[tuple[float, int, Action, float]] = []
     for index, candidate in enumerate(arrays.program.candidates):
-        if state[index] != "keep" or result.first[index] >= arrays.backward_steps:
+        if state[index] != "keep" or index in barred or result.first[index] >= arrays.backward_steps:
             continue
         for action in candidate.actions:
             if action in allowed and (gain := prices.gain(index, action)) > 0.0:

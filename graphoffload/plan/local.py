@@ -1,4 +1,5 @@
-"""Local search: change one, exchange two, move a share of a folded group, choose the window; first improvement wins.
+"""Local search: change one, exchange two, move a share of a folded group, replace what compute waits for, choose the window;
+first improvement wins.
 
 For few candidates every single and every pair of changes is tried until none helps, so the result is 2-optimal; that is not
 optimal: three changes that pay only together are missed. For many, moves are per group of repeated layers (earliest or
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from random import Random
 
-from graphoffload.plan.judge import Judge, Proposal
+from graphoffload.plan.greedy import greedy_moves
+from graphoffload.plan.judge import Judge, MeetBudget, Proposal
 from graphoffload.plan.program import Program
 from graphoffload.saved import Action
 
 _PAIRS = 14
+_STALLED = 4
 _ONE = 1_000_000
 Move = tuple[tuple[int, Action], ...]
 
@@ -80,19 +83,38 @@ def _exchanges(program: Program, groups: dict[str, list[int]], actions: Sequence
                 yield one + two
 
 
+def without_stalled(judge: Judge, best: Proposal) -> Iterator[Move]:
+    """A tensor that compute waits for is kept, and greedy finds others for it, such as several small ones for a large one."""
+    waits: dict[int, float] = {}
+    for index, _, seconds in judge.look(best.actions, best.window_bytes)[0].stalls:
+        waits[index] = waits.get(index, 0.0) + seconds
+    for index in sorted(waits, key=lambda k: -waits[k])[:_STALLED]:
+        if "keep" not in judge.arrays.program.candidates[index].actions:
+            continue
+        start: list[Action] = list(best.actions)
+        start[index] = "keep"
+        found = greedy_moves(judge, start, judge.limit_bytes, barred=frozenset({index}))
+        yield tuple((k, action) for k, (action, old) in enumerate(zip(found, best.actions, strict=True)) if action != old)
+
+
 def improve(judge: Judge, start: Proposal, *, small: bool) -> Proposal:
     """The best proposal that moves reach from `start` before the judge's evaluations run out."""
     program = judge.arrays.program
     groups = groups_of(program)
-    kinds: list[Callable[[Sequence[Action]], Iterator[Move]]] = [lambda a: _small_moves(program, a)]
+    kinds: list[Callable[[Proposal], Iterator[Move]]] = [lambda p: _small_moves(program, p.actions)]
     if not small:
-        kinds = [lambda a: _folded_moves(program, groups, a), lambda a: _exchanges(program, groups, a)]
+        kinds = [
+            lambda p: _folded_moves(program, groups, p.actions),
+            lambda p: _exchanges(program, groups, p.actions),
+        ]
+        if isinstance(judge.goal, MeetBudget):
+            kinds.insert(0, lambda p: without_stalled(judge, p))
     best = windows(judge, start)
     improved = True
     while improved and not judge.exhausted:
         improved = False
         for kind in kinds:
-            for move in kind(best.actions):
+            for move in kind(best):
                 if judge.exhausted:
                     break
                 actions = list(best.actions)

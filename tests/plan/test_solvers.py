@@ -9,8 +9,12 @@ import pytest
 
 from graphoffload.errors import BudgetError
 from graphoffload.hardware import PROFILES
+from graphoffload.plan.arrays import arrays_of
 from graphoffload.plan.bound import lower_bound_peak_bytes, lower_bound_s
 from graphoffload.plan.fill import fill_link
+from graphoffload.plan.greedy import greedy_moves
+from graphoffload.plan.judge import Judge
+from graphoffload.plan.local import without_stalled
 from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.plan.simulator import simulate
 from graphoffload.plan.solvers import MeetBudget, WithinSlowdown, least_budget_bytes, solve
@@ -69,6 +73,48 @@ def test_a_chain_is_priced_with_what_it_reads() -> None:
     found = solve(Program(forward, backward, (Buffer("logits", 20, 3, 3),), candidates), toy(1.0), MeetBudget(24))
     assert found.timeline.time_s == pytest.approx(33.0)
     assert found.actions == ("offload", "keep", "recompute")
+
+
+def small_and_large() -> Program:
+    """Eight tensors of 2 bytes whose recomputation takes 1 s each, and one of 20 whose takes 5 s."""
+    forward = tuple(Step(f"f{i}", 1.0) for i in range(10))
+    backward = tuple(Step(f"b{i}", 1.0) for i in range(10))
+    small = [Candidate(f"x{i}", 2, i, i, (9,), can_offload=False, recompute=Recompute(1.0)) for i in range(8)]
+    large = Candidate("large", 20, 8, 8, (9,), can_offload=False, recompute=Recompute(5.0))
+    return Program(forward, backward, (Buffer("logits", 30, 9, 10),), (*small, large), static_bytes=1)
+
+
+@pytest.mark.parametrize(("need", "moved"), [(5, {"x"}), (12, {"large"})])
+def test_greedy_pays_for_no_more_bytes_than_are_needed(need: int, moved: set[str]) -> None:
+    """By the byte the large one is cheapest (5 s for 20); where 5 are needed, three small ones are."""
+    program = small_and_large()
+    arrays = arrays_of(program, toy())
+    target = simulate(program, program.keep_actions(), toy()).peak_bytes - need
+    judge = Judge(arrays, MeetBudget(target))
+    actions = greedy_moves(judge, program.keep_actions(), target)
+    assert {c.name[:5].rstrip("0123456789") for c, a in zip(program.candidates, actions, strict=True) if a != "keep"} == moved
+
+
+def test_what_compute_waits_for_is_replaced() -> None:
+    """A large copy that ends behind forward gives way to several small ones that hide."""
+    forward = tuple(Step(f"f{i}", 4.0) for i in range(12))
+    backward = tuple(Step(f"b{i}", 4.0) for i in range(12))
+    small = [Candidate(f"x{i}", 2, i, i, (11 - i,)) for i in range(10)]
+    program = Program(forward, backward, (), (*small, Candidate("large", 20, 9, 9, (1,))), static_bytes=1)
+    judge = Judge(arrays_of(program, toy()), MeetBudget(36), budget=500)
+    start = judge.propose(["keep"] * 10 + ["offload"], "start")
+    assert judge.look(start.actions)[0].stalls
+    (move,) = without_stalled(judge, start)
+    actions = list(start.actions)
+    for index, action in move:
+        actions[index] = action
+    assert actions[-1] == "keep"
+    assert actions.count("offload") == 3
+    found = judge.propose(actions, "moved")
+    assert found.feasible
+    assert found.score < start.score
+    assert not judge.look(actions)[0].stalls
+    assert list(without_stalled(judge, found)) == []
 
 
 def test_a_budget_that_cannot_be_met_names_the_least_and_what_holds_it() -> None:
