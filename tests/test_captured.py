@@ -388,7 +388,23 @@ def another_size(both: Captured) -> None:
     OURS.reload_captured(both.handle, KEY, 0, (65,), (1,), torch.float32)
 
 
-@pytest.mark.parametrize(("fails", "error"), [(no_host_memory, HostMemoryError), (another_size, RuntimeStateError)])
+def other_memory_at_release(both: Captured) -> None:
+    OURS.release_captured(torch.ones(64), both.handle, KEY, 3)
+
+
+def other_memory_at_wait(both: Captured) -> None:
+    OURS.wait_captured(torch.ones(64), both.handle, KEY, 0)
+
+
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        (no_host_memory, HostMemoryError),
+        (another_size, RuntimeStateError),
+        (other_memory_at_release, RuntimeStateError),
+        (other_memory_at_wait, RuntimeStateError),
+    ],
+)
 def test_an_error_in_a_capture(side: Recorder, fails: Callable[[Captured], None], error: type[Exception]) -> None:
     """Open branches join, so that torch can end its capture and the error is seen; nothing stays behind."""
     both = Captured(side)

@@ -20,7 +20,7 @@ import contextlib
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -136,11 +136,8 @@ def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
         if not ops.handles_may_be_copied():
             handle.fill_(-1)  # nobody's number
         return handle
-    try:
+    with _joined_on_error():
         return _capture_offload(x, plan, id)
-    except BaseException:
-        _abandon()
-        raise
 
 
 def _capture_offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
@@ -177,12 +174,11 @@ def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     if not is_captured(x.device):
         ops.release(x, handle, plan, id)
         return
-    entry = _OPEN.offloads.pop((plan, id), None)
-    if entry is None or x.data_ptr() != entry.source_ptr:
-        raise RuntimeStateError(
-            f"{run_plan(plan).name(id)}: release was captured with other memory than its offload, or without it (plan {plan}). "
-            "Please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
-        )
+    entry = _OPEN.offloads.get((plan, id))
+    with _joined_on_error():
+        if entry is None or x.data_ptr() != entry.source_ptr:
+            raise _other_memory("release", "offload", plan, id)
+    del _OPEN.offloads[plan, id]
     _, streams = _ledger(entry.layout.device, entry.name)
     streams.compute_waits(entry.d2h_done)
     entry.source = entry.d2h_done = None
@@ -193,11 +189,8 @@ def _reload(
 ) -> torch.Tensor:
     if not is_captured(handle.device):
         return ops.reload(handle, plan, id, size, stride, dtype)
-    try:
+    with _joined_on_error():
         return _capture_reload(handle, plan, id, size, stride, dtype)
-    except BaseException:
-        _abandon()
-        raise
 
 
 def _capture_reload(
@@ -231,12 +224,11 @@ def _wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     if not is_captured(y.device):
         ops.wait(y, handle, plan, id)
         return
-    entry, pointer, done = _OPEN.reloads.pop((plan, id), (None, 0, None))
-    if entry is None or pointer != y.data_ptr():
-        raise RuntimeStateError(
-            f"{run_plan(plan).name(id)}: wait was captured with other memory than its reload, or without it (plan {plan}). "
-            "Please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
-        )
+    entry, pointer, done = _OPEN.reloads.get((plan, id), (None, 0, None))
+    with _joined_on_error():
+        if entry is None or pointer != y.data_ptr():
+            raise _other_memory("wait", "reload", plan, id)
+    del _OPEN.reloads[plan, id]
     _, streams = _ledger(entry.layout.device, entry.name)
     streams.compute_waits(done)
 
@@ -268,6 +260,22 @@ def bytes_by_tensor() -> dict[str, int]:
             if entry.buffer is not None:
                 found[entry.name] = found.get(entry.name, 0) + entry.buffer.nbytes
     return found
+
+
+def _other_memory(op: str, first: str, plan: str, id: int) -> RuntimeStateError:
+    return RuntimeStateError(
+        f"{run_plan(plan).name(id)}: {op} was captured with other memory than its {first}, or without it (plan {plan}). "
+        "Please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
+    )
+
+
+@contextlib.contextmanager
+def _joined_on_error() -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _abandon()
+        raise
 
 
 def _abandon() -> None:
