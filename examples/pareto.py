@@ -3,6 +3,7 @@
     python examples/pareto.py --tiny --out /tmp/pareto                              # a CPU: shows that it runs
     python examples/pareto.py --model llama4k --steps 30 --out pareto               # on a GPU; minutes for each method
     python examples/pareto.py --model stack32k --methods ours --budgets 6 --out pareto
+    python examples/pareto.py --model stack32k --gather DIR --out pareto            # of what tests/gpu/together.py measured
 
 Methods: keep-all, full and selective checkpointing, activation_memory_budget, save_on_cpu, torch's own offload pass, and
 graphoffload at budgets between full checkpointing's peak and keep-all's and at a few slowdowns, with the lower bound of each
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,9 +107,7 @@ def _family(method: str) -> str:
 
 def draw(records: list[dict[str, Any]], title: str, path: Path) -> bool:
     """The figure: peak over static against step time relative to keep-all. False where there is nothing or no way to draw."""
-    points = [
-        p for p in records if p["ratio"] is not None and p["peak_over_static_bytes"] and p["status"].startswith("ok")
-    ]
+    points = [p for p in records if p["ratio"] is not None and p["peak_over_static_bytes"] and p["status"].startswith("ok")]
     try:
         import matplotlib as mpl
     except ImportError:
@@ -155,6 +155,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=3600.0, help="skip what has not begun by then")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, where memory is not measured")
     parser.add_argument("--out", type=Path, default=Path("pareto"))
+    parser.add_argument("--gather", type=Path, default=None, metavar="DIR", help="the rows of all DIR/*/MODEL.json instead")
     parser.add_argument("--redraw", type=Path, default=None, metavar="CSV", help="draw the points of an earlier run, and exit")
     parser.add_argument("--title", default="", help="of a figure that is drawn again")
     return parser.parse_args(argv)
@@ -192,24 +193,45 @@ def our_names(runner: Runner, given: argparse.Namespace, least: int | None) -> l
     return [*(f"over:{nbytes}" for nbytes in budgets(keep, least, given.budgets)), *(f"slowdown:{s}" for s in given.slowdowns)]
 
 
+def gather(folder: Path, model: str) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and facts of several processes that measured one model, each beside its own keep-all: the first's is shown.
+
+    Raises:
+        SystemExit: there are none.
+    """
+    rows: list[Row] = []
+    facts: dict[str, Any] = {}
+    for path in sorted(folder.glob(f"*/{model}*.json")):
+        facts = json.loads(path.read_text())
+        found = [Row.from_dict(row) for row in facts.pop("rows")]
+        rows += [row for row in found if not (rows and row.variant.startswith("keep-all"))]
+    if not rows:
+        raise SystemExit(f"no {model}.json in any folder of {folder}")
+    return rows, facts
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, draw; 1 when a gradient was wrong."""
     given = arguments(argv)
     if given.redraw is not None:
         return 0 if draw(read_csv(given.redraw), given.title or given.redraw.stem, given.redraw.with_suffix(".png")) else 1
     given.out.mkdir(parents=True, exist_ok=True)
-    runner = measure(given)
+    if given.gather is not None:
+        rows, facts = gather(given.gather, given.model)
+    else:
+        runner = measure(given)
+        rows, facts = runner.rows, runner.facts
     path = given.out / f"pareto_{given.model}.csv"
-    write_csv(runner.rows, path)
+    write_csv(rows, path)
     print(f"\nwrote {path}")
     picture = given.out / f"pareto_{given.model}.png"
-    if draw([record(row) for row in runner.rows], f"{given.model}: {runner.facts.get('device', 'cpu')}", picture):
+    if draw([record(row) for row in rows], f"{given.model}: {facts.get('device', 'cpu')}", picture):
         print(f"wrote {picture}")
-    elif runner.rows[0].peak_bytes is None:
+    elif rows[0].peak_bytes is None:
         print("no figure: peak memory is not measured on a CPU")
     else:
         print("no figure: pip install matplotlib")
-    wrong = [row.variant for row in runner.rows if row.status.startswith("WRONG")]
+    wrong = [row.variant for row in rows if row.status.startswith("WRONG")]
     if wrong:
         print(f"WRONG GRADIENTS: {', '.join(wrong)}")
     return 1 if wrong else 0

@@ -94,6 +94,14 @@ class Row:
         """All of it as JSON types, medians included."""
         return {**asdict(self), "step_ms": self.step_ms, "spread_ms": self.spread_ms, "host_ms": self.host_ms}
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Row:
+        """What to_dict gave, read back from JSON."""
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        for name in ("samples", "baseline"):
+            known[name] = [Sample(**sample) for sample in known[name]]
+        return cls(**known)
+
 
 class Session:
     """One workload under one variant, ready to step."""

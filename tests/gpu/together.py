@@ -1,10 +1,13 @@
-"""Several models at once on one GPU: all compile side by side, and whoever measures time stops the others.
+"""Several processes at once on one GPU: all compile side by side, and whoever measures time stops the others.
 
     python3 tests/gpu/together.py --out DIR moe unet encdec,layers=4 gpt2,layers=12 vit,layers=12
+    python3 tests/gpu/together.py --out DIR stack32k@checkpoint@over:12.1GB stack32k@over:20GB@slowdown:0.1
+    python3 examples/pareto.py --model stack32k --gather DIR --out pareto                    # one table and figure of it
 
-For each: keep-all, full checkpointing, and graphoffload with a budget of checkpointing's measured peak. Every process
-has its own caches, so that a stopped one holds no lock that another needs; the hardware's profile is measured before
-and copied.
+Each argument is a process: a model, changed sizes, and variants (bench.py --list), each measured in turns with that process's
+own keep-all. Without variants: full checkpointing, and graphoffload with a budget of checkpointing's measured peak. Every
+process has its own caches, so that a stopped one holds no lock that another needs; the hardware's profile is measured before
+and copied. Memory is everybody's: no more processes than the GPU holds keep-all steps.
 """
 
 from __future__ import annotations
@@ -39,8 +42,16 @@ def alone(folder: Path) -> Iterator[None]:
             time.sleep(0.3)  # what they have launched ends
             yield
         finally:
+            _return_unused_memory()
             for process in others:
                 _send(process, signal.SIGCONT)
+
+
+def _return_unused_memory() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _send(process: int, number: int) -> None:
@@ -61,8 +72,28 @@ def _alone(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def measure_one(text: str, folder: Path, given: argparse.Namespace) -> None:
-    """One model in this process."""
+def _with_memory(alternate: Callable[..., None]) -> Callable[..., None]:
+    """One step of each side first: others may have run in between, and what torch's allocator held was given back."""
+
+    @functools.wraps(alternate)
+    def run(row: Any, session: Any, baseline: Any, *args: Any, **kwargs: Any) -> None:
+        for side in (baseline, session):
+            if side is not None:
+                side.step()
+        alternate(row, session, baseline, *args, **kwargs)
+
+    return run
+
+
+def parse_process(text: str) -> tuple[str, dict[str, int], list[str]]:
+    """Model, changed sizes and variants of `MODEL[,SIZE=N...][@VARIANT...]`."""
+    first, *variants = text.split("@")
+    model, *sizes = first.split(",")
+    return model, {name: int(value) for name, value in (size.split("=") for size in sizes)}, variants
+
+
+def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace) -> None:
+    """One process of those that run at once."""
     import torch
     from gpu import measure
     from gpu.runner import Options, Runner
@@ -70,19 +101,21 @@ def measure_one(text: str, folder: Path, given: argparse.Namespace) -> None:
     from graphoffload import pipeline
 
     pipeline.kernel_times = _alone(folder, pipeline.kernel_times)
-    measure.alternate = _alone(folder, measure.alternate)
-    model, *sizes = text.split(",")
-    changed = {name: int(value) for name, value in (size.split("=") for size in sizes)}
-    out = given.out / text.replace(",", "-").replace("=", "")
+    measure.alternate = _alone(folder, _with_memory(measure.alternate))
+    model, sizes, variants = parse_process(text)
+    out = given.out / f"{number}-{model}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = Options(given.steps, 5, limit_s=given.limit_s, tiny=given.tiny, sizes=changed or None, out=out)
+    options = Options(given.steps, given.block, limit_s=given.limit_s, tiny=given.tiny, sizes=sizes or None, out=out)
     runner = Runner(model, device, options)
     (folder / str(os.getpid())).touch()
     try:
         runner.start()
-        row = runner.run("checkpoint")
-        if row.peak_bytes is not None:
-            runner.run(f"over:{row.peak_bytes}")
+        for name in variants:
+            runner.run(name)
+        if not variants:
+            row = runner.run("checkpoint")
+            if row.peak_bytes is not None:
+                runner.run(f"over:{row.peak_bytes}")
         runner.finish()
     finally:
         (folder / str(os.getpid())).unlink()
@@ -91,15 +124,17 @@ def measure_one(text: str, folder: Path, given: argparse.Namespace) -> None:
 def main() -> int:
     """The command line; without --folder, one process for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL[,SIZE=N...]")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("models", nargs="+", metavar="MODEL[,SIZE=N...][@VARIANT...]")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps a side")
+    parser.add_argument("--block", type=int, default=5, help="steps before the other side has its turn")
     parser.add_argument("--limit-s", type=float, default=170.0)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, where memory is not measured")
     parser.add_argument("--out", type=Path, default=Path("together"))
     parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.folder is not None:
-        measure_one(given.models[0], given.folder, given)
+        measure_one(given.models[0], given.number, given.folder, given)
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "graphoffload", "hardware"], cwd=ROOT, check=True)
@@ -112,19 +147,9 @@ def main() -> int:
         cache = given.out / f"cache{number}"
         shutil.copytree(cache_dir(), cache / "graphoffload", dirs_exist_ok=True)
         own = {"GRAPHOFFLOAD_CACHE_DIR": str(cache / "graphoffload"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-        tiny = ["--tiny"] if given.tiny else []
-        rest = [
-            *tiny,
-            "--steps",
-            str(given.steps),
-            "--limit-s",
-            str(given.limit_s),
-            "--out",
-            str(given.out),
-            "--folder",
-            str(folder),
-        ]
-        running.append(subprocess.Popen([sys.executable, __file__, model, *rest], env={**os.environ, **own}))
+        rest = ["--steps", given.steps, "--block", given.block, "--limit-s", given.limit_s, "--out", given.out]
+        rest += ["--folder", folder, "--number", number, *["--tiny"] * given.tiny]
+        running.append(subprocess.Popen([sys.executable, __file__, model, *map(str, rest)], env={**os.environ, **own}))
     return max(process.wait() for process in running)
 
 
