@@ -105,7 +105,13 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
-    partitioner = OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config))
+    partitioner = OffloadPartitioner(
+        config,
+        key=key,
+        name=f"graph{next(_graphs)}",
+        fragment=_fragment(gm, config),
+        shared=shares_budget(config, example_inputs),
+    )
     if config.inner == "aot_eager":
         compiled: Any = _aot_eager(gm, example_inputs, partitioner)
     else:

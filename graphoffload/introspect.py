@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
@@ -16,7 +17,10 @@ from torch.utils._pytree import tree_map_only
 from graphoffload.backend import OffloadBackend, plan_graph
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import ConfigError
+from graphoffload.limits import resolve_limits
 from graphoffload.report import OffloadReport
+from graphoffload.saved import Plan
+from graphoffload.sharing import judge
 
 _T = TypeVar("_T")
 
@@ -47,7 +51,9 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
                 compiled(*inputs, **named)
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 raise error.inner_exception from None
-        return OffloadReport(plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1))
+            graphs.judge(model)
+        calls = tuple(graphs.calls[plan.key] for plan in graphs.plans)
+        return OffloadReport(plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1), calls=calls)
 
     return run
 
@@ -57,16 +63,31 @@ class _Graphs:
 
     def __init__(self, config: OffloadConfig) -> None:
         self.config = config
-        self.plans: list[Any] = []
+        self.plans: list[Plan] = []
+        self.calls: Counter[str] = Counter()
         self.count = 0
         self.__name__ = "graphoffload_explain"
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         self.count += 1
         plan, compiled = plan_graph(gm, example_inputs, self.config)
-        if plan is not None:
-            self.plans.append(plan)
-        return compiled
+        if plan is None:
+            return compiled
+        self.plans.append(plan)
+
+        @functools.wraps(compiled)
+        def run(*args: Any) -> Any:
+            self.calls[plan.key] += 1
+            return compiled(*args)
+
+        return run
+
+    def judge(self, model: Any) -> None:
+        """What the first backward would warn of, from the model's own tensors and what all calls keep."""
+        if self.config.device_budget == "auto" or self.config.max_slowdown is not None:
+            return
+        tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        judge(self.calls, resolve_limits(self.config, tensors))
 
 
 def _faker(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -23,7 +23,7 @@ from graphoffload.dump import write_pictures
 from graphoffload.errors import PlanError
 from graphoffload.runtime.predictions import predicted_of
 from graphoffload.saved import Plan
-from graphoffload.table import bound, folded_rows, percent, table_of, total_lines, totals
+from graphoffload.table import ACTIONS, bound, folded_rows, percent, table_of, total_lines, totals
 from graphoffload.table import plan_table as plan_table
 from graphoffload.table import summary_line as summary_line
 from graphoffload.units import format_bytes
@@ -49,12 +49,14 @@ class OffloadReport:
         graph_breaks: how often the model's code was cut into graphs.
         measured: None until a step ran.
         notes: what `tune` tried, a line each.
+        calls: how often each plan's graph ran in the forward that was explained; () where that is not known.
     """
 
     plans: tuple[Plan, ...] = ()
     graph_breaks: int = 0
     measured: Measured | None = None
     notes: tuple[str, ...] = ()
+    calls: tuple[int, ...] = ()
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -144,6 +146,7 @@ class OffloadReport:
             "graph_breaks": self.graph_breaks,
             "measured": asdict(self.measured) if self.measured else None,
             "notes": self.notes,
+            "calls": self.calls,
             "plans": [json.loads(plan.to_json()) for plan in self.plans],
             "derived": {name: getattr(self, name) for name in names},
         }
@@ -165,6 +168,7 @@ class OffloadReport:
                 graph_breaks=data["graph_breaks"],
                 measured=Measured(**data["measured"]) if data["measured"] else None,
                 notes=tuple(data.get("notes", ())),
+                calls=tuple(data.get("calls", ())),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
@@ -180,7 +184,20 @@ class OffloadReport:
             parts.append("\n".join([title, *total_lines(totals(folded_rows(self.plans)))]) + "\n")
         elif self.graph_breaks:
             parts.append(f"{breaks}\n")
-        return "\n".join([*parts, *self._against_measured(), *self.notes]).rstrip("\n")
+        return "\n".join([*parts, *self._in_one_forward(), *self._against_measured(), *self.notes]).rstrip("\n")
+
+    def _in_one_forward(self) -> list[str]:
+        """What all calls of one forward hold until backward, where some graph runs more than once (blocks of one shape)."""
+        if max(self.calls, default=1) < 2:
+            return []
+        ran = ", ".join(
+            f"{plan.graph} {count} times" for plan, count in zip(self.plans, self.calls, strict=True) if count > 1
+        )
+        amounts = [
+            f"{action} {format_bytes(sum(plan.bytes_of(action) * n for plan, n in zip(self.plans, self.calls, strict=True)))}"
+            for action in ACTIONS
+        ]
+        return [f"one forward runs {ran}: together they {', '.join(amounts)}", ""]
 
     def _against_measured(self) -> list[str]:
         """Predicted against measured, one line a figure; nothing until a step ran and beyond one graph without predictions."""

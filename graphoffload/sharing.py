@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,25 +46,29 @@ class _Forward:
         if self.judged:
             return
         self.judged = True
-        plans = [(plan, count) for key, count in self.calls.items() if (plan := registry.of_key(key)) is not None]
-        calls = sum(count for _, count in plans)
-        limits = self.limits
-        budget = limits.device_budget_bytes
-        if calls < 2 or budget is None:
-            return
-        kept = sum(plan.bytes_of("keep") * count for plan, count in plans)
-        fixed = limits.static_bytes + limits.reserve_bytes
-        total = fixed + kept
-        if total > budget:
-            share = fixed + max(0, budget - fixed) // calls
-            warn(
-                SharedBudgetWarning,
-                f"device_budget={format_bytes(budget)} was planned for each of {len(plans)} graphs alone, and {calls} calls of "
-                f"them ran in one forward: until backward they keep {format_bytes(kept)} on top of {format_bytes(fixed)}, "
-                f"which is {format_bytes(total - budget)} too much. Compile the whole model as one graph, or plan each for its "
-                f'share: device_budget="{format_bytes(share)}".',
-                stacklevel=2,
-            )
+        judge(self.calls, self.limits)
+
+
+def judge(calls: Mapping[str, int], limits: Limits) -> None:
+    """A warning where what one forward keeps, by the calls of each plan's key in it, is more than the explicit budget."""
+    plans = [(plan, count) for key, count in calls.items() if (plan := registry.of_key(key)) is not None]
+    number = sum(count for _, count in plans)
+    budget = limits.device_budget_bytes
+    if number < 2 or budget is None:
+        return
+    kept = sum(plan.bytes_of("keep") * count for plan, count in plans)
+    fixed = limits.static_bytes + limits.reserve_bytes
+    total = fixed + kept
+    if total > budget:
+        share = fixed + max(0, budget - fixed) // number
+        warn(
+            SharedBudgetWarning,
+            f"device_budget={format_bytes(budget)} was planned for each of {len(plans)} graphs alone, and {number} calls of "
+            f"them ran in one forward: until backward they keep {format_bytes(kept)} on top of {format_bytes(fixed)}, "
+            f"which is {format_bytes(total - budget)} too much. Compile the whole model as one graph, or plan each for its "
+            f'share: device_budget="{format_bytes(share)}".',
+            stacklevel=3,
+        )
 
 
 def may_link(config: OffloadConfig) -> bool:

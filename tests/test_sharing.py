@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import graphoffload
 from graphoffload import sharing
 from graphoffload.errors import SharedBudgetWarning
+from graphoffload.runtime import registry
 from graphoffload.testing import ZOO
 from graphoffload.testing.attention import Blocks
 
@@ -85,3 +87,48 @@ def test_a_second_model_is_counted_on_its_own(block_peak: int) -> None:
     for layer in second.layers:
         layer.compile(backend=backend(budget))
     assert len(steps(second)) == 1
+
+
+class Broken(nn.Module):
+    """Something that is trained, and blocks behind it with a graph break after each: one graph runs for all blocks."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks = Blocks(count)
+        for layer in self.blocks.layers:
+            layer.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        torch._dynamo.graph_break()
+        return cast("torch.Tensor", self.blocks(x))
+
+
+def test_explain_plans_as_training_does(block_peak: int) -> None:
+    """A graph that runs behind others under one budget offloads in both; how often it runs is in the report, which says the sum."""
+    torch._dynamo.reset()
+    report = graphoffload.explain(Broken(COUNT), backend("1GiB").config)(*ZOO["three_blocks"].example("cpu", seed=0))
+    assert sorted(report.calls) == [1, COUNT]
+    repeated = report.calls.index(COUNT)
+    assert report.plans[repeated].offloaded_bytes > 0
+    times = f"one forward runs {report.plans[repeated].graph} {COUNT} times: together they keep "
+    assert times in str(report)
+    assert type(report).from_json(report.to_json()) == report
+
+    torch._dynamo.reset()
+    model = Broken(COUNT)
+    model.compile(backend=backend("1GiB"))
+    registry.forget()
+    assert steps(model) == []
+    trained = graphoffload.last_plans()
+    assert [plan.offloaded_bytes for plan in trained] == [plan.offloaded_bytes for plan in report.plans]
+
+
+def test_explain_warns_as_training_does(block_peak: int) -> None:
+    """Graphs that fit alone and not together: explain() says it, training would at its first backward."""
+    torch._dynamo.reset()
+    model = Broken(COUNT)
+    static = sum(p.nbytes for p in model.parameters())
+    with mock.patch.object(sharing, "may_link", lambda _: False), pytest.warns(SharedBudgetWarning, match=f"{COUNT + 1} calls of them"):
+        graphoffload.explain(model, backend(static + block_peak).config)(*ZOO["three_blocks"].example("cpu", seed=0))
