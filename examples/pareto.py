@@ -187,7 +187,7 @@ def our_names(runner: Runner, given: argparse.Namespace, least: int | None) -> l
     """Variants of graphoffload: budgets between keep-all's peak and the least, and slowdowns."""
     keep = runner.rows[0].peak_bytes
     if keep is None:
-        return ["ours-keep", "offload:all+min_tensor_bytes=0"]  # no memory to budget on a CPU
+        return ["offload:all+min_tensor_bytes=0"]  # no memory to budget on a CPU
     if least is None:
         least = runner.run("checkpoint").peak_bytes or keep // 3
     return [*(f"over:{nbytes}" for nbytes in budgets(keep, least, given.budgets)), *(f"slowdown:{s}" for s in given.slowdowns)]

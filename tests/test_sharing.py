@@ -106,7 +106,7 @@ class Broken(nn.Module):
 
 
 def test_explain_plans_as_training_does(block_peak: int) -> None:
-    """A graph that runs behind others under one budget offloads in both; how often it runs is in the report, which says the sum."""
+    """A graph that runs behind others under one budget offloads in both; the report says how often, and the sum."""
     torch._dynamo.reset()
     report = graphoffload.explain(Broken(COUNT), backend("1GiB").config)(*ZOO["three_blocks"].example("cpu", seed=0))
     assert sorted(report.calls) == [1, COUNT]
@@ -130,5 +130,6 @@ def test_explain_warns_as_training_does(block_peak: int) -> None:
     torch._dynamo.reset()
     model = Broken(COUNT)
     static = sum(p.nbytes for p in model.parameters())
-    with mock.patch.object(sharing, "may_link", lambda _: False), pytest.warns(SharedBudgetWarning, match=f"{COUNT + 1} calls of them"):
+    alone = mock.patch.object(sharing, "may_link", return_value=False)
+    with alone, pytest.warns(SharedBudgetWarning, match=f"{COUNT + 1} calls of them"):
         graphoffload.explain(model, backend(static + block_peak).config)(*ZOO["three_blocks"].example("cpu", seed=0))
