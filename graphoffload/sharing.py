@@ -10,6 +10,7 @@ first forward is counted: which plans ran, how often; when its backward begins t
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -26,27 +27,46 @@ from graphoffload.surroundings import asks_for_cuda_graphs
 from graphoffload.units import format_bytes
 
 
+class _Call:
+    """One call of a graph: a hook of its outputs' backward, which alone holds it, as it holds what the call saved."""
+
+    def __init__(self, forward: _Forward, key: str) -> None:
+        self.forward = forward
+        self.key = key
+
+    def __call__(self, *_: Any) -> None:
+        self.forward.begin_backward()
+
+
 class _Forward:
-    """Calls of the first forward of all graphs compiled with one configuration, by plan."""
+    """Calls of the first forward of all graphs compiled with one configuration. One that was dropped without a backward keeps
+    nothing, and does not count.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.calls: Counter[str] = Counter()
         self.judged = False
+        self._living: weakref.WeakSet[_Call] = weakref.WeakSet()
+
+    @property
+    def calls(self) -> Counter[str]:
+        """How many calls of each plan's key are still to have their backward."""
+        return Counter(call.key for call in self._living)
 
     def ran(self, key: str, outputs: Any) -> None:
         """A graph ran; the first backward of any of its outputs ends the count."""
-        self.calls[key] += 1
         for value in pytree.tree_leaves(outputs):
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                value.grad_fn.register_prehook(self._judge)
+                call = _Call(self, key)
+                value.grad_fn.register_prehook(call)
+                self._living.add(call)
                 return
 
-    def _judge(self, *_: Any) -> None:
-        if self.judged:
-            return
-        self.judged = True
-        judge(self.calls, self.limits)
+    def begin_backward(self) -> None:
+        """What one forward keeps is known now; looked at once."""
+        if not self.judged:
+            self.judged = True
+            judge(self.calls, self.limits)
 
 
 def judge(calls: Mapping[str, int], limits: Limits) -> None:
