@@ -57,7 +57,10 @@ class OffloadBackend:
             config = config.with_options(inductor_options=(*config.inductor_options, *inner.items()))
         if kwargs.get("mode"):
             config = config.with_options(mode=kwargs["mode"])
-        return compile_graph(gm, example_inputs, config)
+        return compile_graph(gm, example_inputs, config, planned=self._planned)
+
+    def _planned(self, key: str) -> None:
+        """What was just compiled runs under the plan with this key; for whoever measures it."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OffloadBackend) and self.config == other.config
@@ -77,8 +80,14 @@ def graphoffload(
     return compile_graph(gm, example_inputs, config.with_options(mode=mode) if mode else config)
 
 
-def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Callable[..., Any]:
-    """Compile one Dynamo graph with a configuration; a graph that needs no gradient goes to the inner compiler as it is."""
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, planned: Callable[[str], None] | None = None
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph with a configuration; a graph that needs no gradient goes to the inner compiler as it is.
+
+    Args:
+        planned: called with the key of the plan, where there is one, whether it was made now or came from a compile cache.
+    """
     compat.check_torch()
     _warn_of_fallbacks()
     captured.collect()
@@ -92,9 +101,14 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     partitioner = OffloadPartitioner(
         config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config), shared=limits.shared
     )
+    before = registry.of_key(key)
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
-        _after_compile(base, key, config, limits)
+        plan = _plan_of(base, key, config, before)
+    if plan is not None:
+        _link(base, plan, config, limits)
+        if planned is not None:
+            planned(key)
     if asks_for_cuda_graphs(config):
         captured.own(key, compiled)
     return count_calls(watch_budget(with_note(compiled, key), key, config, limits), key, config, limits)
@@ -128,21 +142,31 @@ def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     return make_boxed_func(gm.forward)
 
 
-def _after_compile(base: str, key: str, config: OffloadConfig, limits: Limits) -> None:
+def _plan_of(base: str, key: str, config: OffloadConfig, before: Plan | None) -> Plan | None:
+    """The plan of what was just compiled; None where nothing was partitioned, as no output of the graph needs a gradient.
+
+    `before`: what this process knew by that key. A partitioner that ran has put another one in its place.
+    """
     plan = registry.of_key(key)
-    if plan is None:  # torch's compile cache answered, and the partitioner did not run
-        plan = registry.stored(base)
-        if plan is None:
-            return  # nothing was partitioned: no output of the graph needs a gradient
-        registry.register(plan, store=False)
+    if plan is not None and plan is not before:
+        return plan
+    plan = registry.stored(base)  # torch's compile cache answered
+    if plan is not None:
+        if before is None:
+            registry.register(plan, store=False)
         say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
         warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
+    return plan
+
+
+def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
+    """Keep a plan for the next compile of its graph, and tell the runtime what it may do with it."""
     registry.remember(base, plan)
     if plan.transfers and asks_for_cuda_graphs(config) and plan.device.startswith("cuda"):
         captured.prepare(torch.device(plan.device))  # torch's compile cache may answer without compiling
     if may_link(config):
         window = config.max_inflight_bytes
-        registry.run_plan(key).link(window if isinstance(window, int) else None, budget_of(limits))
+        registry.run_plan(plan.key).link(window if isinstance(window, int) else None, budget_of(limits))
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:

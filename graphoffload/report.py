@@ -190,9 +190,7 @@ class OffloadReport:
         """What all calls of one forward hold until backward, where some graph runs more than once (blocks of one shape)."""
         if max(self.calls, default=1) < 2:
             return []
-        ran = ", ".join(
-            f"{plan.graph} {count} times" for plan, count in zip(self.plans, self.calls, strict=True) if count > 1
-        )
+        ran = ", ".join(f"{plan.graph} {count} times" for plan, count in zip(self.plans, self.calls, strict=True) if count > 1)
         amounts = [
             f"{action} {format_bytes(sum(plan.bytes_of(action) * n for plan, n in zip(self.plans, self.calls, strict=True)))}"
             for action in ACTIONS

@@ -21,7 +21,7 @@ from torch import nn
 
 from graphoffload.backend import OffloadBackend
 from graphoffload.config import OffloadConfig
-from graphoffload.errors import BudgetError, ConfigError
+from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
 from graphoffload.introspect import compile_in_place
 from graphoffload.limits import resolve_limits
 from graphoffload.log import say
@@ -76,7 +76,7 @@ def tune(
     """Compile `model` in place with the plan that real steps show to be the best for its budget or slowdown.
 
     Args:
-        model: what it was compiled with before is replaced.
+        model: what it was compiled with before is replaced, unless there is an error.
         step: one training step of `model`, forward and backward at least. It is called (rounds + 2) * (steps + 3) times and
             really trains: leave the optimizer out, or restore the parameters, if they must not move.
         config: an OffloadConfig or options as for torch.compile; or its fields as keywords.
@@ -95,27 +95,16 @@ def tune(
         raise ConfigError(f"tune(steps={steps}, rounds={rounds}): at least one step and no negative rounds.")
     if isinstance(chosen.policy, str) and chosen.policy != "auto":
         raise ConfigError(f'tune() plans for a budget or a slowdown: policy="{chosen.policy}" leaves nothing to plan.')
-    tuner = _Tuner(model, step, steps)
-    keep = tuner.keep_all(chosen)
-    trials = [tuner.run(chosen)]
-    for _ in range(rounds):
-        corrected = tuner.corrected(chosen, trials[-1], keep)
-        if corrected is None:
-            break
-        try:
-            trials.append(tuner.run(corrected))
-        except BudgetError:
-            break
-    best = min(trials, key=lambda trial: tuner.score(chosen, trial, keep))
+    tuner, before = _Tuner(model, step, steps), model._compiled_call_impl
+    try:
+        keep = tuner.keep_all(chosen)
+        trials = tuner.trials(chosen, keep, rounds)
+        best = min(trials, key=lambda trial: tuner.score(chosen, trial, keep))
+        tuner.check(chosen, best, len(trials))
+    except BaseException:
+        model._compiled_call_impl = before
+        raise
     model._compiled_call_impl = best.compiled
-    missed = tuner.missed_bytes(chosen, best)
-    if missed > 0:
-        assert best.peak_bytes is not None
-        raise BudgetError(
-            f"device_budget {format_bytes(tuner.budget_bytes(chosen))}: the best of {len(trials)} plans that were run reaches "
-            f"{format_bytes(best.peak_bytes)}, {format_bytes(missed)} too much. Raise device_budget to that, or make the batch "
-            "or sequence smaller."
-        )
     return OffloadReport(
         plans=best.plans,
         measured=Measured(
@@ -141,13 +130,31 @@ class _Tuner:
             torch.cuda.empty_cache()
             return None
 
+    def trials(self, chosen: OffloadConfig, keep: _Trial | None, rounds: int) -> list[_Trial]:
+        """What was chosen, and up to `rounds` corrections of it."""
+        trials = [self.run(chosen)]
+        for _ in range(rounds):
+            corrected = self.corrected(chosen, trials[-1], keep)
+            if corrected is None:
+                break
+            try:
+                trials.append(self.run(corrected))
+            except BudgetError:
+                break
+        return trials
+
     def run(self, config: OffloadConfig) -> _Trial:
         """Compile, warm up and measure."""
         recorder = _Recorder(config)
         self.model._compiled_call_impl = None
         compile_in_place(self.model, recorder)
-        for _ in range(_WARM_UP):
-            self.step()
+        try:
+            for _ in range(_WARM_UP):
+                self.step()
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, GraphOffloadError):
+                raise error.inner_exception from None
+            raise
         plans = recorder.plans()
         cuda = self.device.type == "cuda"
         if cuda:
@@ -177,6 +184,17 @@ class _Tuner:
         if trial.peak_bytes is None or chosen.device_budget == "auto":
             return 0
         return trial.peak_bytes - self.budget_bytes(chosen)
+
+    def check(self, chosen: OffloadConfig, best: _Trial, count: int) -> None:
+        """Refuse the best of `count` plans if it does not keep the budget."""
+        missed = self.missed_bytes(chosen, best)
+        if missed > 0:
+            assert best.peak_bytes is not None
+            raise BudgetError(
+                f"device_budget {format_bytes(self.budget_bytes(chosen))}: the best of {count} plans that were run reaches "
+                f"{format_bytes(best.peak_bytes)}, {format_bytes(missed)} too much. Raise device_budget to that, or make the "
+                "batch or sequence smaller."
+            )
 
     def corrected(self, chosen: OffloadConfig, trial: _Trial, keep: _Trial | None) -> OffloadConfig | None:
         """What to plan for next; None when the goal is met as well as it can be."""
@@ -216,13 +234,8 @@ class _Recorder(OffloadBackend):
     def __hash__(self) -> int:
         return id(self)
 
-    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Callable[..., Any]:
-        before = len(registry.last_plans()), registry.last_plans()[-1:]
-        compiled = super().__call__(gm, example_inputs, **kwargs)
-        now = registry.last_plans()
-        if now and (len(now), now[-1:]) != before:
-            self._keys.append(now[-1].key)
-        return compiled
+    def _planned(self, key: str) -> None:
+        self._keys.append(key)
 
     def plans(self) -> tuple[Plan, ...]:
         """In the order of compilation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,6 +59,45 @@ def test_real_steps_run_the_plan_stays_and_gradients_are_keep_alls() -> None:
     for parameter, wanted in zip(net.parameters(), expected, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, wanted)
+
+
+def test_plans_are_found_behind_a_compile_cache() -> None:
+    """The second time torch's cache answers, and no partitioner runs: the report is the same, and so is the one line."""
+    net, x = Net(), torch.randn(32, 64)
+
+    def step() -> None:
+        net(x).square().sum().backward()
+
+    given: dict[str, Any] = {"max_slowdown": 5.0, "min_tensor_bytes": 0, "hardware": PROFILES["h200-sxm"]}
+    first = graphoffload.tune(net, step, steps=1, rounds=0, **given)
+    torch._dynamo.reset()
+    with mock.patch("graphoffload.backend.say") as said:
+        second = graphoffload.tune(net, step, steps=1, rounds=0, **given)
+    assert [plan.key for plan in second.plans] == [plan.key for plan in first.plans] != []
+    assert [call.args[0].endswith("(from the compile cache)") for call in said.call_args_list] == [True, True]
+
+
+def test_an_error_leaves_the_model_as_it_was() -> None:
+    """A budget that no plan meets, and a step that fails: the model runs as before."""
+    net, x = Net(), torch.randn(32, 64)
+    net.compile(backend="eager")
+    before = net._compiled_call_impl
+    given: dict[str, Any] = {"inner": "aot_eager", "hardware": PROFILES["h200-sxm"], "steps": 1}
+    with pytest.raises(BudgetError, match="least feasible"):
+        graphoffload.tune(net, lambda: net(x), device_budget="1KiB", **given)
+    assert net._compiled_call_impl is before
+    with pytest.raises(ZeroDivisionError):
+        graphoffload.tune(net, lambda: 1 / 0, device_budget="1GiB", **given)
+    assert net._compiled_call_impl is before
+
+
+def test_a_correction_that_cannot_be_planned_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget that the measurement asks for is below the least feasible one: the plan that ran stays."""
+    net, x = Net(), torch.randn(32, 64)
+    impossible = OffloadConfig(inner="aot_eager", hardware=PROFILES["h200-sxm"], device_budget="1KiB")
+    monkeypatch.setattr(tuning._Tuner, "corrected", lambda *_: impossible)
+    report = graphoffload.tune(net, lambda: net(x), inner="aot_eager", hardware=PROFILES["h200-sxm"], steps=1, rounds=1)
+    assert len(report.notes) == 1
 
 
 def plan(predicted: int) -> Plan:
