@@ -52,6 +52,10 @@ class Event:
         """Whether it was reached."""
         return True
 
+    def wait(self, stream: Any) -> None:
+        """Only what ran outside of captures is waited for by a stream of its own."""
+        assert not self.captured
+
 
 class Recorder:
     """What DeviceStreams offers: records where `captures`, runs at once where not."""
@@ -89,6 +93,9 @@ class Recorder:
     def read(self, number: torch.Tensor) -> int:
         """As after a replay."""
         return int(number)
+
+    def compute(self) -> Any:
+        """The current stream."""
 
     def compute_waits(self, event: Event) -> None:
         """A branch joins."""

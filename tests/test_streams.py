@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphoffload.errors import RuntimeStateError
-from graphoffload.runtime import copy_hook, ops, stats, streams, trace_stalls
+from graphoffload.runtime import copy_hook, entries, ops, reset_stats, stats, streams, trace_stalls
 from graphoffload.runtime.entries import ENTRIES
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.memcpy import find_memcpy
@@ -294,26 +294,66 @@ def test_a_reload_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(back(handle, x, "again"), x)
 
 
-def test_a_second_backward_waits_for_the_copy_of_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its target's memory is about to be free, and the first copy may still be writing to it."""
-    waited: list[Any] = []
+def side_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Streams that copy at once, for the CPU; what comes back is a list of who waited for what, with a `current` stream."""
+
+    class Log(list[str]):
+        current = "compute"
+
+    log = Log()
 
     def copy(direction: str, entry: Any, after: Any, run: Any, block: Any) -> Any:
         run()
-        return types.SimpleNamespace(of=f"{direction}{len(waited)}", query=lambda: True)
+        name = f"{direction}{len(log)}"
+        return types.SimpleNamespace(query=lambda: True, wait=lambda stream: log.append(f"{stream} waits {name}"))
 
     side = types.SimpleNamespace(
-        index=-1, copy=copy, compute_waits=waited.append, recycle=lambda event: None,
-        compute_waits_for=lambda op, entry, event: waited.append(event),
+        index=-1, copy=copy, recycle=lambda event: None, compute=lambda: log.current,
+        compute_waits=lambda event: event.wait(log.current), compute_waits_for=lambda op, entry, event: event.wait(log.current),
     )  # fmt: skip
     monkeypatch.setattr(ops, "streams_of", lambda device: side)
+    monkeypatch.setattr(entries, "streams_of", lambda device: side)
     monkeypatch.setattr("graphoffload.runtime.slabs._page_lock", lambda raw: False)
+    return log
+
+
+def test_what_a_stopped_backward_was_copying_to_goes_back_to_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever clears up may compute on another stream: waiting there would not keep the allocator from giving the memory out."""
+    waited = side_streams(monkeypatch)
+    x = torch.randn(64)
+    handle = forward(x, "left")
+    OPS.reload(handle, "left", 0, x.shape, x.stride(), x.dtype)
+    waited.current = "another"
+    del handle
+    ENTRIES.sweep()
+    assert waited == ["compute waits d2h0", "compute waits h2d1"]
+
+
+def test_a_copy_that_is_refused_leaves_the_event_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer may go back while the last copy of its last user is under way: whoever gets it next has to wait for that."""
+    side_streams(monkeypatch)
+    buffer = POOL.acquire(256, pin=True)
+    buffer.last_copy = before = types.SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+    POOL.give_back(buffer)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "copy_to_host", lambda *_: (_ for _ in ()).throw(KeyError("interrupted")))
+        with pytest.raises(KeyError):
+            forward(torch.randn(64), "refused")
+    assert POOL.acquire(256, pin=True) is buffer
+    assert buffer.last_copy is before
+    buffer.last_copy = None
+    POOL.give_back(buffer)
+
+
+def test_a_second_backward_waits_for_the_copy_of_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its target's memory is about to be free, and the first copy may still be writing to it."""
+    waited = side_streams(monkeypatch)
     x = torch.randn(64)
     handle = forward(x, "stopped")
     first = OPS.reload(handle, "stopped", 0, x.shape, x.stride(), x.dtype)
-    assert [event.of for event in waited] == ["d2h0"]
+    assert waited == ["compute waits d2h0"]
     second = OPS.reload(handle, "stopped", 0, x.shape, x.stride(), x.dtype)
-    assert [event.of for event in waited] == ["d2h0", "h2d1"]
+    assert waited == ["compute waits d2h0", "compute waits h2d1"]
     with pytest.raises(RuntimeStateError, match="wait was given memory"):
         OPS.wait(first, handle, "stopped", 0)
     OPS.wait(second, handle, "stopped", 0)
@@ -340,6 +380,19 @@ def test_plans_do_not_sweep_each_other_but_after_a_backward_or_a_dropped_forward
     handles[1] = forward(x, "block1")
     assert len(ENTRIES) == living + 2, "a backward ran: block2 went"
     del handles
+    ENTRIES.sweep()
+
+
+def test_what_is_in_flight_survives_a_reset() -> None:
+    """Its release still comes: a count from zero would be negative from then on, and the peak too small."""
+    reset_stats()
+    x = torch.randn(64)
+    handle = OPS.offload(x, "reset", 0)
+    reset_stats()
+    assert (stats()["inflight_bytes"], stats()["inflight_peak_bytes"], stats()["offloads"]) == (256, 256, 0)
+    OPS.release(x, handle, "reset", 0)
+    assert stats()["inflight_bytes"] == 0
+    del handle
     ENTRIES.sweep()
 
 

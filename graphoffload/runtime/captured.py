@@ -72,12 +72,12 @@ class Ledger:
         Raises:
             CaptureError: more was captured than there are rows.
         """
-        if self._next not in self.rows:
-            raise CaptureError(
-                f"{entry.name}: {_ROWS} offloads were captured in CUDA graphs of this process, and no more can be. "
-                "Shapes that are captured anew again and again cost memory each time: pad them to a few sizes."
-            )
         with _LOCK:
+            if self._next not in self.rows:
+                raise CaptureError(
+                    f"{entry.name}: {_ROWS} offloads were captured in CUDA graphs of this process, and no more can be. "
+                    "Shapes that are captured anew again and again cost memory each time: pad them to a few sizes."
+                )
             number = self._next
             self._next += 1
             self.entries[number] = entry
@@ -311,12 +311,14 @@ def own(plan: str, owner: object) -> None:
 
 def collect() -> None:
     """Give back the host buffers of plans that nobody is left to replay. No finalizer calls it: it waits for the device."""
+    if any(is_captured(device) for device in list(_LEDGERS)):
+        return
     with _LOCK:
         gone = [plan for plan, owners in _OWNERS.items() if all(ref() is None for ref in owners)]
+        for plan in gone:
+            del _OWNERS[plan]
     for plan in gone:
-        if not any(is_captured(device) for device in list(_LEDGERS)):
-            _OWNERS.pop(plan, None)
-            give_back(plan)
+        give_back(plan)
 
 
 def give_back(plan: str) -> None:

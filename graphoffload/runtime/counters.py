@@ -63,6 +63,8 @@ COUNTERS = Counters()
 
 
 def reset_stats() -> None:
-    """Set every counter to zero."""
+    """Set every counter to zero, but for what is in flight now: it is still to be released."""
+    inflight_bytes = COUNTERS.inflight_bytes
     for name in Counters.__dataclass_fields__:
         setattr(COUNTERS, name, 0)
+    COUNTERS.inflight_bytes = COUNTERS.inflight_peak_bytes = inflight_bytes

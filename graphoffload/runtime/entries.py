@@ -62,7 +62,7 @@ class Entry:
         self.stays = False
         self.version = 0  # of a source that stays, once it was released
         self.ahead: torch.Tensor | None = None
-        self.stream: Any = None  # that the memory of a pending source, or of a prefetched tensor, belongs to
+        self.stream: Any = None  # that the memory of a source that pends or stays, or of what is copied to, belongs to
 
     def count_released(self) -> None:
         """Count that the source is free."""
@@ -241,10 +241,12 @@ class Entries:
             if entry.source is not None and entry.d2h_done is not None:
                 streams.compute_waits(entry.d2h_done)
             if entry.target is not None and entry.h2d_done is not None:
-                streams.compute_waits(entry.h2d_done)
+                entry.h2d_done.wait(entry.stream)
         entry.source = entry.target = entry.clone = None
         if entry.buffer is not None:
-            entry.buffer.last_copy = entry.h2d_done if entry.h2d_done is not None else entry.d2h_done
+            last = entry.h2d_done if entry.h2d_done is not None else entry.d2h_done
+            if last is not None:  # else no copy came about, and one of its last user may still be under way
+                entry.buffer.last_copy = last
             POOL.give_back(entry.buffer)
             entry.buffer = None
         if streams is not None and entry.h2d_done is not None:

@@ -106,8 +106,9 @@ def _copy_to_host(x: torch.Tensor, entry: Entry) -> None:
         buffer.flat(layout.dtype).copy_(_flat(x if layout.dense else x.contiguous()))
         return
     buffer = entry.buffer = POOL.acquire(layout.nbytes, pin=True, name=entry.name, device=streams.index)
-    before, buffer.last_copy = buffer.last_copy, None
+    before = buffer.last_copy
     entry.d2h_done = streams.copy("d2h", entry, (before,), *copy_to_host(x, entry))
+    buffer.last_copy = None
     streams.recycle(before)
 
 
@@ -194,9 +195,7 @@ def _reload_now(entry: Entry, size: Sequence[int], stride: Sequence[int], *, as_
     y = torch.empty_strided(size, stride, dtype=layout.dtype, device=layout.device)
     if entry.target is not None and entry.h2d_done is not None:
         # An earlier backward stopped before its wait: the memory it was copying to is about to be free.
-        streams = streams_of(layout.device)
-        assert streams is not None
-        streams.compute_waits(entry.h2d_done)
+        entry.h2d_done.wait(entry.stream)
     entry.target = y
     if entry.clone is not None:
         y.copy_(entry.clone)
@@ -254,6 +253,7 @@ def _copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> None:
         return
     before = entry.h2d_done
     entry.h2d_done = streams.copy("h2d", entry, (entry.d2h_done, before), run, block)
+    entry.stream = streams.compute()
     streams.recycle(before)
 
 

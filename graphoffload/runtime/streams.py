@@ -148,6 +148,15 @@ class DeviceStreams:
         """Order everything issued to the compute stream from now on after `event`."""
         event.wait(self.compute())
 
+    def compute_waits_for(self, op: str, entry: Named, event: Any, compute: Any = None) -> None:
+        """compute_waits for the op `release` or `wait`, timed where that was asked for; `compute`: None for the current stream."""
+        if compute is None:
+            compute = self.compute()
+        if ACTIVE.stalls is None:
+            event.wait(compute)
+        else:
+            ACTIVE.stalls.around(op, entry.name, event, compute)
+
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured: nothing outside of it may be waited for, or left for later."""
         return torch.cuda.is_current_stream_capturing()
@@ -171,15 +180,6 @@ class DeviceStreams:
         """How much could be allocated without a new peak."""
         current, peak = self.allocated_bytes()
         return peak - current
-
-    def compute_waits_for(self, op: str, entry: Named, event: Any, compute: Any = None) -> None:
-        """The same for the op `release` or `wait`, timed where that was asked for; `compute`: None for the current stream."""
-        if compute is None:
-            compute = self.compute()
-        if ACTIVE.stalls is None:
-            event.wait(compute)
-        else:
-            ACTIVE.stalls.around(op, entry.name, event, compute)
 
 
 _STREAMS: dict[torch.device, DeviceStreams | None] = {}
