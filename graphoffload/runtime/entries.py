@@ -5,8 +5,9 @@ What it stands for is an Entry, found by the identity of the handle's storage: a
 used twice and tells when the last owner dropped the handle, which is when the host buffer goes back to the pool.
 
 Saved-tensor hooks around the model may copy handles, and identity is lost. While such hooks are active the entry's ticket is
-written into the handle, and reload reads it back (one device synchronisation each). Nobody can tell when the copies die, so of
-each (plan, id) the latest `KEPT_COPIES` stay.
+written into the handle, and reload reads it back (one device synchronisation each). Such an entry is over when the backward
+that waited for it leaves autograd no second one. Nobody can tell when copies that no backward asks for die: those of the last
+`KEPT_TURNS` times that training went from backward to forward stay, `KEPT_COPIES` of each (plan, id) at most.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from graphoffload.runtime.slabs import HostBuffer
 from graphoffload.runtime.streams import streams_of
 from graphoffload.units import format_bytes
 
-KEPT_COPIES = 8
+KEPT_TURNS = 8
+KEPT_COPIES = 256  # calls of one graph in a forward: equal blocks compiled one by one share a plan
 DROPPED_BEFORE_WARNING = 16
 
 
@@ -37,8 +39,8 @@ class Entry:
     """One offloaded tensor: where its bytes are, in which layout, and which copies are under way."""
 
     __slots__ = (
-        "ahead", "buffer", "call", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "pending", "reloads",
-        "run", "source", "source_ptr", "stays", "stream", "target", "ticket", "version", "weak",
+        "ahead", "born", "buffer", "call", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "pending",
+        "reloads", "run", "source", "source_ptr", "stays", "stream", "target", "ticket", "version", "weak",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, layout: Layout, run: RunPlan, id: int) -> None:
@@ -48,6 +50,7 @@ class Entry:
         self.source: torch.Tensor | None = source
         self.source_ptr = source.data_ptr()
         self.ticket = 0
+        self.born = 0  # in which turn, where there is a ticket
         self.weak = 0
         self.buffer: HostBuffer | None = None
         self.clone: torch.Tensor | None = None
@@ -92,6 +95,7 @@ class Entries:
         self.reloaded = False
         self.captured: Callable[[torch.Tensor], Entry | None] | None = None
         self._last: Entry | None = None
+        self._turns = 0
         self._forwards_dropped = 0
         self._bytes_dropped = 0
         self._warned = False
@@ -124,12 +128,20 @@ class Entries:
         ticket = next(self._tickets)
         handle.fill_(ticket)
         with self._lock:
-            entry.ticket = ticket
+            entry.ticket, entry.born = ticket, self._turns
             self._by_ticket[ticket] = entry
             queue = self._copied[entry.run.key, entry.id]
             queue.append(entry)
-            if len(queue) > KEPT_COPIES:
+            while len(queue) > KEPT_COPIES or queue[0].born < self._turns - KEPT_TURNS:
                 self._close(queue.popleft())
+
+    def finish(self, entry: Entry) -> None:
+        """Close what a ticket stands for, behind the last backward that may ask for it."""
+        with self._lock:
+            queue = self._copied[entry.run.key, entry.id]
+            if entry in queue:
+                queue.remove(entry)
+                self._close(entry)
 
     def find(self, handle: torch.Tensor, plan: str, id: int) -> Entry:
         """The entry that a handle stands for.
@@ -161,8 +173,8 @@ class Entries:
         if entry is None:
             raise RuntimeStateError(
                 f"The host copy of {run_plan(plan).name(id)} is gone (plan {plan}): its handle was dropped, or copied by a "
-                f"saved-tensors hook that was not active in forward, or more than {KEPT_COPIES} forwards ran between it and "
-                "this backward."
+                f"saved-tensors hook that was not active in forward, or more than {KEPT_TURNS} steps or {KEPT_COPIES} calls "
+                "ran between it and this backward."
             )
         return entry
 
@@ -172,6 +184,7 @@ class Entries:
         Many graphs so cost no more than one. A dropped forward's buffers in use would else be in the way of other sizes.
         """
         if self.reloaded or self._dropped():
+            self._turns += self.reloaded
             self.reloaded = False
             self.sweep()
         else:

@@ -297,6 +297,8 @@ def wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
         _check(entry, y)
     entry.target = None
     COUNTERS.waits += 1
+    if entry.ticket and not torch._C._autograd._get_current_graph_task_keep_graph():
+        ENTRIES.finish(entry)
 
 
 def _check(entry: Entry, y: torch.Tensor) -> None:
