@@ -1,6 +1,6 @@
 """Fine-tune with transformers.Trainer: train, evaluate, save, with the activations of attention and MLP on the host.
 
-    pip install graphoffload[examples]
+    pip install ".[examples]"                     # in a checkout
     python examples/hf_trainer.py                 # all parameters
     python examples/hf_trainer.py --lora          # a LoRA adapter; needs peft
 
