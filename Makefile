@@ -25,7 +25,7 @@ demo: $(STAMP)
 # Two workers on two cores, a quarter of an hour. Three tests of more than a minute as well: make test MARK=. The tests of streams and time
 # want the device to themselves: make test WORKERS=0 PYTEST=tests/gpu
 test: $(STAMP)
-	$(PY) -m pytest -n $(WORKERS) -m "$(MARK)" $(PYTEST)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "$(MARK)" $(PYTEST)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

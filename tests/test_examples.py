@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 
 # Small enough for a laptop's two cores, large enough to offload something. An example without a line here is a failure.
 ARGUMENTS: dict[str, list[str]] = {
-    "train_gpt.py": ["--steps", "12", "--layers", "2", "--width", "64", "--context", "64", "--min-tensor-bytes", "16384"],
+    "train_gpt.py": ["--steps", "12", "--layers", "1", "--width", "64", "--context", "64", "--min-tensor-bytes", "16384"],
     "train_hf_llama.py": ["--steps", "6", "--layers", "2", "--inner", "aot_eager"],
     "hf_trainer.py": ["--steps", "12"],
     "explain_plan.py": ["--layers", "2", "--device-budget", "4GiB"],
