@@ -14,6 +14,7 @@ captured.py     the four ops inside a CUDA graph
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from graphoffload.runtime import captured
 from graphoffload.runtime.counters import COUNTERS, reset_stats
@@ -28,11 +29,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-def stats() -> dict[str, int]:
+def stats() -> dict[str, Any]:
     """What was copied in this process since it started or since reset_stats(), by the names of runtime.counters.Counters.
 
-    `host_peak_bytes` beside them: most host bytes in use at one time since the process started. Which tensors compute waits for
-    is timed on request: runtime.trace_stalls.
+    Integers, but for `stall_ms_by_tensor`: milliseconds that compute waited, timed on request (runtime.trace_stalls), empty
+    before. `host_peak_bytes` beside them: most host bytes in use at one time since the process started.
     """
     return {**COUNTERS.as_dict(), "host_peak_bytes": POOL.snapshot().peak_bytes}
 

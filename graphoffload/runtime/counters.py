@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -16,7 +18,7 @@ class Counters:
     checked: digests compared. deferred: releases left to the next graph. prefetches: reloads started in the backward of the
     graph behind; prefetch_hits: those that a reload took. inflight_peak_bytes: most bytes offloaded and not yet released at
     one time. release_stall_us, wait_stall_us: what compute waited for copies to and from the host, as far as it was timed
-    (runtime.trace_stalls).
+    (runtime.trace_stalls); stall_ms_by_tensor: both together, the most first.
     """
 
     offloads: int = 0
@@ -40,6 +42,7 @@ class Counters:
     inflight_peak_bytes: int = 0
     release_stall_us: int = 0
     wait_stall_us: int = 0
+    stall_ms_by_tensor: dict[str, float] = field(default_factory=dict)
 
     def offloaded(self, nbytes: int) -> None:
         """One tensor more on its way to the host."""
@@ -54,17 +57,25 @@ class Counters:
         self.stays += 1
         self.stayed_bytes += nbytes
 
-    def as_dict(self) -> dict[str, int]:
+    def stalled(self, release_ms: float, wait_ms: float, by_tensor_ms: Mapping[str, float]) -> None:
+        """Compute waited so long in a stretch that was timed."""
+        self.release_stall_us += round(release_ms * 1e3)
+        self.wait_stall_us += round(wait_ms * 1e3)
+        for name, stall_ms in by_tensor_ms.items():
+            self.stall_ms_by_tensor[name] = self.stall_ms_by_tensor.get(name, 0.0) + stall_ms
+
+    def as_dict(self) -> dict[str, Any]:
         """All counters by name."""
-        return asdict(self)
+        waited = sorted(self.stall_ms_by_tensor.items(), key=lambda item: -item[1])
+        return {**asdict(self), "stall_ms_by_tensor": dict(waited)}
 
 
 COUNTERS = Counters()
 
 
 def reset_stats() -> None:
-    """Set every counter to zero, but for what is in flight now: it is still to be released."""
-    inflight_bytes = COUNTERS.inflight_bytes
+    """Set every counter to zero; what is on its way right now stays counted as that."""
+    inflight = COUNTERS.inflight_bytes
+    fresh = Counters(inflight_bytes=inflight, inflight_peak_bytes=inflight)
     for name in Counters.__dataclass_fields__:
-        setattr(COUNTERS, name, 0)
-    COUNTERS.inflight_bytes = COUNTERS.inflight_peak_bytes = inflight_bytes
+        setattr(COUNTERS, name, getattr(fresh, name))

@@ -64,8 +64,7 @@ class Stalls:
                 early_ms = ready.elapsed_time(after)
                 self.early_ms[name] = min(early_ms, self.early_ms.get(name, early_ms))
         self._waits, self._copied = [], {}
-        COUNTERS.release_stall_us += round(self.release_ms * 1e3)
-        COUNTERS.wait_stall_us += round(self.wait_ms * 1e3)
+        COUNTERS.stalled(self.release_ms, self.wait_ms, self.by_tensor_ms)
 
 
 @contextlib.contextmanager
