@@ -61,3 +61,8 @@ def format_bytes(nbytes: int | None) -> str:
 def coarse_size(nbytes: int | None) -> str:
     """A size to the nearest GiB, for keys that must not change with every byte; "none" for None."""
     return "none" if nbytes is None else str(round(nbytes / _FACTORS["gib"]))
+
+
+def per_gib(amount: float, nbytes: int) -> float:
+    """What of `amount` falls to each GiB of `nbytes`."""
+    return amount / nbytes * _FACTORS["gib"]

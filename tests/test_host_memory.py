@@ -246,6 +246,20 @@ def test_page_locking_refused_is_an_error_if_told_so(driver: types.SimpleNamespa
     assert memory.snapshot().pinned_bytes == KIB
 
 
+def test_what_page_locking_took_is_shown(driver: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds for each GiB that was page-locked, memory given back since included; nothing without any."""
+    memory, clock = HostPool(), itertools.count()
+    monkeypatch.setattr(slabs.time, "perf_counter", lambda: float(next(clock)))
+    take(memory, [KIB])
+    memory.prepare([64 * KIB], pin=True, device=0, wait=True)
+    locked = memory.snapshot().pinned_bytes
+    assert memory.snapshot().pinning_s_per_gib == pytest.approx(len(driver.locked) * 2**30 / locked)
+    memory.release_idle()
+    assert memory.snapshot().pinned_bytes < locked
+    assert memory.snapshot().pinning_s_per_gib == pytest.approx(2 * 2**30 / locked)
+    assert HostPool().snapshot().pinning_s_per_gib is None
+
+
 def test_poison_overwrites_what_is_given_back() -> None:
     """After the copy that still read it."""
     memory = HostPool()

@@ -23,7 +23,7 @@ import torch
 
 from graphoffload.errors import HostMemoryError, PageableMemoryWarning
 from graphoffload.runtime.slabs import HostBuffer, Key, Kind, Slab, in_background, rounded
-from graphoffload.units import format_bytes, parse_size
+from graphoffload.units import format_bytes, per_gib, parse_size
 
 _SLACK = 1.05
 _CHUNK_BYTES = parse_size("1GiB", field="chunk")
@@ -34,7 +34,8 @@ class HostMemory:
     """What the pool holds, in bytes: in all, of them in use by offloaded tensors, page-locked, and the peak in use.
 
     buffers: pieces in use or idle. allocations: how often memory was taken from the operating system (and page-locked).
-    by_tensor: bytes in use by tensor; several microbatches in flight are added up.
+    by_tensor: bytes in use by tensor; several microbatches in flight are added up. pinning_s_per_gib: seconds that page-locking
+    took for each GiB, over all memory that was ever page-locked, threads beside compiling included; None before.
     """
 
     held_bytes: int
@@ -44,6 +45,7 @@ class HostMemory:
     buffers: int
     allocations: int = 0
     by_tensor: dict[str, int] = field(default_factory=dict, hash=False)
+    pinning_s_per_gib: float | None = None
 
 
 class HostPool:
@@ -56,6 +58,7 @@ class HostPool:
         self._idle: dict[Key, list[HostBuffer]] = {}
         self._coming: Counter[Key] = Counter()
         self._in_use_bytes = self._for_good_bytes = self._peak_bytes = self._count = self._allocations = 0
+        self._pinned_ever_bytes, self._pinning_s = 0, 0.0
         self._arranged_for = ""
         self.budget_bytes: int | None = None
         self.reclaim: Callable[[], object] | None = None
@@ -145,6 +148,9 @@ class HostPool:
                 f"{format_bytes(self._held())} held already. Lower host_budget, or call graphoffload.release_host_memory()."
             ) from error
         self._allocations += 1
+        if slab.pinned:
+            self._pinned_ever_bytes += slab.nbytes
+            self._pinning_s += slab.pinning_s
         return slab
 
     def _held(self) -> int:
@@ -320,7 +326,11 @@ class HostPool:
         """What is held now."""
         with self._lock:
             pinned = sum(slab.nbytes for slab in self._slabs if slab.pinned)
-            return HostMemory(self._held(), self._in_use_bytes, pinned, self._peak_bytes, self._count, self._allocations)
+            took = per_gib(self._pinning_s, self._pinned_ever_bytes) if self._pinned_ever_bytes else None
+            return HostMemory(
+                self._held(), self._in_use_bytes, pinned, self._peak_bytes, self._count, self._allocations,
+                pinning_s_per_gib=took,
+            )  # fmt: skip
 
 
 POOL = HostPool()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ def rounded(nbytes: int) -> int:
 class Slab:
     """`nbytes` of host memory; `pinned` says whether copies from it can overlap with compute; `free` lists (offset, bytes).
 
+    `pinning_s`: what it took to fault the memory in and to page-lock it.
+
     Raises:
         RuntimeError, MemoryError: the operating system refuses the memory.
         PageableMemoryWarning: where warnings of this class are errors and the memory cannot be page-locked.
     """
 
-    __slots__ = ("_owner", "_raw", "address", "free", "kind", "nbytes", "pinned")
+    __slots__ = ("_owner", "_raw", "address", "free", "kind", "nbytes", "pinned", "pinning_s")
 
     def __init__(self, nbytes: int, kind: Kind) -> None:
         pin = kind[0]
@@ -43,7 +46,9 @@ class Slab:
         start = -self._owner.data_ptr() % _PAGE if pin else 0
         self._raw = self._owner[start : start + nbytes]
         self.address = self._raw.data_ptr()
+        began = time.perf_counter()
         self.pinned = pin and nbytes > 0 and _page_lock(self._raw)
+        self.pinning_s = time.perf_counter() - began if self.pinned else 0.0
         self.free = [(0, nbytes)]
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
