@@ -23,7 +23,7 @@ import torch
 
 from graphoffload.errors import HostMemoryError, PageableMemoryWarning
 from graphoffload.runtime.slabs import HostBuffer, Key, Kind, Slab, in_background, rounded
-from graphoffload.units import format_bytes, per_gib, parse_size
+from graphoffload.units import format_bytes, parse_size, per_gib
 
 _SLACK = 1.05
 _CHUNK_BYTES = parse_size("1GiB", field="chunk")
