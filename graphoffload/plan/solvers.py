@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from graphoffload.errors import BudgetError
 from graphoffload.hardware import HardwareProfile
-from graphoffload.plan.arrays import arrays_of
+from graphoffload.plan.arrays import Arrays, arrays_of
 from graphoffload.plan.exact import search_exactly
 from graphoffload.plan.greedy import greedy_moves
 from graphoffload.plan.held import describe, held_at
@@ -99,6 +99,9 @@ def solve(
         best = kicks(judge, best) if small else best
     best = windows(judge, best)
     if not best.feasible and isinstance(goal, MeetBudget):
+        judge.budget += judge.count
+        best = improve(judge, min(_tight(judge, max(0, judge.limit_bytes)), key=lambda p: p.score), small=small)
+    if not best.feasible and isinstance(goal, MeetBudget):
         _raise_infeasible(judge, goal, relaxed)
     return _solution(judge, best, relaxed)
 
@@ -124,6 +127,7 @@ def _proposals(judge: Judge, relaxed: Relaxed) -> Iterator[Proposal]:
             yield windows(judge, judge.propose(actions, name))
         return
     yield judge.propose(round_down(judge, relaxed), "lp")
+    yield from _tight(judge, 0)
     low, high = 0, judge.look(judge.keep)[0].peak_bytes
     for _ in range(6):
         middle = (low + high) // 2
@@ -131,6 +135,29 @@ def _proposals(judge: Judge, relaxed: Relaxed) -> Iterator[Proposal]:
         yield judge.propose(actions, "greedy")
         peak = judge.look(actions)[0].peak_bytes
         low, high = (low, min(middle, peak)) if peak <= middle else (middle, high)
+
+
+def _tight(judge: Judge, target_bytes: int) -> Iterator[Proposal]:
+    """Where memory falls only if compute waits for copies early: greedy on timelines that do, and everything offloaded."""
+    sizes = [c.nbytes for c in judge.arrays.program.candidates if len(c.actions) > 1]
+    for window in (2 * max(sizes, default=0), 0):
+        actions = greedy_moves(judge, judge.keep, target_bytes, limit_s=judge.limit_s, window_bytes=window)
+        yield windows(judge, judge.propose(actions, "greedy", window))
+    for cheap in (0.0, 1.0):  # recomputation that takes less than this share of the copies
+        yield windows(judge, judge.propose(_nothing_kept(judge.arrays, cheap), "all"))
+
+
+def _nothing_kept(arrays: Arrays, cheap: float) -> tuple[Action, ...]:
+    """Everything offloaded, but what cannot be, or is recomputed in less than `cheap` times its copies' time."""
+    actions: list[Action] = []
+    for index, candidate in enumerate(arrays.program.candidates):
+        copies_s = arrays.d2h_s[index] + arrays.h2d_s[index]
+        recompute = "recompute" in candidate.actions
+        if recompute and ("offload" not in candidate.actions or arrays.recompute_s[index] < cheap * copies_s):
+            actions.append("recompute")
+        else:
+            actions.append("offload" if "offload" in candidate.actions else candidate.actions[0])
+    return tuple(actions)
 
 
 def round_down(judge: Judge, relaxed: Relaxed) -> tuple[Action, ...]:
