@@ -34,7 +34,9 @@ __all__ = ["Goal", "MeetBudget", "Solution", "WithinSlowdown", "least_budget_byt
 
 _SMALL = 24
 _FEWEST = 260
-_WORK = 300_000
+_MOST = 2000
+_TURNS = 3
+_WORK = 2_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ def solve(
     if best is None or not proven:
         found = [windows(judge, start) for start in (keep, best) if start is not None]
         found = sorted([*found, *_proposals(judge, relaxed)], key=lambda p: p.score)
-        best = min((improve(judge, start, small=small) for start in found[: 2 if small else 1]), key=lambda p: p.score)
+        best = min(_improved(judge, found, small=small), key=lambda p: p.score)
         best = kicks(judge, best) if small else best
     best = windows(judge, best)
     if not best.feasible and isinstance(goal, MeetBudget):
@@ -109,7 +111,23 @@ def solve(
 def _evaluations(program: Program) -> int:
     """Simulations that a solve may spend: few for large instances, so that 80 layers cost little more than 8."""
     size = len(program.forward) + len(program.backward) + len(program.candidates)
-    return max(_FEWEST, min(5 * _FEWEST, _WORK // size))
+    return max(_FEWEST, min(_MOST, _WORK // size))
+
+
+def _improved(judge: Judge, found: Sequence[Proposal], *, small: bool) -> Iterator[Proposal]:
+    """Local search from the best proposal, and where simulations are cheap from greedy's and the LP's, each with its share.
+
+    A proposal that meets the budget by waiting for copies may be far from every good one, and one a little above it near.
+    """
+    if small:
+        yield from (improve(judge, start, small=True) for start in found[:2])
+        return
+    starts = [found[0], *(p for p in found[1:] if p.solver in ("greedy", "lp"))]
+    starts = starts[: min(_TURNS, max(1, judge.budget // _FEWEST))]
+    total = judge.budget
+    for turn, start in enumerate(starts):
+        judge.budget = judge.count + (total - judge.count) // (len(starts) - turn)
+        yield improve(judge, start, small=False)
 
 
 def _proposals(judge: Judge, relaxed: Relaxed) -> Iterator[Proposal]:

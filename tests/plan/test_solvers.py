@@ -143,6 +143,27 @@ def test_waiting_for_memory_meets_a_budget_that_free_running_copies_miss() -> No
     assert found.timeline.stall_s > 0
 
 
+@pytest.mark.parametrize(("link", "share"), [(1.0, 0.2), (1.0, 0.1), (0.2, 0.2)])
+def test_small_budgets_are_met_where_compute_has_to_wait(link: float, share: float) -> None:
+    """Down to the memory of a few tensors: a copy is waited for before the next begins, if nothing else meets the budget."""
+    program, hardware = stack(8), PROFILES["h200-sxm"].scaled(link=link)
+    keep_bytes = simulate(program, program.keep_actions(), hardware).peak_bytes - program.static_bytes
+    solution = solve(program, hardware, MeetBudget(int(share * keep_bytes) + program.static_bytes))
+    assert solution.timeline.peak_bytes - program.static_bytes <= share * keep_bytes
+    assert solution.lower_bound_s is not None
+    assert solution.timeline.time_s <= 1.06 * solution.lower_bound_s
+
+
+def test_the_least_budget_is_what_offloading_everything_at_a_time_needs() -> None:
+    """Not what copies that run freely leave behind: an error that named that would send users to larger machines."""
+    program, hardware = stack(6), PROFILES["h200-sxm"].scaled(link=0.2)
+    waiting = simulate(program, ["offload"] * len(program.candidates), hardware, max_inflight_bytes=0)
+    least = least_budget_bytes(program, hardware)
+    assert least.timeline.peak_bytes <= waiting.peak_bytes
+    assert least.lower_bound_peak_bytes is not None
+    assert least.timeline.peak_bytes <= 1.01 * least.lower_bound_peak_bytes
+
+
 def test_fixed_actions_and_the_host_budget_bind() -> None:
     program = ladder()
     first = dataclasses.replace(program.candidates[0], fixed="recompute")
