@@ -149,7 +149,7 @@ class DeviceStreams:
         event.wait(self.compute())
 
     def compute_waits_for(self, op: str, entry: Named, event: Any, compute: Any = None) -> None:
-        """compute_waits for the op `release` or `wait`, timed where that was asked for; `compute`: None for the current stream."""
+        """compute_waits for the op `release` or `wait`, timed where that was asked for; `compute`: None for the current one."""
         if compute is None:
             compute = self.compute()
         if ACTIVE.stalls is None:
