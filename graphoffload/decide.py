@@ -96,10 +96,14 @@ def decide_actions(
     warnings = [wish.warning for wish in wanted if wish.warning]
     inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
     warnings += _nothing_offloaded(wanted, table, config)
+    if limits.explicit:
+        wanted = _without_advice(wanted)
     wanted, too_much = _within_host(wanted, table, limits.host_budget_bytes)
     warnings += too_much
-    program = replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
-    if all(wish.action is not None for wish in wanted):
+    free, program = program, replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
+    if all(wish.action is not None for wish in wanted) and (
+        limits.device_budget_bytes is None or all(wish.binding for wish in wanted) or _fits(program, hardware, limits)
+    ):
         actions = tuple(wish.action or "keep" for wish in wanted)
         reasons = tuple(wish.reason for wish in wanted)
         if config.max_inflight_bytes is None:
@@ -127,6 +131,8 @@ def decide_actions(
     goal = (
         WithinSlowdown(config.max_slowdown) if config.max_slowdown is not None else MeetBudget(limits.device_budget_bytes or 0)
     )
+    wanted = _without_advice(wanted)
+    program = replace(free, candidates=tuple(map(_constrain, free.candidates, wanted)))
     solution = solve(program, hardware, goal, host_budget_bytes=limits.host_budget_bytes, max_inflight_bytes=inflight)
     reasons = tuple(wish.reason if wish.action else reason for wish, reason in zip(wanted, solution.reasons, strict=True))
     return Decided(
@@ -154,6 +160,7 @@ def decide_again(
     Raises:
         BudgetError: with this recomputation no plan fits.
     """
+    wanted = _without_advice(wanted)
     program = replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
     inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
     goal: MeetBudget | WithinSlowdown = MeetBudget(limits.device_budget_bytes or 0)
@@ -208,6 +215,11 @@ def _nothing_offloaded(wanted: Sequence[Wish], table: SavedTable, config: Offloa
         f"{count} of them because: {reason}. min_tensor_bytes={format_bytes(int(config.min_tensor_bytes))}; "
         "lower it or widen offload_modules."
     ]
+
+
+def _without_advice(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
+    """Wishes for a planner that has a number to meet: it may overrule what does not bind. MUST_SAVE leaves it the host."""
+    return tuple(wish if wish.binding else replace(wish, action=None) for wish in wanted)
 
 
 def _constrain(candidate: Candidate, wish: Wish) -> Candidate:

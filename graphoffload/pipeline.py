@@ -247,9 +247,13 @@ def _analyse(request: Request) -> _Work:
 
 
 def _partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
-    """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came."""
+    """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came, but
+    for advice to recompute where a number was given."""
     pair = GraphPair(*compat.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
-    return pair, without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
+    table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
+    if request.limits.explicit:
+        table = SavedTable(tuple(replace(t, tag=None) if t.tag == "prefer_recompute" else t for t in table.tensors))
+    return pair, table
 
 
 def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Wish, ...]]:

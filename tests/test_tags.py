@@ -167,3 +167,63 @@ def test_the_pattern_for_everything_contradicts_nothing() -> None:
     """{"*": "offload"} is a default, not a wish for one tensor: tags go before it."""
     _, seen = run(OnlyTanh(CheckpointPolicy.MUST_SAVE), policy={"*": "recompute"})
     assert action_of_tanh(seen) == "keep"
+
+
+class Deep(nn.Module):
+    """Blocks in checkpoint regions, plain or with one tag on every operation: 8 MiB each at the least."""
+
+    def __init__(self, tag: CheckpointPolicy | None = None) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(3))
+        self.blocks = nn.ModuleList(blocks)
+        self.tag = tag
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            context = {}
+            if self.tag is not None:
+                context["context_fn"] = partial(create_selective_checkpoint_contexts, tag_everything(self.tag))
+            x = checkpoint(block, x, use_reentrant=False, **context).tanh()
+        return x.sum()
+
+
+def planned(tag: CheckpointPolicy | None, **number: Any) -> graphoffload.OffloadReport:
+    """What a GPU that is not here would do."""
+    with torch.device("meta"):
+        module, x = Deep(tag), torch.empty(4096, 512)
+    return graphoffload.explain(module, inner="aot_eager", hardware="h200-sxm", reserve=0, **number)(x)
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.05])
+def test_a_plain_region_is_planned_where_a_slowdown_was_given(slowdown: float) -> None:
+    """Recomputing it all costs 20 %: the number goes before the region's advice."""
+    report = planned(None, max_slowdown=slowdown)
+    assert report.predicted_slowdown <= max(slowdown, 0.005)
+    assert any("checkpoint region relaxed" in note for note in report.plans[0].notes)
+
+
+def test_a_plain_region_is_kept_where_the_budget_has_room() -> None:
+    """The least time at that memory is to recompute nothing."""
+    report = planned(None, device_budget="10GiB")
+    assert report.recomputed_bytes == 0
+    assert report.predicted_slowdown == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tag", "not_done"),
+    [
+        (CheckpointPolicy.MUST_SAVE, "recompute"),
+        (CheckpointPolicy.PREFER_SAVE, None),
+        (CheckpointPolicy.PREFER_CPU_OFFLOAD, None),
+    ],
+    ids=lambda value: str(value).rsplit(".", maxsplit=1)[-1],
+)
+def test_a_budget_goes_before_advice(tag: CheckpointPolicy, not_done: str | None) -> None:
+    """What is to be saved may lie on the host; what is only advised may be overruled."""
+    roomy = planned(tag, device_budget="10GiB")
+    assert roomy.offloaded_bytes == 0
+    budget = roomy.keep_peak_bytes * 9 // 10
+    report = planned(tag, device_budget=budget)
+    assert report.predicted_peak_bytes <= budget
+    assert report.offloaded_bytes + report.recomputed_bytes > 0
+    assert not_done not in {decision.action for decision in report.plans[0].decisions}
