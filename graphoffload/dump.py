@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 
 from graphoffload.drawing import drawn_nodes, drawn_pair, graph_svg
 from graphoffload.errors import ConfigError
+from graphoffload.folders import write_whole
 from graphoffload.plan.predicted import Predicted
 from graphoffload.saved import Plan
 from graphoffload.svg import element, page
@@ -114,7 +114,7 @@ def _write_all(folder: Path, plan: Plan, texts: dict[str, Callable[[], str]], wh
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            written.append(_write(folder / f"{stem}.{name}", _or_say_so(text)))
+            written.append(write_whole(folder / f"{stem}.{name}", _or_say_so(text)))
     except OSError as error:
         raise ConfigError(
             f"{what} cannot be written: {error.strerror or error} (errno {error.errno}); {len(written)} files were. "
@@ -159,18 +159,6 @@ def _drawing(plan: Plan, first: GraphModule | None, second: GraphModule | None, 
 def _apology(error: Exception) -> str:
     reason = f"this could not be drawn: {type(error).__name__}: {error}"
     return page(1080, 60, [element("text", text=reason, x=12, y=30, fill="#c0392b")])
-
-
-def _write(path: Path, text: str) -> Path:
-    """Writes aside and renames, so that nobody reads half a file."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    return path
 
 
 def _rank_suffix() -> str:

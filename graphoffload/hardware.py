@@ -10,20 +10,20 @@ kernels achieve; "datasheet" profiles are the datasheet's peak times the share t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import fcntl
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from graphoffload.errors import ConfigError, HardwareWarning, warn
-from graphoffload.folders import cache_dir
+from graphoffload.folders import cache_dir, write_whole
 from graphoffload.units import format_bytes, parse_size
 
 Direction = Literal["d2h", "h2d"]
@@ -243,24 +243,21 @@ def cache_path(device_name: str, torch_version: str) -> Path:
 def cached(path: Path, make: Callable[[], HardwareProfile]) -> HardwareProfile:
     """The profile at `path`, or `make()` written there. Processes take turns (fcntl lock), readers never see half a file.
 
-    A file that does not parse is measured again. A cache that cannot be written is done without: a warning.
+    A file that does not parse is measured again. Without locks several processes may measure; a cache that cannot be written is
+    done without: a warning.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path.with_suffix(".lock"), "a")  # noqa: SIM115
-    except OSError as error:
-        warn(HardwareWarning, f"measured hardware cannot be cached at {path} ({error}); it is measured anew in every process.")
-        return make()
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # no place for it, or a file system that knows no locks
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(open(path.with_suffix(".lock"), "a")), fcntl.LOCK_EX)
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             return HardwareProfile.from_json(path.read_text())
-        except (OSError, ValueError, TypeError, KeyError):
-            pass
         profile = make()
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(profile.to_json())
-        os.replace(file.name, path)
+        try:
+            write_whole(path, profile.to_json())
+        except OSError as error:
+            text = f"measured hardware cannot be cached at {path} ({error}); it is measured anew in every process."
+            warn(HardwareWarning, text)
         return profile
 
 

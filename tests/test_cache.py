@@ -270,3 +270,15 @@ def test_a_second_process_hits_and_still_has_its_report(tmp_path: Path) -> None:
     for what in ("copied", "checked", "grad"):
         assert lost[what] == first[what], what
     assert [plan["decisions"] for plan in lost["plans"]] == [plan["decisions"] for plan in first["plans"]]
+
+
+def test_explain_stores_no_plan(tmp_path: Path) -> None:
+    """Its keys are made up and never asked for again; what is compiled is stored, by its own key and by its graph's."""
+    x = draw(4, WIDTH, device="cpu", dtype=torch.float32, seed=0)
+    graphoffload.explain(Named(), inner="aot_eager")(x)
+    assert list(tmp_path.rglob("plans/*")) == []
+    model = Named()
+    model.compile(backend=graphoffload.OffloadBackend(inner="aot_eager"))
+    model(x)
+    (plan,) = graphoffload.last_plans()[-1:]
+    assert {path.name for path in tmp_path.rglob("plans/*")} == {f"{plan.key}.json", f"{plan.key.partition('-')[0]}.json"}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
+import os
 import re
 import threading
+import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +122,23 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(HardwareWarning, match="cannot be cached"):
         assert cached(tmp_path / "file" / "x.json", lambda: PROFILES["l40s"]) is PROFILES["l40s"]
+
+
+@pytest.mark.parametrize("refused", ["lock", "rename"])
+def test_a_folder_that_knows_no_locks_or_is_full(refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network file systems may refuse the lock, full ones the file: measured all the same, and nothing is left half-written."""
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOLCK if refused == "lock" else errno.ENOSPC, "refused")
+
+    path = tmp_path / "x.json"
+    monkeypatch.setattr(*((fcntl, "flock", fails) if refused == "lock" else (os, "replace", fails)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert cached(path, lambda: PROFILES["l40s"]) is PROFILES["l40s"]
+    assert [item.category for item in caught] == ([] if refused == "lock" else [HardwareWarning])
+    assert path.exists() == (refused == "lock")
+    assert {p.suffix for p in tmp_path.iterdir()} <= {".json", ".lock"}
 
 
 def test_cache_path_holds_device_and_torch_and_honours_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

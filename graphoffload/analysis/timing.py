@@ -6,9 +6,8 @@ run, and keeps its roofline time. Results are kept for the process and, with the
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from graphoffload.analysis.costs import Measured, argument_of
 from graphoffload.analysis.fusion import kind_of
 from graphoffload.analysis.storages import fake, tensor_nbytes
+from graphoffload.folders import write_whole
 from graphoffload.log import log
 
 _REPEATS = 9
@@ -189,10 +189,5 @@ def _load(path: Path) -> None:
 
 
 def _save(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=".tmp") as file:
-            json.dump({name: (facts.time_s, facts.workspace_bytes) for name, facts in _known.items()}, file)
-        os.replace(file.name, path)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):  # measured again by the next process
+        write_whole(path, json.dumps({name: (facts.time_s, facts.workspace_bytes) for name, facts in _known.items()}))

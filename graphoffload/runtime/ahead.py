@@ -27,13 +27,18 @@ def memory_ahead(host_budget_bytes: int | None) -> Iterator[None]:
         _COMPILING.reset(token)
 
 
+def going_to_run() -> bool:
+    """Whether plans that are registered now are going to run: explain() only shows them."""
+    return _COMPILING.get()
+
+
 def prepare_plan(plan: Plan) -> None:
     """Take host memory for a plan's transfers in the background, once, if it is for a GPU and is going to run.
 
     Transfers of symbolic size are left out: their buffers are made when the first tensor of each size comes.
     """
     device = torch.device(plan.device)
-    if device.type == "cuda" and _COMPILING.get() and plan.key not in _prepared:
+    if device.type == "cuda" and going_to_run() and plan.key not in _prepared:
         _prepared.add(plan.key)
         index = torch.cuda.current_device() if device.index is None else device.index
         POOL.prepare([transfer.nbytes for transfer in plan.transfers if transfer.nbytes], pin=True, device=index)

@@ -6,16 +6,16 @@ torch's cache key.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Sequence
 
 import torch
 
 from graphoffload.errors import ConfigError
-from graphoffload.folders import cache_dir
-from graphoffload.runtime.ahead import prepare_plan
+from graphoffload.folders import cache_dir, write_whole
+from graphoffload.runtime.ahead import going_to_run, prepare_plan
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.staying import Budget
 from graphoffload.saved import Plan
@@ -90,16 +90,17 @@ def across_graphs() -> bool:
 
 
 def register(plan: Plan, *, store: bool = True) -> None:
-    """Make a plan known to the ops and to last_plans(); `store` writes it to disk for later compile-cache hits.
+    """Make a plan known to the ops and to last_plans().
 
-    Where the plan is going to run, host memory for it is taken from now on.
+    Where it is going to run, host memory for it is taken from now on, and `store` writes it to disk for later hits of torch's
+    compile cache.
     """
     prepare_plan(plan)
     with _LOCK:
         _PLANS.pop(plan.key, None)
         _PLANS[plan.key] = plan
         _RUN[plan.key] = RunPlan(plan, plan.key)
-    if store:
+    if store and going_to_run():
         _write(plan, plan.key)
 
 
@@ -115,14 +116,8 @@ def remember(base: str, plan: Plan) -> None:
 
 
 def _write(plan: Plan, name: str) -> None:
-    folder = cache_dir() / "plans"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, suffix=".tmp") as file:
-            file.write(plan.to_json())
-        os.replace(file.name, folder / f"{name}.json")
-    except OSError:
-        return  # without a store a cache hit is compiled anew: slower, never wrong
+    with contextlib.suppress(OSError):  # without a store a cache hit is compiled anew: slower, never wrong
+        write_whole(cache_dir() / "plans" / f"{name}.json", plan.to_json())
 
 
 def stored(key: str) -> Plan | None:
