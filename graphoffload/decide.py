@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from graphoffload.config import OffloadConfig
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.hint import saved_within
-from graphoffload.plan.judge import MeetBudget, WithinSlowdown
+from graphoffload.plan.judge import Goal, MeetBudget, WithinSlowdown
 from graphoffload.plan.program import Candidate, Program
 from graphoffload.plan.simulator import Timeline, simulate
-from graphoffload.plan.solvers import solve
+from graphoffload.plan.solvers import Solution, solve
 from graphoffload.saved import Action, SavedTable
 from graphoffload.units import coarse_size, format_bytes
 from graphoffload.wishes import Wish
@@ -100,50 +100,35 @@ def decide_actions(
         wanted = _without_advice(wanted)
     wanted, too_much = _within_host(wanted, table, limits.host_budget_bytes)
     warnings += too_much
-    free, program = program, replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
+    free, program = program, _constrained(program, wanted)
     if all(wish.action is not None for wish in wanted) and (
         limits.device_budget_bytes is None or all(wish.binding for wish in wanted) or _fits(program, hardware, limits)
     ):
-        actions = tuple(wish.action or "keep" for wish in wanted)
-        reasons = tuple(wish.reason for wish in wanted)
         if config.max_inflight_bytes is None:
             inflight = _window_bytes(program, hardware)
-        return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
+        return _as_wished(wanted, "", keep, warnings, inflight)
     budget = limits.device_budget_bytes
     if config.max_slowdown is None and budget is None:
-        reason = "nothing to fit: no device budget on a CPU"
-        return _keep_the_rest(wanted, reason, keep, warnings, inflight)
+        return _as_wished(wanted, "nothing to fit: no device budget on a CPU", keep, warnings, inflight)
     if config.max_slowdown is None and limits.shared and _fits(program, hardware, limits):
         rest, too_much = _within_host(_offload_the_rest(program, wanted, hardware), table, limits.host_budget_bytes)
         note = "device_budget is shared with the graphs before this one: from the third step on, what fits of it is not copied"
-        return Decided(
-            tuple(wish.action or "keep" for wish in rest),
-            tuple(wish.reason for wish in rest),
-            keep,
-            notes=(note,),
-            warnings=(*warnings, *too_much),
-            max_inflight_bytes=inflight,
-            release_late=True,
-        )
+        return replace(_as_wished(rest, "", keep, [*warnings, *too_much], inflight), notes=(note,), release_late=True)
     if config.max_slowdown is None and _fits(program, hardware, limits):
-        kept = _keep_the_rest(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
+        kept = _as_wished(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
         return replace(kept, hint=_hint(program, hardware, limits))
-    goal = (
-        WithinSlowdown(config.max_slowdown) if config.max_slowdown is not None else MeetBudget(limits.device_budget_bytes or 0)
-    )
+    goal = MeetBudget(budget or 0) if config.max_slowdown is None else WithinSlowdown(config.max_slowdown)
     wanted = _without_advice(wanted)
-    program = replace(free, candidates=tuple(map(_constrain, free.candidates, wanted)))
-    solution = solve(program, hardware, goal, host_budget_bytes=limits.host_budget_bytes, max_inflight_bytes=inflight)
-    reasons = tuple(wish.reason if wish.action else reason for wish, reason in zip(wanted, solution.reasons, strict=True))
+    solution, reasons = _solve(_constrained(free, wanted), wanted, goal, config, limits, hardware)
     return Decided(
-        tuple(solution.actions),
-        reasons,
-        keep,
-        solution.lower_bound_s,
-        (f"planned by {solution.solver}",),
-        tuple(warnings),
-        solution.max_inflight_bytes,
-        solution.lower_bound_peak_bytes,
+        actions=solution.actions,
+        reasons=reasons,
+        keep_timeline=keep,
+        lower_bound_s=solution.lower_bound_s,
+        lower_bound_peak_bytes=solution.lower_bound_peak_bytes,
+        notes=(f"planned by {solution.solver}",),
+        warnings=tuple(warnings),
+        max_inflight_bytes=solution.max_inflight_bytes,
         planned=True,
     )
 
@@ -161,16 +146,24 @@ def decide_again(
         BudgetError: with this recomputation no plan fits.
     """
     wanted = _without_advice(wanted)
-    program = replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
-    inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
-    goal: MeetBudget | WithinSlowdown = MeetBudget(limits.device_budget_bytes or 0)
+    program = _constrained(program, wanted)
+    goal: Goal = MeetBudget(limits.device_budget_bytes or 0)
     if config.max_slowdown is not None:
         compute_s = simulate(program, program.keep_actions(), hardware).time_s
         limit_s = (1.0 + config.max_slowdown) * first.keep_timeline.time_s
         goal = WithinSlowdown(max(0.0, limit_s / compute_s - 1.0))
+    solution, reasons = _solve(program, wanted, goal, config, limits, hardware)
+    return replace(first, actions=solution.actions, reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
+
+
+def _solve(
+    program: Program, wanted: Sequence[Wish], goal: Goal, config: OffloadConfig, limits: Limits, hardware: HardwareProfile
+) -> tuple[Solution, tuple[str, ...]]:
+    """The planner's solution for what nobody decided, and the reason for each of its actions."""
+    inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
     solution = solve(program, hardware, goal, host_budget_bytes=limits.host_budget_bytes, max_inflight_bytes=inflight)
-    reasons = tuple(wish.reason if wish.action else reason for wish, reason in zip(wanted, solution.reasons, strict=True))
-    return replace(first, actions=tuple(solution.actions), reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
+    reasons = (wish.reason if wish.action else reason for wish, reason in zip(wanted, solution.reasons, strict=True))
+    return solution, tuple(reasons)
 
 
 def _hint(program: Program, hardware: HardwareProfile, limits: Limits) -> str:
@@ -222,6 +215,11 @@ def _without_advice(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
     return tuple(wish if wish.binding else replace(wish, action=None) for wish in wanted)
 
 
+def _constrained(program: Program, wanted: Sequence[Wish]) -> Program:
+    """The instance with each candidate's choices cut down to what is wished for it."""
+    return replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
+
+
 def _constrain(candidate: Candidate, wish: Wish) -> Candidate:
     action = wish.action
     if action == "recompute" and candidate.recompute is None:
@@ -236,7 +234,8 @@ def _constrain(candidate: Candidate, wish: Wish) -> Candidate:
     )
 
 
-def _keep_the_rest(wanted: Sequence[Wish], reason: str, keep: Timeline, warnings: list[str], inflight: int | None) -> Decided:
+def _as_wished(wanted: Sequence[Wish], reason: str, keep: Timeline, warnings: list[str], inflight: int | None) -> Decided:
+    """What was wished for; for `reason` what nobody decided is kept."""
     actions: tuple[Action, ...] = tuple(wish.action or "keep" for wish in wanted)
     reasons = tuple(wish.reason if wish.action else reason for wish in wanted)
     return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
