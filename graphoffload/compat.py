@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._functorch.config
@@ -112,6 +115,31 @@ def most_reads(device_type: str) -> int:
         name = "realize_cpu_acc_reads_threshold" if device_type == "cpu" else "_realize_acc_reads_threshold_default"
         chosen = int(getattr(inductor_config, name))
     return chosen
+
+
+def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """torch.compile for a look, that a later compile of the same code neither counts nor learns from.
+
+    Dynamo counts what is compiled for one code object and gives up at eight; sizes that differ from those of the last time it
+    makes symbolic. Before `isolate_recompiles` (torch 2.13) what the look left is forgotten, if there was nothing before it.
+    """
+    from torch._dynamo import eval_frame, pgo
+
+    apart: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        apart["isolate_recompiles"] = True
+    compiled, code = torch.compile(function, backend=backend, dynamic=None, **apart), getattr(function, "__code__", None)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        forgets = not apart and code is not None and not eval_frame._debug_get_cache_entry_list(code)
+        try:
+            with patch.object(pgo, "_CODE_STATE", defaultdict(pgo.CodeState)):
+                return compiled(*args, **kwargs)
+        finally:
+            if forgets:
+                eval_frame.remove_from_cache(code)
+
+    return run
 
 
 def torch_memory_budget() -> float:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
+from graphoffload import compat
 from graphoffload.backend import OffloadBackend, plan_graph
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import ConfigError
@@ -46,7 +47,7 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
         with _fake_world(model) as mode:
             inputs, named = tree_map_only(torch.Tensor, _faker(mode), (args, kwargs))
             target = model.forward if isinstance(model, nn.Module) else model
-            compiled = torch.compile(target, backend=graphs, dynamic=None)
+            compiled = compat.compile_apart(target, graphs)
             try:
                 compiled(*inputs, **named)
             except torch._dynamo.exc.BackendCompilerFailed as error:
