@@ -17,7 +17,7 @@ device and its link can do.
 
 **Plan.** analysis/program.py turns all that into an instance without a graph (plan/program.py). decide.py asks the solvers
 (plan/solvers.py), a simulator is their referee (plan/simulator.py), and a lower bound stands beside the result
-(plan/bound.py). limits.py knows how many bytes there are. Out comes a Plan: one decision with its reason for each activation,
+(plan/relax.py). limits.py knows how many bytes there are. Out comes a Plan: one decision with its reason for each activation,
 and one Transfer for each offload.
 
 **Passes.** passes/ holds the only code that writes to a graph: tag.py marks what is recomputed, offload.py inserts offload and

@@ -53,7 +53,7 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
         with inductor_config.patch({**AS_PLANNED, "disabled_passes": disabled}), only_near_fusions():
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return compile_fx_inner(gm, example_inputs, **kwargs)
-            why_not = _why_cut(gm, plan, kwargs)
+            why_not = _why_cut(plan, kwargs)
             if not why_not:
                 compiled = _captured_whole(compile_fx_inner, gm, example_inputs, kwargs, plan)
                 if compiled is not None:
@@ -71,7 +71,7 @@ def _asks_for_capture(kwargs: dict[str, Any]) -> bool:
     return bool(inductor_config.triton.cudagraphs if asked is None else asked.value)
 
 
-def _why_cut(gm: GraphModule, plan: Plan, kwargs: dict[str, Any]) -> str:
+def _why_cut(plan: Plan, kwargs: dict[str, Any]) -> str:
     """Why a graph cannot be captured with its copies, as far as it is known before compiling; "" where it may be."""
     run = registry.run_plan(plan.key)
     if kwargs.get("is_backward") and not run.capturable:

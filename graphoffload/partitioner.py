@@ -79,7 +79,7 @@ class OffloadPartitioner(CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Forward and backward graph of a joint graph; `kwargs` are those of torch's own partitioners."""
         compat.check_torch()
-        _check_torch_settings(self.config)
+        _check_torch_settings()
         limits = replace(resolve_limits(self.config, _inputs(gm)), shared=self.shared)
         key = self.key or graph_key(gm, self.config)
         request = Request(
@@ -117,8 +117,7 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
     plan = replace(rewritten.plan, summary=summary_line(rewritten.plan, device_bytes=device_bytes, hint=rewritten.hint))
     predicted = _predicted(rewritten, limits, hardware.name, config.max_slowdown)
     registry.register(plan)
-    if predicted is not None:
-        predictions.remember(plan.key, predicted)
+    predictions.remember(plan.key, predicted)
     say(f"{plan.graph}: {plan.summary}")
     if log.isEnabledFor(10):
         log.debug("%s", plan_table(plan))
@@ -135,15 +134,13 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
         )
 
 
-def _predicted(rewritten: Rewritten, limits: Limits, hardware: str, slowdown: float | None) -> Predicted | None:
-    if rewritten.timeline is None or rewritten.keep_timeline is None:
-        return None
+def _predicted(rewritten: Rewritten, limits: Limits, hardware: str, slowdown: float | None) -> Predicted:
     budget = limits.device_budget_bytes if slowdown is None else None  # what is planned for a slowdown is to meet no budget
     limit_bytes = None if budget is None else max(0, budget - limits.reserve_bytes)
     return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware)
 
 
-def _check_torch_settings(config: OffloadConfig) -> None:
+def _check_torch_settings() -> None:
     budget = compat.torch_memory_budget()
     if budget != 1.0:
         warn(

@@ -9,6 +9,7 @@ The joint graph that torch handed over is never written to; everything works on 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,8 +75,8 @@ class Rewritten:
     graphs: GraphPair
     plan: Plan
     before: GraphPair | None
-    timeline: Timeline | None
-    keep_timeline: Timeline | None
+    timeline: Timeline
+    keep_timeline: Timeline
     hint: str = ""
 
 
@@ -380,16 +381,15 @@ def _schedule(work: _Work, instance: Instance, actions: dict[str, Action], decid
     for tensor in work.table.tensors:
         if actions[tensor.name] == "offload" and not tensor.eligible:
             actions[tensor.name] = "keep"
-    chosen = [actions[tensor.name] for tensor in work.table.tensors]
-    window = decided.max_inflight_bytes
-    timeline = simulate(instance.program, chosen, work.hardware, max_inflight_bytes=window)
+    chosen, window = [actions[tensor.name] for tensor in work.table.tensors], decided.max_inflight_bytes
+
+    def simulated(reload_by: Mapping[int, int]) -> Timeline:
+        return simulate(instance.program, chosen, work.hardware, max_inflight_bytes=window, reload_by=reload_by)
+
+    timeline = simulated({})
     limit_bytes = timeline.peak_bytes
     if decided.planned and work.request.config.max_slowdown is None:
         limits = work.request.limits
         limit_bytes = max(limit_bytes, (limits.device_budget_bytes or 0) - limits.reserve_bytes)
     late = not isinstance(work.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
-    arguments = (instance.program, chosen, work.hardware, timeline)
-    return with_slack(*arguments, limit_bytes=limit_bytes, max_inflight_bytes=window, late=late)
-
-
-__all__ = ["Request", "Rewritten", "rewrite"]
+    return with_slack(instance.program, timeline, simulated, limit_bytes=limit_bytes, late=late)

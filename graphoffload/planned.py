@@ -11,6 +11,7 @@ from graphoffload import compat
 from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.decide import Decided
+from graphoffload.plan.predicted import in_plan_order
 from graphoffload.plan.simulator import Scheduled, Timeline
 from graphoffload.saved import Action, Decision, Plan, Prediction, SavedTable, Transfer
 
@@ -52,8 +53,7 @@ def make_plan(
     """
     original, table, timeline = planned.original, planned.table, planned.timeline
     places = _Places(planned)
-    scheduled = sorted(timeline.schedule, key=lambda item: (item.offload_at, item.candidate))
-    transfers = tuple(_transfer(planned, places, number, item) for number, item in enumerate(scheduled))
+    transfers = tuple(_transfer(planned, places, number, item) for number, item in enumerate(in_plan_order(timeline)))
     gone = [tensor for tensor in original.tensors if tensor.name not in actions]
     tensors = sorted((*table.tensors, *gone), key=lambda tensor: tensor.produced_at)
     decisions = tuple(

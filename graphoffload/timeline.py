@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphoffload.plan.predicted import Predicted
-from graphoffload.plan.simulator import Scheduled, Timeline
+from graphoffload.plan.predicted import Predicted, in_plan_order
+from graphoffload.plan.simulator import Timeline
 from graphoffload.saved import Plan
 from graphoffload.svg import element, page, shorten
 from graphoffload.table import percent
@@ -82,7 +82,7 @@ def picture_of(plan: Plan, predicted: Predicted | None) -> StepPicture:
     if predicted is None:
         return StepPicture(title=f"{plan.graph}: one step, forward and backward", facts=_NO_TIMELINE)
     timeline = predicted.timeline
-    transfers = dict(zip((item.candidate for item in _in_plan_order(timeline)), plan.transfers, strict=True))
+    transfers = dict(zip((item.candidate for item in in_plan_order(timeline)), plan.transfers, strict=True))
     labels = {
         index: f"{transfer.tensor}, {transfer.module or 'the model'}, {format_bytes(transfer.nbytes)}"
         for index, transfer in transfers.items()
@@ -102,11 +102,6 @@ def picture_of(plan: Plan, predicted: Predicted | None) -> StepPicture:
         forward_end_s=half,
         facts=_facts(plan, timeline),
     )
-
-
-def _in_plan_order(timeline: Timeline) -> list[Scheduled]:
-    """Transfers of the timeline in the order of the plan's."""
-    return sorted(timeline.schedule, key=lambda item: (item.offload_at, item.candidate))
 
 
 def _facts(plan: Plan, timeline: Timeline) -> tuple[str, ...]:

@@ -138,9 +138,6 @@ def wishes_for(
     return tuple(_wish(tensor, asked[tensor.name], barred[tensor.name]) for tensor in table.tensors)
 
 
-wishes = wishes_for  # the name that graphoffload.pipeline imports
-
-
 def check_tags(tensors: Iterable[SavedTensor], config: Settings, resolution: Resolution) -> None:
     """Tags against patterns alone; for tagged operations of the joint graph that never become saved activations.
 

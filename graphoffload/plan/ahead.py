@@ -12,15 +12,13 @@ were one or two tensors above the predicted ones.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.program import Program
-from graphoffload.plan.simulator import Timeline, simulate
-from graphoffload.saved import Action
+from graphoffload.plan.simulator import Timeline
 
 AHEAD = (0.02, 0.01, 0.005)
 """Shares of keep-all's time that reloads are put ahead by: the first that costs nothing is taken. Releases use the first."""
@@ -28,40 +26,24 @@ _FREE = 1.0005
 _DISPLACED = 2
 
 
-def with_slack(
-    program: Program,
-    actions: Sequence[Action],
-    hardware: HardwareProfile,
-    just_in_time: Timeline,
-    *,
-    limit_bytes: int,
-    max_inflight_bytes: int | None = None,
-    late: bool = True,
-) -> Timeline:
+Again = Callable[[Mapping[int, int]], Timeline]
+"""Simulates the same actions, each reload issued at the latest before a backward step, by candidate."""
+
+
+def with_slack(program: Program, just_in_time: Timeline, again: Again, *, limit_bytes: int, late: bool = True) -> Timeline:
     """Both, at a peak of at most `limit_bytes`; releases stay where they are unless `late`."""
-    ahead = reload_ahead(
-        program, actions, hardware, just_in_time, limit_bytes=limit_bytes, max_inflight_bytes=max_inflight_bytes
-    )
+    ahead = reload_ahead(program, just_in_time, again, limit_bytes=limit_bytes)
     return release_later(program, ahead, limit_bytes=limit_bytes) if late else ahead
 
 
-def reload_ahead(
-    program: Program,
-    actions: Sequence[Action],
-    hardware: HardwareProfile,
-    just_in_time: Timeline,
-    *,
-    limit_bytes: int,
-    max_inflight_bytes: int | None = None,
-) -> Timeline:
+def reload_ahead(program: Program, just_in_time: Timeline, again: Again, *, limit_bytes: int) -> Timeline:
     """The timeline of the same actions with reloads ahead, at a peak of at most `limit_bytes` and without costing time."""
     if not just_in_time.schedule:
         return just_in_time
-    limit_bytes -= _DISPLACED * max(program.candidates[item.candidate].nbytes for item in just_in_time.schedule)
+    limit_bytes = _less_displaced(program, just_in_time, limit_bytes)
     highest = max(limit_bytes, just_in_time.peak_bytes)
     for share in AHEAD:
-        places = _places(program, just_in_time, share * just_in_time.keep_time_s, limit_bytes)
-        found = simulate(program, actions, hardware, max_inflight_bytes=max_inflight_bytes, reload_by=places)
+        found = again(_places(program, just_in_time, share * just_in_time.keep_time_s, limit_bytes))
         if found.peak_bytes <= highest and found.time_s <= just_in_time.time_s * _FREE:
             return found
     return just_in_time
@@ -75,7 +57,7 @@ def release_later(program: Program, timeline: Timeline, *, limit_bytes: int) -> 
     """
     if not timeline.schedule:
         return timeline
-    limit_bytes -= _DISPLACED * max(program.candidates[item.candidate].nbytes for item in timeline.schedule)
+    limit_bytes = _less_displaced(program, timeline, limit_bytes)
     memory = np.array(timeline.memory, dtype=np.int64)
     forward_ends_s = timeline.ends_s[: timeline.forward_steps]
     later: dict[int, int] = {}
@@ -93,6 +75,11 @@ def release_later(program: Program, timeline: Timeline, *, limit_bytes: int) -> 
     return replace(
         timeline, schedule=schedule, memory=tuple(memory.tolist()), peak_step=peak_step, peak_bytes=int(memory[peak_step])
     )
+
+
+def _less_displaced(program: Program, timeline: Timeline, limit_bytes: int) -> int:
+    """The limit, less room for what a compiler runs a few kernels before its place."""
+    return limit_bytes - _DISPLACED * max(program.candidates[item.candidate].nbytes for item in timeline.schedule)
 
 
 def _places(program: Program, timeline: Timeline, ahead_s: float, limit_bytes: int) -> dict[int, int]:

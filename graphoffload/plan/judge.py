@@ -62,12 +62,11 @@ class Judge:
         self.arrays, self.goal, self.budget = arrays, goal, budget
         self.host_budget_bytes, self.window_bytes = host_budget_bytes, window_bytes
         self.keep = tuple(arrays.program.keep_actions())
-        self.count = 0
-        self._known: dict[tuple[tuple[Action, ...], int | None], tuple[Evaluation, Score]] = {}
-        least_time_s = self.look(self.keep)[0].time_s
+        self.count = 1
+        least_time_s = evaluate(arrays, self.keep, max_inflight_bytes=window_bytes).time_s
         slack = goal.max_slowdown if isinstance(goal, WithinSlowdown) else 0.0
         self.limit_s = max((1.0 + slack) * arrays.compute_s, least_time_s) * (1.0 + 1e-9)
-        self._known.clear()
+        self._known: dict[tuple[tuple[Action, ...], int | None], tuple[Evaluation, Score]] = {}
 
     @property
     def limit_bytes(self) -> int:
@@ -90,7 +89,7 @@ class Judge:
             result = evaluate(self.arrays, actions, max_inflight_bytes=window_bytes)
             if len(self._known) > 4000:
                 self._known.clear()
-            self._known[key] = (result, self._score(result) if hasattr(self, "limit_s") else (0.0, 0.0, 0.0))
+            self._known[key] = result, self._score(result)
         return self._known[key]
 
     def propose(self, actions: Sequence[Action], solver: str, window_bytes: int | None = None) -> Proposal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphoffload.plan.simulator import Timeline
+from graphoffload.plan.simulator import Scheduled, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +20,8 @@ class Predicted:
     keep_timeline: Timeline
     limit_bytes: int | None = None
     hardware: str = ""
+
+
+def in_plan_order(timeline: Timeline) -> list[Scheduled]:
+    """The timeline's transfers in the order of its plan's, whose ids are their numbers in it."""
+    return sorted(timeline.schedule, key=lambda item: (item.offload_at, item.candidate))

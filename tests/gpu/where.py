@@ -33,14 +33,14 @@ Planned = tuple[Program, list[str], Timeline]
 
 def watch_plans(found: list[Planned]) -> None:
     """Note the program, the actions and the timeline of everything that is scheduled from now on."""
-    ahead = pipeline.with_slack
+    schedule = pipeline._schedule
 
-    def noting(program: Program, actions: Any, *args: Any, **kwargs: Any) -> Timeline:
-        timeline = ahead(program, actions, *args, **kwargs)
-        found.append((program, list(actions), timeline))
+    def noting(work: Any, instance: Any, actions: dict[str, Any], decided: Any) -> Timeline:
+        timeline = schedule(work, instance, actions, decided)
+        found.append((instance.program, [actions[tensor.name] for tensor in work.table.tensors], timeline))
         return timeline
 
-    pipeline.with_slack = noting
+    pipeline._schedule = noting
 
 
 def predicted_live(planned: Planned) -> list[tuple[int, str]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphoffload.hardware import PROFILES, HardwareProfile
-from graphoffload.plan.ahead import release_later, reload_ahead, with_slack
+from graphoffload.plan.ahead import Again, release_later, reload_ahead, with_slack
 from graphoffload.plan.program import Candidate, Program, Step
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.saved import Action
@@ -32,12 +34,16 @@ def offload_most(program: Program) -> list[Action]:
     return ["offload" if number < len(program.candidates) - 1 else "keep" for number in range(len(program.candidates))]
 
 
+def again(program: Program, actions: Sequence[Action], hardware: HardwareProfile = LINK) -> Again:
+    return lambda reload_by: simulate(program, actions, hardware, reload_by=reload_by)
+
+
 def both(limit_bytes: int | None = None) -> tuple[Timeline, Timeline]:
     program = chain()
     actions = offload_most(program)
     late = simulate(program, actions, LINK)
     limit = late.peak_bytes if limit_bytes is None else limit_bytes
-    return late, reload_ahead(program, actions, LINK, late, limit_bytes=limit)
+    return late, reload_ahead(program, late, again(program, actions), limit_bytes=limit)
 
 
 def reloads(timeline: Timeline) -> dict[int, int]:
@@ -69,8 +75,8 @@ def test_both(late: bool) -> None:
     program = chain()
     actions = offload_most(program)
     just_in_time = simulate(program, actions, LINK)
-    found = with_slack(program, actions, LINK, just_in_time, limit_bytes=10**6, late=late)
-    ahead = reload_ahead(program, actions, LINK, just_in_time, limit_bytes=10**6)
+    found = with_slack(program, just_in_time, again(program, actions), limit_bytes=10**6, late=late)
+    ahead = reload_ahead(program, just_in_time, again(program, actions), limit_bytes=10**6)
     assert found == (release_later(program, ahead, limit_bytes=10**6) if late else ahead)
     assert (releases(found) != releases(just_in_time)) == late
 
@@ -78,7 +84,7 @@ def test_both(late: bool) -> None:
 def test_nothing_to_reload_is_left_alone() -> None:
     program = chain(3)
     late = simulate(program, ["keep"] * 3, LINK)
-    assert reload_ahead(program, ["keep"] * 3, LINK, late, limit_bytes=0) is late
+    assert reload_ahead(program, late, again(program, ["keep"] * 3), limit_bytes=0) is late
 
 
 def test_what_would_cost_time_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +143,7 @@ def test_limits_and_order_hold_for_any_sizes(sizes: list[tuple[int, bool]], slac
     actions: list[Action] = ["offload" if goes else "keep" for _, goes in sizes]
     for hardware in (LINK, PROFILES["h200-sxm"]):
         late = simulate(program, actions, hardware)
-        ahead = reload_ahead(program, actions, hardware, late, limit_bytes=late.peak_bytes + slack)
+        ahead = reload_ahead(program, late, again(program, actions, hardware), limit_bytes=late.peak_bytes + slack)
         assert ahead.peak_bytes <= late.peak_bytes + slack
         assert ahead.time_s <= late.time_s * 1.001
         assert all(reloads(ahead)[k] <= reloads(late)[k] for k in reloads(late))

@@ -11,7 +11,6 @@ from graphoffload.errors import BudgetError
 from graphoffload.hardware import PROFILES
 from graphoffload.plan.arrays import arrays_of
 from graphoffload.plan.bound import lower_bound_peak_bytes, lower_bound_s
-from graphoffload.plan.fill import fill_link
 from graphoffload.plan.greedy import greedy_moves
 from graphoffload.plan.judge import Judge
 from graphoffload.plan.local import without_stalled
@@ -221,14 +220,3 @@ def test_bound_is_exact_where_nothing_is_split_and_says_when_there_is_no_plan() 
     assert lower_bound_s(program, toy(), device_budget_bytes=9) == float("inf")
     assert lower_bound_s(program, toy()) == pytest.approx(12.0, rel=1e-4)
     assert lower_bound_peak_bytes(program, toy(1e-6), max_slowdown=1.0 / 12) == pytest.approx(21, abs=1)
-
-
-def test_filling_the_link_takes_the_earliest_and_stops_when_copies_no_longer_hide() -> None:
-    program = ladder(nbytes=2)
-    assert fill_link(program, toy(1.0)) == ("offload", "offload", "keep", "keep", "keep", "keep")
-    assert simulate(program, fill_link(program, toy(1.0)), toy(1.0)).stalls == ()
-    assert fill_link(program, toy(1.0), need_bytes=5) == ("offload",) * 3 + ("keep",) * 3
-    assert fill_link(program, toy(1e-3)) == ("keep",) * 6
-    kept = dataclasses.replace(program.candidates[0], can_offload=False)
-    program = dataclasses.replace(program, candidates=(kept, *program.candidates[1:]))
-    assert fill_link(program, toy(1.0))[:3] == ("keep", "offload", "offload")
