@@ -35,4 +35,4 @@ def observe() -> Iterator[Observed]:
     registry.forget()
     yield seen
     seen.plans = registry.last_plans()
-    seen.counters = {name: value - before[name] for name, value in stats().items()}
+    seen.counters = {name: value - before[name] for name, value in stats().items() if isinstance(value, int)}
