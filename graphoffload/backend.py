@@ -27,7 +27,7 @@ from graphoffload.log import log, say
 from graphoffload.out_of_memory import with_note
 from graphoffload.overrun import watch_budget
 from graphoffload.partitioner import OffloadPartitioner, graph_key
-from graphoffload.report import summary_line
+from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
@@ -96,7 +96,7 @@ def compile_graph(
         return _inner(gm, example_inputs, config, None)
     limits = replace(resolve_limits(config, example_inputs), shared=shares_budget(config, example_inputs))
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
-    known = registry.stored(base)
+    known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
     partitioner = OffloadPartitioner(
         config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config), shared=limits.shared
@@ -155,6 +155,8 @@ def _plan_of(base: str, key: str, config: OffloadConfig, before: Plan | None) ->
         if before is None:
             registry.register(plan, store=False)
         say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
+        if log.isEnabledFor(10):
+            log.debug("%s", plan_table(plan))
         warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
     return plan
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -23,6 +24,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import graphoffload
+from graphoffload.log import log
+from graphoffload.report import plan_table
 from graphoffload.runtime import registry
 from graphoffload.saved import Action, Plan, SavedTensor
 from graphoffload.testing import compiled, draw, observe, run_step
@@ -90,6 +93,21 @@ def test_the_same_again_hits_and_still_has_its_report() -> None:
     assert hits > 0, "no cache hit: the other tests of this file would prove nothing"
     assert (again.key, again.decisions, again.transfers) == (first.key, first.decisions, first.transfers)
     assert copied_again == copied
+
+
+@pytest.mark.slow
+def test_a_second_compile_is_shown_as_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The table is logged for a hit as well; a folder for dumps is filled each time, where a hit would have no graphs."""
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(10, logger=log.name):
+            plan, _, hits = run()
+        assert any(plan_table(plan) in record.getMessage() for record in caplog.records)
+    assert hits > 0
+    for folder in (tmp_path / "dumps", tmp_path / "dumps"):
+        shutil.rmtree(folder, ignore_errors=True)
+        run(dump_dir=str(folder))
+        assert list(folder.glob("*forward.after.txt"))
 
 
 CHANGES: dict[str, Callable[[], tuple[Plan, int, int]]] = {
