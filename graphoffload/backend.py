@@ -45,6 +45,10 @@ class OffloadBackend:
         """Take a configuration, or its fields (sizes as in OffloadConfig); the environment fills what is not given."""
         if config is not None and fields:
             raise ConfigError(f"OffloadBackend takes a config or fields, not both; got a config and {sorted(fields)}.")
+        if config is not None and not isinstance(config, OffloadConfig):
+            raise ConfigError(
+                f"OffloadBackend got config={config!r}, a {type(config).__name__}; give an OffloadConfig, or fields."
+            )
         self.config = config if config is not None else OffloadConfig.from_options(fields)
         self.__name__ = "graphoffload"
 

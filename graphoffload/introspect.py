@@ -10,7 +10,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
@@ -24,6 +25,8 @@ from graphoffload.saved import Plan
 from graphoffload.sharing import judge
 
 _T = TypeVar("_T")
+
+_NOTHING = "nothing is saved for backward: no input or parameter needs a gradient, or torch.no_grad() is on"
 
 
 def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None, **fields: Any) -> Callable[..., OffloadReport]:
@@ -40,7 +43,9 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
     Raises:
         GraphOffloadError: as compiling would.
     """
-    chosen = config if isinstance(config, OffloadConfig) else OffloadConfig.from_options({**(config or {}), **fields})
+    chosen = chosen_config("explain()", config, fields)
+    if not callable(model):
+        raise ConfigError(f"explain() takes a module or a function; got {type(model).__name__}.")
 
     def run(*args: Any, **kwargs: Any) -> OffloadReport:
         graphs = _Graphs(chosen)
@@ -52,11 +57,34 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
                 compiled(*inputs, **named)
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 raise error.inner_exception from None
+            except DataDependentOutputException as error:
+                raise ConfigError(
+                    f"explain() computes nothing, and the model asks for a value of its own ({error}; .item(), or an if on "
+                    "a tensor). Explain the parts before and behind, or compile and look at graphoffload.last_plans()."
+                ) from error
             graphs.judge(model)
         calls = tuple(graphs.calls[plan.key] for plan in graphs.plans)
-        return OffloadReport(plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1), calls=calls)
+        notes = () if graphs.plans else (_NOTHING,)
+        return OffloadReport(plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1), calls=calls, notes=notes)
 
     return run
+
+
+def chosen_config(door: str, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
+    """The configuration out of one, options, or fields.
+
+    Raises:
+        ConfigError: a configuration and fields beside it, or something else.
+    """
+    if isinstance(config, OffloadConfig):
+        if fields:
+            raise ConfigError(f"{door} takes a config or fields, not both; got a config and {sorted(fields)}.")
+        return config
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(
+            f"{door} got config={config!r}, a {type(config).__name__}; give an OffloadConfig or a dict of options."
+        )
+    return OffloadConfig.from_options({**(config or {}), **fields})
 
 
 class _Graphs:
@@ -149,12 +177,18 @@ def _apply(config: OffloadConfig, target: Any) -> Any:
     backend = OffloadBackend(config)
     if isinstance(target, type) and issubclass(target, nn.Module):
         return _compile_class(target, backend)
+    if isinstance(target, OptimizedModule):
+        raise ConfigError(
+            "offload() got what torch.compile(model) returned, which stays compiled as it is. Give the model itself: "
+            "offload(compiled._orig_mod, ...)."
+        )
     if isinstance(target, nn.Module):
         compile_in_place(target, backend)
         return target
-    if callable(target):
+    if callable(target) and not isinstance(target, type):
         return torch.compile(target, backend=backend)
-    raise ConfigError(f"offload() takes a function, an nn.Module class or an instance; got {type(target).__name__}.")
+    got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+    raise ConfigError(f"offload() takes a function, an nn.Module class or an instance; got {got}.")
 
 
 def compile_in_place(module: nn.Module, backend: OffloadBackend) -> None:

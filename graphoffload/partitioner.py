@@ -26,7 +26,7 @@ from graphoffload import compat
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
 from graphoffload.dump import write_dump
-from graphoffload.errors import FallbackWarning, warn
+from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.fragments import Fragment
 from graphoffload.hardware import resolve_hardware
 from graphoffload.joint import copy_graph
@@ -48,7 +48,7 @@ class OffloadPartitioner(CustomPartitionerFn):
     so it cannot tell two module namings apart and is never served from a compile cache; the backend can, and is.
 
     Args:
-        config: what the user asks for; the default fits the device.
+        config: what the user asks for; None: what the environment says, else what fits the device.
         key: identity of graph, names, annotations and configuration together, where the caller knows it.
         shared: the budget is shared with graphs that run before this one (decide.Limits).
     """
@@ -62,7 +62,9 @@ class OffloadPartitioner(CustomPartitionerFn):
         fragment: Fragment = "",
         shared: bool = False,
     ) -> None:
-        self.config = config if config is not None else OffloadConfig()
+        if config is not None and not isinstance(config, OffloadConfig):
+            raise ConfigError(f"OffloadPartitioner got config={config!r}, a {type(config).__name__}; give an OffloadConfig.")
+        self.config = config if config is not None else OffloadConfig.from_options({})
         self.key = key
         self.name = name
         self.fragment = fragment
@@ -107,6 +109,10 @@ def _inputs(joint: GraphModule) -> Iterator[object]:
 
 def partition_fn(gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """For `functorch.compile.aot_module(m, ..., partition_fn=graphoffload.partition_fn)`; configured by the environment."""
+    if "config" in kwargs:
+        raise ConfigError(
+            "partition_fn is configured by the environment. Give partition_fn=OffloadPartitioner(config) instead."
+        )
     config = OffloadConfig.from_options({"inner": "aot_eager"})
     return OffloadPartitioner(config)(gm, joint_inputs, **kwargs)
 

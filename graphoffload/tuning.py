@@ -22,7 +22,7 @@ from torch import nn
 from graphoffload.backend import OffloadBackend
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
-from graphoffload.introspect import compile_in_place
+from graphoffload.introspect import chosen_config, compile_in_place
 from graphoffload.limits import resolve_limits
 from graphoffload.log import say
 from graphoffload.report import Measured, OffloadReport
@@ -90,7 +90,7 @@ def tune(
         BudgetError: no plan that was tried keeps the budget in the measurement.
         GraphOffloadError: as compiling would.
     """
-    chosen = config if isinstance(config, OffloadConfig) else OffloadConfig.from_options({**(config or {}), **fields})
+    chosen = chosen_config("tune()", config, fields)
     if steps < 1 or rounds < 0:
         raise ConfigError(f"tune(steps={steps}, rounds={rounds}): at least one step and no negative rounds.")
     if isinstance(chosen.policy, str) and chosen.policy != "auto":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import graphoffload
+from graphoffload.errors import ConfigError
 from graphoffload.saved import Plan
 
 
@@ -44,3 +48,56 @@ class Tanhs(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(self.first(x).tanh())
         return out
+
+
+OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}
+
+
+class NoModule:
+    """A class that is none of a model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        (lambda: graphoffload.explain(Tanhs(), graphoffload.OffloadConfig(), policy="keep"), "['policy']"),
+        (lambda: graphoffload.explain(Tanhs(), "40GiB"), "config='40GiB'"),
+        (lambda: graphoffload.explain(3), "int"),
+        (lambda: graphoffload.tune(Tanhs(), lambda: None, graphoffload.OffloadConfig(), policy="keep"), "['policy']"),
+        (lambda: graphoffload.OffloadBackend({"policy": "keep"}), "dict"),  # type: ignore[arg-type]
+        (lambda: graphoffload.OffloadPartitioner("40GiB"), "config='40GiB'"),  # type: ignore[arg-type]
+        (lambda: graphoffload.offload(NoModule), "the class NoModule"),
+        (lambda: graphoffload.offload(torch.compile(Tanhs(), backend="aot_eager")), "_orig_mod"),
+        (lambda: graphoffload.partition_fn(None, (), config=graphoffload.OffloadConfig()), "OffloadPartitioner(config)"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(call: Callable[[], object], part: str) -> None:
+    """At once, and by name: none of these would change anything."""
+    with pytest.raises(ConfigError) as info:
+        call()
+    assert part in str(info.value)
+
+
+def test_a_model_that_needs_its_own_values_cannot_be_explained() -> None:
+    """The error says why, not torch's."""
+    module = Tanhs()
+    with pytest.raises(ConfigError, match="last_plans"):
+        graphoffload.explain(lambda x: module(x) if x.sum().item() > 0 else x, **OPTIONS)(torch.ones(4, 8))
+
+
+def test_an_empty_report_says_why() -> None:
+    """Under no_grad nothing is planned."""
+    with torch.no_grad():
+        report = graphoffload.explain(Tanhs(), **OPTIONS)(torch.ones(4, 8))
+    assert not report.plans
+    assert "no_grad" in str(report)
+
+
+def test_the_partitioner_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the backend does, where nobody gives it a configuration."""
+    monkeypatch.setenv("GRAPHOFFLOAD_POLICY", "offload")
+    assert graphoffload.OffloadPartitioner().config == graphoffload.OffloadBackend().config
+    assert graphoffload.OffloadPartitioner().config.policy == "offload"
