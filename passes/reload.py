@@ -17,9 +17,10 @@ import torch
 from torch.fx import Node
 
 from graphoffload.analysis.saved_values import GraphPair
-from graphoffload.analysis.storages import fake
+from graphoffload.analysis.storages import fake, same_size
 from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names, placeholders_first
 from graphoffload.passes.symbols import Sizes
+from graphoffload.runtime.layouts import contiguous_strides, is_dense
 from graphoffload.runtime.ops import HANDLE_DTYPE
 from graphoffload.saved import Plan, Transfer
 
@@ -86,37 +87,19 @@ def _reload_one(nodes: dict[str, Node], transfer: Transfer, plan: Plan, source: 
 
 
 def _strides(value: torch.Tensor) -> tuple[int | torch.SymInt, ...]:
-    """Strides of the copy: the value's own where its elements fill one block, row-major otherwise."""
-    if isinstance(value.numel(), int):
-        expected = 1
-        for stride, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n != 1):
-            if stride != expected:
-                break
-            expected *= size
-        else:
-            return tuple(value.stride())
-        strides: list[int | torch.SymInt] = [1] * value.dim()
-        for dim in range(value.dim() - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * max(int(value.shape[dim + 1]), 1)
-        return tuple(strides)
+    """Strides of the copy: the value's own where its elements fill one block, row-major otherwise; symbolic ones its own."""
+    if isinstance(value.numel(), int) and not is_dense(value.shape, value.stride()):
+        return contiguous_strides(value.shape)
     return tuple(value.stride())
 
 
 def _is_whole(view: torch.Tensor, source: torch.Tensor) -> bool:
     return (
         view.dim() == source.dim()
-        and all(_equal(a, b) for a, b in zip(view.shape, source.shape, strict=True))
-        and all(_equal(a, b) for a, b in zip(view.stride(), source.stride(), strict=True))
-        and _equal(view.storage_offset(), source.storage_offset())
+        and all(same_size(a, b) for a, b in zip(view.shape, source.shape, strict=True))
+        and all(same_size(a, b) for a, b in zip(view.stride(), source.stride(), strict=True))
+        and same_size(view.storage_offset(), source.storage_offset())
     )
-
-
-def _equal(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
-    if isinstance(left, int) and isinstance(right, int):
-        return left == right
-    a = left.node.expr if isinstance(left, torch.SymInt) else left
-    b = right.node.expr if isinstance(right, torch.SymInt) else right
-    return bool(a - b == 0)
 
 
 def _offset(view: torch.Tensor, source: torch.Tensor) -> int | torch.SymInt:

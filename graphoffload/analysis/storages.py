@@ -66,13 +66,13 @@ def covers_storage(tensor: torch.Tensor) -> bool:
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if concrete(size) != 1]
     by_hint = sorted(dims, key=lambda dim: size_hint(dim[0]))
     for stride, size in by_hint:
-        if not _same(stride, expected):
+        if not same_size(stride, expected):
             return False
         expected = expected * size
-    return _same(tensor.untyped_storage().nbytes(), expected * tensor.element_size())
+    return same_size(tensor.untyped_storage().nbytes(), expected * tensor.element_size())
 
 
-def _same(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
+def same_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
     """Equality that never adds a guard: symbolic values are equal when their expressions are."""
     if isinstance(left, int) and isinstance(right, int):
         return left == right

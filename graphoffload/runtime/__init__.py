@@ -13,6 +13,7 @@ captured.py     the four ops inside a CUDA graph
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,12 @@ def host_memory() -> HostMemory:
     """Host memory held for offloaded activations, after handles that nobody owns any more were cleared."""
     ENTRIES.sweep()
     captured.collect()
-    return replace(POOL.snapshot(), by_tensor=_sum(ENTRIES.bytes_by_tensor(), captured.bytes_by_tensor()))
+    by_tensor: Counter[str] = Counter()
+    for entry in (*ENTRIES.living(), *captured.living()):
+        buffer = entry.buffer
+        if buffer is not None:
+            by_tensor[entry.name] += buffer.nbytes
+    return replace(POOL.snapshot(), by_tensor=dict(by_tensor.most_common()))
 
 
 def release_host_memory() -> int:
@@ -50,8 +56,3 @@ def release_host_memory() -> int:
     ENTRIES.sweep()
     captured.collect()
     return POOL.release_idle()
-
-
-def _sum(*parts: dict[str, int]) -> dict[str, int]:
-    names = {name: sum(part.get(name, 0) for part in parts) for part in parts for name in part}
-    return dict(sorted(names.items(), key=lambda item: -item[1]))

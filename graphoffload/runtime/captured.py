@@ -252,14 +252,9 @@ def find(handle: torch.Tensor) -> Entry | None:
     return entry
 
 
-def bytes_by_tensor() -> dict[str, int]:
-    """Host bytes of captured offloads by tensor, every capture counted."""
-    found: dict[str, int] = {}
-    for ledger in list(_LEDGERS.values()):
-        for entry in list(ledger.entries.values()):
-            if entry.buffer is not None:
-                found[entry.name] = found.get(entry.name, 0) + entry.buffer.nbytes
-    return found
+def living() -> list[Entry]:
+    """Entries of every capture of an offload that may still be replayed."""
+    return [entry for ledger in list(_LEDGERS.values()) for entry in list(ledger.entries.values())]
 
 
 def _other_memory(op: str, first: str, plan: str, id: int) -> RuntimeStateError:

@@ -104,16 +104,11 @@ class Entries:
     def __len__(self) -> int:
         return sum(map(len, self._by_storage.values())) + sum(map(len, self._copied.values()))
 
-    def bytes_by_tensor(self) -> dict[str, int]:
-        """Host bytes in use by tensor, the largest first; several microbatches in flight are added up."""
+    def living(self) -> list[Entry]:
+        """All of them, at this moment."""
         with self._lock:
-            living = [entry for group in self._by_storage.values() for entry in group.values()]
-            living += [entry for queue in self._copied.values() for entry in queue]
-            found: dict[str, int] = {}
-            for entry in living:
-                if entry.buffer is not None:
-                    found[entry.name] = found.get(entry.name, 0) + entry.buffer.nbytes
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            groups = [list(group.values()) for group in self._by_storage.values()]
+            return [entry for group in (*groups, *self._copied.values()) for entry in group]
 
     def add(self, handle: torch.Tensor, entry: Entry, *, may_be_copied: bool) -> None:
         """Tie an entry to its handle's storage, and to its content where hooks may copy the handle."""
