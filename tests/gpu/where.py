@@ -108,12 +108,12 @@ def show(title: str, rows: list[tuple[Any, ...]], limit: int) -> None:
         print("    " + "  ".join(f"{part:.3f}" if isinstance(part, float) else str(part) for part in row))
 
 
-def run(model: str, name: str, out: Path | None, limit: int) -> None:
+def run(model: str, name: str, sizes: dict[str, int], out: Path | None, limit: int) -> None:
     """Everything about one variant."""
     torch._dynamo.reset()
     found: list[Planned] = []
     watch_plans(found)
-    workload = build(model, torch.device("cuda"))
+    workload = build(model, torch.device("cuda"), **sizes)
     measure.materialise_gradients(workload.module)
     session = measure.Session(workload, variants.apply(variants.parse(name), workload, variants.Eligible()))
     measure.warm_up(session, 2)
@@ -156,15 +156,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=["llama4k"])
     parser.add_argument("--variants", nargs="+", default=["ours-keep"])
+    parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N", help="change single sizes of the model")
     parser.add_argument("--rows", type=int, default=60)
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")
+    sizes = {name: int(value) for name, value in (size.split("=") for size in given.size)}
     for model in given.model:
         for name in given.variants:
-            run(model, name, given.out, given.rows)
+            run(model, name, sizes, given.out, given.rows)
 
 
 if __name__ == "__main__":
