@@ -286,7 +286,7 @@ def _within_host(wanted: Sequence[Wish], table: SavedTable, budget: int | None) 
         return tuple(wanted), []
     used, refused, result = 0, 0, []
     for wish, tensor in zip(wanted, table.tensors, strict=True):
-        nbytes = tensor.nbytes or 0
+        nbytes = tensor.planned_bytes
         if wish.action == "offload" and used + nbytes > budget:
             refused += nbytes
             wish = replace(

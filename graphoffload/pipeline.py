@@ -244,6 +244,10 @@ def _analyse(request: Request) -> _Work:
     )
     hardware = resolve_hardware(request.config.hardware, _device(table))
     resolution, wanted = _wanted(request, table, notes)
+    symbolic = sum(tensor.nbytes is None for tensor in table.tensors)
+    measured_by_size = request.config.max_slowdown is not None or request.limits.device_budget_bytes is not None
+    if symbolic and measured_by_size and any(wish.action is None for wish in wanted):
+        notes.append(f"{symbolic} of {len(table)} activations change their size: planned for the sizes of this call")
     return _Work(request, hardware, pair, table, chains, wanted, resolution, notes)
 
 
@@ -364,7 +368,7 @@ def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Actio
     work.pair, table = _partition(work.request, joint)
     new = [tensor for tensor in table.tensors if tensor.name not in actions]
     if new:
-        total = sum(tensor.nbytes or 0 for tensor in new)
+        total = sum(tensor.planned_bytes for tensor in new)
         work.notes.append(f"recomputing {len(again)} activations saves {len(new)} others ({format_bytes(total)})")
     failed = [tensor for tensor in table.tensors if actions.get(tensor.name) == "recompute"]
     for tensor in failed:

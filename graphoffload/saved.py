@@ -28,6 +28,7 @@ class SavedTensor:
         name: graph node whose memory would be copied (the base of all views in `views`).
         views: names of the values that the backward graph receives; all live in this storage.
         nbytes: bytes of the storage; None when a size is symbolic.
+        example_bytes: the same with the sizes of the example that was compiled.
         dtype: such as "bfloat16". shape, strides: of `name`, elements; symbolic sizes as strings.
         op: operation that produced it, such as "aten.mm.default".
         module: path of the module that produced it ("" when unknown), such as "model.layers.0.mlp.up_proj".
@@ -65,6 +66,12 @@ class SavedTensor:
     tag: Tag | None = None
     device: str = "cpu"
     saved_by_ops: tuple[str, ...] = ()
+    example_bytes: int = 0
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the storage as it is planned: a symbolic size counts as in the example that was compiled."""
+        return self.example_bytes if self.nbytes is None else self.nbytes
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON types."""
@@ -85,13 +92,13 @@ class SavedTable:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all storages; symbolic ones count as 0."""
-        return sum(tensor.nbytes or 0 for tensor in self.tensors)
+        """Bytes of all storages; symbolic sizes count as in the example that was compiled."""
+        return sum(tensor.planned_bytes for tensor in self.tensors)
 
     @property
     def eligible_bytes(self) -> int:
         """Bytes that may be offloaded."""
-        return sum(tensor.nbytes or 0 for tensor in self.tensors if tensor.eligible)
+        return sum(tensor.planned_bytes for tensor in self.tensors if tensor.eligible)
 
     def __getitem__(self, name: str) -> SavedTensor:
         for tensor in self.tensors:
@@ -195,7 +202,7 @@ class Plan:
     def bytes_of(self, action: Action) -> int:
         """Bytes of all storages with this decision."""
         chosen = {decision.name for decision in self.decisions if decision.action == action}
-        return sum(tensor.nbytes or 0 for tensor in self.saved.tensors if tensor.name in chosen)
+        return sum(tensor.planned_bytes for tensor in self.saved.tensors if tensor.name in chosen)
 
     @property
     def changes_anything(self) -> bool:

@@ -33,7 +33,8 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(slots=True)
 class Row:
-    """One line of the table: `count` storages of `nbytes` together; `symbolic` of them have no size (counted as 0 bytes)."""
+    """One line of the table: `count` storages of `nbytes` together; `about` of them change their size and count as in the call
+    that was compiled; `symbolic` of them have no size (counted as 0 bytes)."""
 
     action: Action
     op: str
@@ -44,6 +45,7 @@ class Row:
     tensors: list[str] = field(default_factory=list)
     hides: list[str] = field(default_factory=list)
     nbytes: int = 0
+    about: int = 0
     symbolic: int = 0
 
     @property
@@ -65,8 +67,10 @@ class Row:
 
     @property
     def size(self) -> str:
-        """Bytes of all storages; "+" where some have a symbolic size."""
-        return format_bytes(None) if self.symbolic == self.count else format_bytes(self.nbytes) + "+" * bool(self.symbolic)
+        """Bytes of all storages; "~" where they change, "+" where some are unknown."""
+        if self.symbolic == self.count:
+            return format_bytes(None)
+        return "~" * bool(self.about) + format_bytes(self.nbytes) + "+" * bool(self.symbolic)
 
     @property
     def hides_behind(self) -> str:
@@ -100,8 +104,9 @@ def folded_rows(plans: Sequence[Plan]) -> list[Row]:
             row.paths.append(tensor.module)
             row.tensors.append(tensor.name)
             row.hides.append(_hides_behind(transfers.get(tensor.name)) if action == "offload" else "")
-            row.nbytes += tensor.nbytes or 0
-            row.symbolic += tensor.nbytes is None
+            row.nbytes += tensor.planned_bytes
+            row.about += tensor.nbytes is None and tensor.example_bytes > 0
+            row.symbolic += tensor.nbytes is None and not tensor.example_bytes
     return list(rows.values())
 
 

@@ -212,8 +212,8 @@ def _barred(tensor: SavedTensor, config: Settings, resolution: Resolution) -> di
         selection.pattern in config.offload_modules and selects(selection, tensor) for selection in resolution.selections
     ):
         why["offload"] = f"outside offload_modules={', '.join(config.offload_modules)}"
-    elif tensor.nbytes is not None and tensor.nbytes < config.min_tensor_bytes:
-        smaller = f"{format_bytes(tensor.nbytes)} is less than min_tensor_bytes={format_bytes(config.min_tensor_bytes)}"
+    elif tensor.planned_bytes < config.min_tensor_bytes and (tensor.nbytes is not None or tensor.example_bytes):
+        smaller = f"{format_bytes(tensor.planned_bytes)} is less than min_tensor_bytes={format_bytes(config.min_tensor_bytes)}"
         why["offload"] = smaller
     return why
 
@@ -232,13 +232,13 @@ def _spend_fraction(
             and (asked[tensor.name].action in (None, "offload") or not asked[tensor.name].binding)
         ]
     )
-    left = config.offload_fraction * sum(tensor.nbytes or 0 for tensor in may_go)
-    left -= sum(tensor.nbytes or 0 for tensor in may_go if tensor.tag == "must_offload")
+    left = config.offload_fraction * sum(tensor.planned_bytes for tensor in may_go)
+    left -= sum(tensor.planned_bytes for tensor in may_go if tensor.tag == "must_offload")
     for tensor in may_go:
         if tensor.tag == "must_offload":
             continue
-        if (tensor.nbytes or 0) <= left and config.offload_fraction > 0.0:
-            left -= tensor.nbytes or 0
+        if tensor.planned_bytes <= left and config.offload_fraction > 0.0:
+            left -= tensor.planned_bytes
         else:
             barred[tensor.name]["offload"] = f"beyond offload_fraction={config.offload_fraction:g} of the eligible bytes"
 
@@ -248,11 +248,11 @@ def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
     forward to hide behind. What has none, as less is produced behind it than it holds itself, comes last.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.produced_at)
-    behind = sum(tensor.nbytes or 0 for tensor in ordered)
-    largest = max((tensor.nbytes or 0 for tensor in ordered), default=0)
+    behind = sum(tensor.planned_bytes for tensor in ordered)
+    largest = max((tensor.planned_bytes for tensor in ordered), default=0)
     keys: dict[str, tuple[bool, int]] = {}
     for tensor in ordered:
-        nbytes = tensor.nbytes or 0
+        nbytes = tensor.planned_bytes
         behind -= nbytes
         keys[tensor.name] = (behind < nbytes, (largest // max(nbytes, 1)).bit_length())
     return sorted(ordered, key=lambda tensor: keys[tensor.name])

@@ -15,7 +15,7 @@ from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured, NodeCost, node_costs
 from graphoffload.analysis.fusion import Fusion, fusion_of
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
-from graphoffload.analysis.storages import fake, group_by_storage, storage_id, storage_nbytes, tensor_nbytes
+from graphoffload.analysis.storages import example_bytes, fake, group_by_storage, storage_id
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.saved import SavedTable, SavedTensor
@@ -162,7 +162,7 @@ def _candidate(
         recompute = Recompute(time_s=seconds, reads=reads)
     return Candidate(
         name=tensor.name,
-        nbytes=tensor.nbytes or 0,
+        nbytes=tensor.planned_bytes,
         produced_at=life.produced_at,
         last_forward_use=life.last_forward_use,
         backward_uses=life.backward_uses,
@@ -189,7 +189,7 @@ def _buffers(pair: GraphPair, runs: _Runs, outputs_stay: bool) -> tuple[Buffer, 
     for node in pair.backward.graph.find_nodes(op="placeholder"):
         value = fake(node)
         if value is not None and str(node.target).startswith("tangents"):
-            buffers.append(Buffer(node.name, tensor_nbytes(value) or 0, offset, total - 1))
+            buffers.append(Buffer(node.name, example_bytes(value), offset, total - 1))
     return tuple(buffers)
 
 
@@ -206,6 +206,6 @@ def _live_ranges(
             continue
         first, last = fusion.spans.get(members[0], (at[members[0]], at[members[0]]))
         last = max([last, *(fusion.spans[reader][1] for reader in fusion.readers.get(identity, ()))])
-        nbytes = storage_nbytes(value) or 0
-        buffers.append(Buffer(members[0].name, nbytes, offset + first, end if identity in kept else offset + last))
+        until = end if identity in kept else offset + last
+        buffers.append(Buffer(members[0].name, example_bytes(value), offset + first, until))
     return buffers

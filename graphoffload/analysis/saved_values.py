@@ -19,7 +19,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
-from graphoffload.analysis.storages import concrete, covers_storage, fake, group_by_storage, storage_id, storage_nbytes
+from graphoffload.analysis.storages import (
+    concrete,
+    covers_storage,
+    example_bytes,
+    fake,
+    group_by_storage,
+    storage_id,
+    storage_nbytes,
+)  # fmt: skip
 from graphoffload.compat import tag_of
 from graphoffload.saved import SavedTable, SavedTensor, Tag
 
@@ -40,10 +48,10 @@ def graph_outputs(module: GraphModule) -> list[Node | None]:
 
 
 def returned_bytes(pair: GraphPair) -> int:
-    """Bytes of memory that forward allocates for what the model returns; symbolic sizes count as nothing."""
+    """Bytes of memory that forward allocates for what the model returns; symbolic sizes as in the example."""
     nodes = graph_outputs(pair.forward)[: pair.num_fwd_outputs]
     values = [fake(node) for node in nodes if node is not None and node.op == "call_function"]
-    return sum({storage_id(value): storage_nbytes(value) or 0 for value in values if value is not None}.values())
+    return sum({storage_id(value): example_bytes(value) for value in values if value is not None}.values())
 
 
 def saved_placeholders(pair: GraphPair) -> Iterator[tuple[Node, Node]]:
@@ -168,6 +176,7 @@ def _describe(
         name=base.name,
         views=tuple(node.name for node, _ in pairs),
         nbytes=storage_nbytes(value),
+        example_bytes=example_bytes(value),
         dtype=str(value.dtype).removeprefix("torch."),
         shape=tuple(_plain(size) for size in value.shape),
         strides=tuple(_plain(stride) for stride in value.stride()),

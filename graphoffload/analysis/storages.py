@@ -48,6 +48,11 @@ def storage_nbytes(tensor: torch.Tensor) -> int | None:
     return concrete(tensor.untyped_storage().nbytes())
 
 
+def example_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a fake tensor's whole storage; symbolic sizes as in the example that is compiled, 0 where that is unknown."""
+    return size_hint(tensor.untyped_storage().nbytes(), unknown=0)
+
+
 def group_by_storage(nodes: Iterable[Node]) -> dict[int, list[Node]]:
     """Nodes with a tensor value by storage, in graph order."""
     groups: dict[int, list[Node]] = {}

@@ -33,8 +33,8 @@ __all__ = [
 def stats() -> dict[str, Any]:
     """What was copied in this process since it started or since reset_stats(), by the names of runtime.counters.Counters.
 
-    Integers, but for `stall_ms_by_tensor`: milliseconds that compute waited, timed on request (runtime.trace_stalls), empty
-    before. `host_peak_bytes` beside them: most host bytes in use at one time since the process started.
+    Integers; and once runtime.trace_stalls timed something `stall_ms_by_tensor`, the milliseconds that compute waited.
+    `host_peak_bytes` beside them: most host bytes in use at one time since the process started.
     """
     return {**COUNTERS.as_dict(), "host_peak_bytes": POOL.snapshot().peak_bytes}
 

@@ -65,9 +65,10 @@ class Counters:
             self.stall_ms_by_tensor[name] = self.stall_ms_by_tensor.get(name, 0.0) + stall_ms
 
     def as_dict(self) -> dict[str, Any]:
-        """All counters by name."""
-        waited = sorted(self.stall_ms_by_tensor.items(), key=lambda item: -item[1])
-        return {**asdict(self), "stall_ms_by_tensor": dict(waited)}
+        """All counters by name: integers alone, until stalls were timed."""
+        found = asdict(self)
+        waited = sorted(found.pop("stall_ms_by_tensor").items(), key=lambda item: -item[1])
+        return {**found, "stall_ms_by_tensor": dict(waited)} if waited else found
 
 
 COUNTERS = Counters()

@@ -1,0 +1,86 @@
+"""Batches of another size: torch makes the size symbolic, and a budget holds as before."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import graphoffload
+from graphoffload.runtime import registry
+from graphoffload.testing import compiled, keep_all
+
+WIDTH, MIB = 64, 2**20
+BATCHES = (512, 512, 500, 512, 300, 700)
+
+
+class Net(nn.Module):
+    """Residual MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+        return x
+
+
+def train(backend: Any) -> list[list[torch.Tensor | None]]:
+    """Gradients of a step for each batch."""
+    torch.manual_seed(0)
+    model = compiled(Net(), backend)
+    found = []
+    for rows in BATCHES:
+        model.zero_grad()
+        torch.manual_seed(rows)
+        model(torch.randn(rows, WIDTH)).square().mean().backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    return found
+
+
+def planned(**options: Any) -> list[Any]:
+    """Plans of the graphs that all batches compile; gradients are keep-all's, and no size is guarded on."""
+    registry.forget()
+    config = {"inner": "aot_eager", "hardware": "h200-sxm", "min_tensor_bytes": 0, **options}
+    ours, plain = map(CompileCounterWithBackend, (cast("Any", graphoffload.OffloadBackend(**config)), keep_all("aot_eager")))
+    found = train(ours)
+    for got, expected in zip(found, train(plain), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0)
+    assert ours.frame_count == plain.frame_count == 2
+    return list(graphoffload.last_plans())
+
+
+def test_a_budget_holds_for_batches_of_other_sizes() -> None:
+    """The second graph's activations count as they were when it was compiled, the note says so, and the table their sizes."""
+    report = graphoffload.explain(Net(), policy="keep", hardware="h200-sxm")(torch.randn(BATCHES[0], WIDTH))
+    budget = int(0.8 * report.keep_peak_bytes)
+    first, second = planned(device_budget=budget)
+    assert all(tensor.nbytes is None for tensor in second.saved.tensors if second.action(tensor.name) != "keep")
+    for plan in (first, second):
+        assert plan.prediction.predicted_peak_bytes <= budget < plan.prediction.keep_peak_bytes
+        assert plan.offloaded_bytes + plan.recomputed_bytes > MIB
+    assert second.prediction.keep_peak_bytes == pytest.approx(500 / 512 * first.prediction.keep_peak_bytes, rel=0.1)
+    assert any("change their size: planned for the sizes of this call" in note for note in second.notes)
+    assert not any("change their size" in note for note in first.notes)
+    assert "~" in str(graphoffload.OffloadReport(plans=(second,)))
+    assert "symbolic" not in second.summary
+
+
+def test_a_slowdown_saves_memory_for_batches_of_other_sizes() -> None:
+    """As much as it saves for the first batch, to the size of the batch."""
+    first, second = planned(max_slowdown=0.5)
+    saved = [plan.prediction.keep_peak_bytes - plan.prediction.predicted_peak_bytes for plan in (first, second)]
+    assert saved[1] == pytest.approx(500 / 512 * saved[0], rel=0.1)
+
+
+def test_a_fraction_is_one_of_all_bytes() -> None:
+    """Of symbolic sizes too."""
+    for plan in planned(policy="offload", offload_fraction=0.5):
+        assert 0.3 * plan.saved.eligible_bytes < plan.offloaded_bytes <= 0.5 * plan.saved.eligible_bytes
