@@ -21,12 +21,13 @@ from graphoffload.config import OffloadConfig, split_options
 from graphoffload.decide import Limits
 from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.fragments import Fragment
+from graphoffload.identity import graph_key
 from graphoffload.inner_compile import compile_as_planned
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
 from graphoffload.out_of_memory import with_note
 from graphoffload.overrun import watch_budget
-from graphoffload.partitioner import OffloadPartitioner, graph_key
+from graphoffload.partitioner import OffloadPartitioner
 from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.ahead import memory_ahead

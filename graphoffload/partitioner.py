@@ -6,18 +6,11 @@ It holds the configuration, the plan's key and the graph's name, and nothing els
 
 from __future__ import annotations
 
-import enum
-import functools
-import hashlib
 import secrets
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
@@ -29,12 +22,12 @@ from graphoffload.dump import write_dump
 from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.fragments import Fragment
 from graphoffload.hardware import resolve_hardware
+from graphoffload.identity import graph_key
 from graphoffload.joint import copy_graph
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
 from graphoffload.pipeline import Request, Rewritten, rewrite
 from graphoffload.plan.predicted import Predicted
-from graphoffload.policies import stable_text
 from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import predictions, registry
 from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
@@ -175,53 +168,3 @@ def _check_inductor_settings(config: OffloadConfig) -> None:
             'options, or use backend="graphoffload", which does.',
             stacklevel=5,
         )
-
-
-def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
-    """Identity of a graph with its module names, annotations and tags, the configuration, torch, and our own source."""
-    digest = hashlib.sha256()
-    modules = [
-        module for _, module in gm.named_modules() if isinstance(module, GraphModule)
-    ]  # checkpoint regions are submodules
-    for part in (compat.torch_version(), source_digest(), config.digest(), extra, *(str(module.graph) for module in modules)):
-        digest.update(part.encode())
-        digest.update(b"\0")
-    for node in (node for module in modules for node in module.graph.nodes):
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        value = node.meta.get("val", node.meta.get("example_value"))
-        layout = (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else None
-        facts = (
-            node.name,
-            [entry[0] for entry in stack.values()],
-            node.meta.get("custom"),
-            str(node.meta.get("recompute")),
-            layout,
-        )
-        digest.update(repr(facts).encode())
-    for module in modules:
-        digest.update(_context_text(module.meta.get("_checkpoint_context_fn")).encode())
-    return digest.hexdigest()[:24]
-
-
-def _context_text(context: Any) -> str:
-    """Selective checkpointing keeps its policy beside the graph: text that differs when the policy does."""
-    if isinstance(context, functools.partial):
-        return _context_text(context.func) + "".join(map(_context_text, (*context.args, *context.keywords.values())))
-    if isinstance(context, types.FunctionType):
-        cells = (cell.cell_contents for cell in context.__closure__ or ())
-        return stable_text(context) + "".join(map(_context_text, cells))
-    if context is None or isinstance(context, (str, int, float, enum.Enum, type, torch.dtype, torch._ops.OpOverload)):
-        return repr(context)
-    if isinstance(context, (tuple, list, set, frozenset)):
-        return "".join(sorted(map(_context_text, context)))
-    return secrets.token_hex(16)  # nobody can tell what it decides: never reuse a plan
-
-
-@lru_cache(maxsize=1)
-def source_digest() -> str:
-    """Digest of graphoffload's own source: a changed pass must never meet an old cache entry."""
-    digest = hashlib.sha256()
-    root = Path(__file__).resolve().parent
-    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
