@@ -117,6 +117,11 @@ def most_reads(device_type: str) -> int:
     return chosen
 
 
+def apart() -> dict[str, Any]:
+    """What gives a torch.compile a recompile limit of its own; nothing before torch 2.13."""
+    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+
+
 def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     """torch.compile for a look, that a later compile of the same code neither counts nor learns from.
 
@@ -125,13 +130,10 @@ def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., A
     """
     from torch._dynamo import eval_frame, pgo
 
-    apart: dict[str, Any] = {}
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        apart["isolate_recompiles"] = True
-    compiled, code = torch.compile(function, backend=backend, dynamic=None, **apart), getattr(function, "__code__", None)
+    compiled, code = torch.compile(function, backend=backend, dynamic=None, **apart()), getattr(function, "__code__", None)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        forgets = not apart and code is not None and not eval_frame._debug_get_cache_entry_list(code)
+        forgets = not apart() and code is not None and not eval_frame._debug_get_cache_entry_list(code)
         try:
             with patch.object(pgo, "_CODE_STATE", defaultdict(pgo.CodeState)):
                 return compiled(*args, **kwargs)

@@ -191,13 +191,13 @@ def _apply(config: OffloadConfig, target: Any) -> Any:
     raise ConfigError(f"offload() takes a function, an nn.Module class or an instance; got {got}.")
 
 
-def compile_in_place(module: nn.Module, backend: OffloadBackend) -> None:
+def compile_in_place(module: nn.Module, backend: OffloadBackend, **options: Any) -> None:
     """`module.compile(backend=backend)`, also for modules of torch.nn, whose forward Dynamo does not compile by itself."""
     if type(module).__module__.startswith("torch.nn.") and type(module).forward is not nn.Module.forward:
         # Dynamo skips frames inside torch.nn, so compiling Sequential.forward itself would compile nothing, silently.
-        module._compiled_call_impl = torch.compile(_caller(module), backend=backend)
+        module._compiled_call_impl = torch.compile(_caller(module), backend=backend, **options)
         return
-    module.compile(backend=backend)
+    module.compile(backend=backend, **options)
 
 
 def _caller(module: nn.Module) -> Callable[..., Any]:

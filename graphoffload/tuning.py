@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphoffload import compat
 from graphoffload.backend import OffloadBackend
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
@@ -91,6 +92,8 @@ def tune(
         GraphOffloadError: as compiling would.
     """
     chosen = chosen_config("tune()", config, fields)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"tune() takes an nn.Module; got {type(model).__name__}.")
     if steps < 1 or rounds < 0:
         raise ConfigError(f"tune(steps={steps}, rounds={rounds}): at least one step and no negative rounds.")
     if isinstance(chosen.policy, str) and chosen.policy != "auto":
@@ -147,7 +150,7 @@ class _Tuner:
         """Compile, warm up and measure."""
         recorder = _Recorder(config)
         self.model._compiled_call_impl = None
-        compile_in_place(self.model, recorder)
+        compile_in_place(self.model, recorder, **compat.apart())  # Dynamo gives up at eight compiles of one forward
         try:
             for _ in range(_WARM_UP):
                 self.step()

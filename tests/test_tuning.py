@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graphoffload
-from graphoffload import tuning
+from graphoffload import compat, tuning
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import BudgetError, ConfigError
 from graphoffload.hardware import PROFILES
@@ -177,3 +177,21 @@ def test_keep_all_that_does_not_fit_is_done_without(monkeypatch: pytest.MonkeyPa
 def test_refuses_what_leaves_nothing_to_do(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         graphoffload.tune(Net(), lambda: None, **given)
+
+
+@pytest.mark.skipif(not compat.apart(), reason="before torch 2.13 compiles of one forward count together")
+def test_tuning_often_leaves_dynamo_room_to_compile() -> None:
+    """Dynamo gives up at eight compiles of one forward: steps would be measured in eager, and training would run so."""
+    torch._dynamo.reset()
+    net, x = Net(), torch.randn(32, 64)
+
+    def step() -> None:
+        net(x).square().sum().backward()
+
+    options: dict[str, Any] = {"inner": "aot_eager", "min_tensor_bytes": 0, "hardware": PROFILES["h200-sxm"]}
+    for _ in range(5):
+        assert graphoffload.tune(net, step, max_slowdown=5.0, steps=1, rounds=0, **options).plans
+    graphoffload.offload(net, policy="offload", **options)
+    before = graphoffload.stats()["offloads"]
+    step()
+    assert graphoffload.stats()["offloads"] > before
