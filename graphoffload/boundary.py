@@ -70,6 +70,10 @@ def mark_boundaries(model: ModuleT, boundaries: Mapping[str, str | Sequence[str]
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"mark_boundaries got a {type(model).__name__}; give an nn.Module.")
+    if not isinstance(boundaries, Mapping) or not all(isinstance(part, (str, list, tuple)) for part in boundaries.values()):
+        raise ConfigError(
+            f'mark_boundaries got {boundaries!r}; give a name and a pattern or several, such as {{"core_attn": "*.self_attn"}}.'
+        )
     paths = {clean_path(path): module for path, module in model.named_modules() if path}
     chosen: list[tuple[nn.Module, str]] = []
     for name, patterns in boundaries.items():

@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from graphoffload.errors import ConfigError
@@ -258,12 +259,13 @@ def _max_inflight_bytes(name: str, value: Any) -> int | str | None:
 def _fraction(name: str, value: Any, most: float) -> float:
     if isinstance(value, str):
         value = _number(name, value.strip())
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give a fraction such as 0.02 for 2 %.")
-    if not 0.0 <= value <= most or math.isinf(value):
+    fraction = float(value)
+    if not 0.0 <= fraction <= most or math.isinf(fraction):
         bounds = f"between 0 and {most:g}" if math.isfinite(most) else "of at least 0, and finite"
         raise ConfigError(f"{name}={value!r} is out of range; give a fraction {bounds}, such as 0.02 for 2 %.")
-    return float(value)
+    return fraction
 
 
 def _max_slowdown(name: str, value: Any) -> float | None:

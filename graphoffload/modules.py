@@ -107,7 +107,7 @@ class Resolution:
                 return selection
         raise KeyError(pattern)
 
-    def error(self, where: str = "a pattern") -> PatternError | None:
+    def error(self, where: str = "policy or offload_modules") -> PatternError | None:
         """The error for the first unmatched pattern, None without one. For a fragment its text makes the warning."""
         return no_match(self.unmatched[0], self.paths, where=where, boundaries=self.boundaries) if self.unmatched else None
 
@@ -187,7 +187,7 @@ def no_match(pattern: str, paths: Iterable[str], *, where: str, boundaries: Iter
     """The error for a pattern that matches nothing: near misses, some of what exists, and what to write instead."""
     paths = tuple(paths)
     known = tuple(dict.fromkeys((*boundaries, *paths)))
-    near = near_misses(pattern, known)
+    near = tuple(name for name in near_misses(pattern, known) if name != pattern)
     lines = [f"{where}: the pattern {pattern!r} matches no module, boundary or operation of this graph."]
     if pattern in MEGATRON_NAMES:
         lines.append(f"It stands for {MEGATRON_NAMES[pattern]}, and the model has none that is known by name.")

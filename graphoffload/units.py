@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Real
 
 from graphoffload.errors import ConfigError
 
@@ -21,11 +22,15 @@ def parse_size(value: int | float | str, *, field: str, whole_bytes: int | None 
         ConfigError: `value` does not parse, is negative, or is a percentage of something unknown. `field` names it.
     """
     forms = 'an int of bytes, "40GiB", "40GB" (decimal) or "80%" (of the device)'
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    if isinstance(value, bool) or not isinstance(value, (Real, str)):
         raise ConfigError(f"{field}={value!r} is a {type(value).__name__}; a size is {forms}.")
-    if isinstance(value, (int, float)):
+    if not isinstance(value, str):
         if value < 0 or value != value or value == float("inf"):
             raise ConfigError(f"{field}={value!r} is no size; a size is {forms}.")
+        if 0 < value < 1:
+            raise ConfigError(
+                f'{field}={value!r} is less than a byte; write a share as "{100 * float(value):g}%"; a size is {forms}.'
+            )
         return int(value)
     match = _SIZE.fullmatch(value)
     if match is None:

@@ -187,3 +187,10 @@ def test_a_torch_without_annotate(monkeypatch: pytest.MonkeyPatch) -> None:
         GraphOffloadError, match=r"torch .* has no torch.fx.traceback.annotate.*Install torch>=2.11.*offload_modules"
     ):
         mark_boundary(Attn())
+
+
+@pytest.mark.parametrize("boundaries", [["core_attn"], {"core_attn": 3}, "core_attn"])
+def test_boundaries_are_names_with_patterns(boundaries: Any) -> None:
+    """Anything else says how they are written."""
+    with pytest.raises(ConfigError, match="self_attn"):
+        mark_boundaries(nn.Sequential(nn.Linear(2, 2)), boundaries)

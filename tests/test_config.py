@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +71,9 @@ def test_the_fields_are_those_of_the_contract() -> None:
         ("device_budget", "40 GiB", 40 * 2**30),
         ("device_budget", " 80 % ", "80%"),
         ("device_budget", 1, 1),
+        ("device_budget", np.int64(7), 7),
+        ("max_slowdown", np.float32(0.5), 0.5),
+        ("offload_fraction", np.int64(1), 1.0),
         ("reserve", 0, 0),
         ("host_budget", "50%", "50%"),
         ("max_slowdown", 0, 0.0),

@@ -90,6 +90,7 @@ def test_format_bytes(nbytes: int | None, text: str) -> None:
         (True, "bool"),
         (None, "NoneType"),
         (3j, "complex"),
+        (0.8, '"80%"'),
         ("101%", "more than 100 %"),
         ("50%", "unknown here; give bytes"),
     ],
