@@ -89,6 +89,7 @@ def tune(
 
     Raises:
         BudgetError: no plan that was tried keeps the budget in the measurement.
+        ConfigError: a field is wrong, or step() compiles nothing of the model that could be planned.
         GraphOffloadError: as compiling would.
     """
     chosen = chosen_config("tune()", config, fields)
@@ -152,13 +153,21 @@ class _Tuner:
         self.model._compiled_call_impl = None
         compile_in_place(self.model, recorder, **compat.apart())  # Dynamo gives up at eight compiles of one forward
         try:
-            for _ in range(_WARM_UP):
-                self.step()
+            # Each trial is one more compile of the same code: at its limit torch would run the model in eager.
+            with torch._dynamo.config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30):
+                for _ in range(_WARM_UP):
+                    self.step()
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, GraphOffloadError):
                 raise error.inner_exception from None
             raise
         plans = recorder.plans()
+        if not plans:
+            raise ConfigError(
+                "tune(): no graph of the model that needs a gradient was compiled, so nothing was planned. step() has to run "
+                "forward and backward of this model, with parameters that require gradients, and torch has to compile it "
+                "(TORCH_LOGS=graph_breaks,recompiles)."
+            )
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)

@@ -91,6 +91,27 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     assert net._compiled_call_impl is before
 
 
+def test_many_compiles_of_the_same_code_before() -> None:
+    """torch would run the ninth in eager, and that would be measured."""
+    x = torch.randn(32, 64)
+    torch._dynamo.reset()
+    for number in range(torch._dynamo.config.recompile_limit):
+        other = Net()
+        other.compile(backend=graphoffload.OffloadBackend(inner="aot_eager", policy="keep", min_tensor_bytes=number))
+        other(x).sum().backward()
+    net = Net()
+    report = graphoffload.tune(net, lambda: net(x).sum().backward(), max_slowdown=1.0, inner="aot_eager", steps=1, rounds=0)
+    assert len(report.plans) == 1
+
+
+def test_a_step_that_compiles_nothing_is_an_error() -> None:
+    """Such as one of another model; nothing is measured for a plan that is not there."""
+    net, other = Net(), Net()
+    with pytest.raises(ConfigError, match="nothing was planned"):
+        graphoffload.tune(net, lambda: other(torch.randn(32, 64)).sum().backward(), max_slowdown=1.0, inner="aot_eager")
+    assert net._compiled_call_impl is None
+
+
 def test_a_correction_that_cannot_be_planned_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget that the measurement asks for is below the least feasible one: the plan that ran stays."""
     net, x = Net(), torch.randn(32, 64)
