@@ -243,3 +243,13 @@ def _warn_of_fallbacks() -> None:
             "with every activation kept. Set it to False to see errors.",
             stacklevel=4,
         )
+    compiling = torch._guards.CompileContext.current_compile_id()
+    limit = torch._dynamo.config.recompile_limit
+    if compiling is not None and (compiling.frame_compile_id or 0) + 1 == limit > 1:
+        warn(
+            FallbackWarning,
+            f"this is compile {limit} of the same code, and torch._dynamo.config.recompile_limit is {limit}: should it be "
+            "compiled once more, torch runs it in eager, with every activation kept. TORCH_LOGS=recompiles says what makes "
+            "torch compile again; raise the limit if there is a reason for it.",
+            stacklevel=4,
+        )

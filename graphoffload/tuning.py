@@ -31,6 +31,7 @@ from graphoffload.runtime import registry
 from graphoffload.saved import Plan
 from graphoffload.units import format_bytes
 
+_NO_LIMIT = 1_000_000
 _WARM_UP = 3
 _NEAR = 0.01  # a peak this near below its budget is not worth another plan
 _NOISE = 0.005
@@ -154,7 +155,7 @@ class _Tuner:
         compile_in_place(self.model, recorder, **compat.apart())  # Dynamo gives up at eight compiles of one forward
         try:
             # Each trial is one more compile of the same code: at its limit torch would run the model in eager.
-            with torch._dynamo.config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30):
+            with torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
                 for _ in range(_WARM_UP):
                     self.step()
         except torch._dynamo.exc.BackendCompilerFailed as error:

@@ -270,3 +270,22 @@ def test_suppressed_errors_are_named() -> None:
 
     with dynamo_config.patch(suppress_errors=True), pytest.warns(errors.FallbackWarning, match="suppress_errors"):
         run_case(CASE, backend(), "cpu")
+
+
+def test_the_last_compile_before_torch_gives_up_says_so() -> None:
+    """The one after it would run in eager, and nothing of ours would be called."""
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def train(number: int) -> list[str]:
+        model = Doubles()
+        model.compile(backend=graphoffload.OffloadBackend(inner="aot_eager", policy="keep", min_tensor_bytes=number))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(x).sum().backward()
+        return [str(item.message) for item in caught if issubclass(item.category, errors.FallbackWarning)]
+
+    with torch._dynamo.config.patch(recompile_limit=3):
+        said = [train(number) for number in range(3)]
+    assert said[:2] == [[], []]
+    assert len(said[2]) == 1
+    assert "this is compile 3 of the same code" in said[2][0]
