@@ -41,9 +41,10 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
         config: an OffloadConfig or options as for torch.compile; or its fields as keywords.
 
     Raises:
+        ConfigError: `config` is something else, such as the model's input, which belongs into the second call.
         GraphOffloadError: as compiling would.
     """
-    chosen = chosen_config("explain()", config, fields)
+    chosen = chosen_config('explain(model, config)(*inputs), as in explain(model, device_budget="40GiB")(x)', config, fields)
     if not callable(model):
         raise ConfigError(f"explain() takes a module or a function; got {type(model).__name__}.")
 
@@ -70,19 +71,21 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
     return run
 
 
-def chosen_config(door: str, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
-    """The configuration out of one, options, or fields.
+def chosen_config(call: str, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
+    """The configuration out of one, options, or fields; `call` is how the function is called, for the error.
 
     Raises:
         ConfigError: a configuration and fields beside it, or something else.
     """
     if isinstance(config, OffloadConfig):
         if fields:
-            raise ConfigError(f"{door} takes a config or fields, not both; got a config and {sorted(fields)}.")
+            door = call.partition("(")[0]
+            raise ConfigError(f"{door}() takes a config or fields, not both; got a config and {sorted(fields)}.")
         return config
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(
-            f"{door} got config={config!r}, a {type(config).__name__}; give an OffloadConfig or a dict of options."
+            f"config is a {type(config).__name__}; give an OffloadConfig or a dict of options, or leave it out. "
+            f"The call is {call}."
         )
     return OffloadConfig.from_options({**(config or {}), **fields})
 

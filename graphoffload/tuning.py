@@ -35,6 +35,7 @@ _NO_LIMIT = 1_000_000
 _WARM_UP = 3
 _NEAR = 0.01  # a peak this near below its budget is not worth another plan
 _NOISE = 0.005
+_CALL = 'tune(model, lambda: model(x).sum().backward(), device_budget="40GiB")'
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,15 @@ def tune(
 
     Raises:
         BudgetError: no plan that was tried keeps the budget in the measurement.
-        ConfigError: a field is wrong, or step() compiles nothing of the model that could be planned.
+        ConfigError: a field is wrong, `step` cannot be called, or compiles nothing of the model that could be planned.
         GraphOffloadError: as compiling would.
     """
-    chosen = chosen_config("tune()", config, fields)
+    if not callable(step):
+        raise ConfigError(
+            f"tune(model, step): step is a {type(step).__name__}, which cannot be called; it is a function without arguments "
+            f"that runs one training step. The call is {_CALL}."
+        )
+    chosen = chosen_config(_CALL, config, fields)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"tune() takes an nn.Module; got {type(model).__name__}.")
     if steps < 1 or rounds < 0:

@@ -172,6 +172,21 @@ def test_with_options_knows_its_fields() -> None:
         OffloadConfig().with_options(verfiy="off")
 
 
+def test_the_second_call_of_explain_forgotten() -> None:
+    """What was given instead of a configuration, and the right call; not what a tensor says of its truth."""
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    with pytest.raises(ConfigError, match=r"config is a Tensor.*The call is explain\(model, config\)\(\*inputs\)"):
+        graphoffload.explain(model, x)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"config is a list.*The call is tune\(model, lambda:"):
+        graphoffload.tune(model, lambda: None, [x])  # type: ignore[arg-type]
+
+
+def test_tune_wants_a_step_not_an_input() -> None:
+    """Before anything is compiled."""
+    with pytest.raises(ConfigError, match=r"step is a Tensor, which cannot be called.*The call is tune\(model, lambda:"):
+        graphoffload.tune(torch.nn.Linear(4, 4), torch.randn(2, 4))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "parts"),
     [
@@ -249,7 +264,7 @@ def test_a_handle_that_stands_for_nothing(plan: Plan) -> None:
     handle = offloaded(x, plan)
     with pytest.raises(RuntimeStateError) as info:
         OPS.reload(handle.clone(), plan.key, 0, x.shape, x.stride(), x.dtype)
-    says(info.value, "The host copy of a of layer0 is gone", "plan errors", "saved-tensors hook", "8 forwards")
+    says(info.value, "The host copy of a of layer0 is gone", "plan errors", "saved-tensors hook", "8 steps or 256 calls")
 
 
 def test_a_wait_without_its_reload(plan: Plan) -> None:
