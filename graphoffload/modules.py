@@ -203,15 +203,21 @@ def no_match(pattern: str, paths: Iterable[str], *, where: str, boundaries: Iter
 
 
 def near_misses(pattern: str, known: Iterable[str], count: int = 3) -> tuple[str, ...]:
-    """Up to `count` known paths, boundary names and Megatron names that the pattern may have meant, as one would write them."""
+    """Up to `count` names that the pattern may have meant, as one would write them: known paths and boundary names, and what
+    Megatron calls things only where none of those is near.
+    """
     last = pattern.removeprefix(_OP_PREFIX).strip("*.").rsplit(".", maxsplit=1)[-1]
+    return (_near(last, known) or _near(last, MEGATRON_NAMES))[:count]
+
+
+def _near(last: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Names whose last part is near to `last`, the nearest first."""
     by_last: dict[str, str] = {}
-    for name in (*known, *MEGATRON_NAMES):
+    for name in known:
         end = name.rsplit(".", maxsplit=1)[-1]
-        by_last.setdefault(end, f"*.{end}" if "." in name else name)
-    close = difflib.get_close_matches(last, [end for end in by_last if not end.isdigit()], n=count, cutoff=0.5)
+        if end and not end.isdigit():
+            by_last.setdefault(end, f"*.{end}" if "." in name else name)
+    close = difflib.get_close_matches(last, by_last, n=len(by_last) or 1, cutoff=0.5)
     # "kk" and "k" are close to a person, not to a ratio over longer names.
-    close += [
-        end for end in by_last if end and last and end not in close and not end.isdigit() and (end in last or last in end)
-    ]
-    return tuple(by_last[end] for end in close[:count])
+    close += [end for end in by_last if last and end not in close and (end in last or last in end)]
+    return tuple(by_last[end] for end in close)

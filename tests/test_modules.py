@@ -176,6 +176,15 @@ def test_a_pattern_that_matches_nothing_names_near_misses() -> None:
     assert missing.startswith("policy or offload_modules:")
 
 
+def test_near_is_what_the_model_has() -> None:
+    """Names that Megatron users know come only where no module of the model is near."""
+    error = str(resolve(["*nrm*"], ["blocks.0.norm", "blocks.0.up", "blocks.0.act_fn"]).error())
+    assert "Near: '*.norm'." in error
+    assert not any(name in error for name in MEGATRON_NAMES), error
+    assert near_misses("core_atn", ["blocks.0.norm"])[0] == "core_attn"
+    assert near_misses("*.moe_acts", ["blocks.0.norm"])[0] == "moe_act"
+
+
 @given(st.lists(PATH, min_size=1, max_size=8), st.text("abcdef.*", min_size=1, max_size=8))
 def test_near_misses_are_known_names(paths: list[str], pattern: str) -> None:
     """Whatever is suggested matches something, or is a name."""
