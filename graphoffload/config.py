@@ -8,6 +8,7 @@ docs/config.md describes every field with an example and the error for bad input
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from graphoffload.errors import ConfigError
+from graphoffload.errors import ConfigError, LargeSlowdownWarning, warn
 from graphoffload.policies import StoredPolicy, normalize_policy, stable_text
 from graphoffload.units import parse_size
 
@@ -82,6 +83,8 @@ class OffloadConfig:
                 "memory at a given time, the second for the least time at a given memory. Give one of the two; "
                 'device_budget="auto" goes with either.'
             )
+        if self.max_slowdown is not None and self.max_slowdown > 1.0:
+            warn(LargeSlowdownWarning, _large_slowdown(self.max_slowdown), stacklevel=4)
 
     @classmethod
     def from_options(
@@ -113,6 +116,12 @@ class OffloadConfig:
         if unknown:
             raise ConfigError(_unknown_key(unknown[0], "option"))
         return dataclasses.replace(self, **changes)
+
+    def with_slowdown(self, fraction: float) -> OffloadConfig:
+        """A copy with a max_slowdown that was computed: nobody is asked whether it was meant."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "max_slowdown", fraction)
+        return changed
 
     def digest(self) -> str:
         """Hex digest over all fields, equal in every process: for cache keys. A policy function counts by name and source."""
@@ -270,6 +279,14 @@ def _fraction(name: str, value: Any, most: float) -> float:
 
 def _max_slowdown(name: str, value: Any) -> float | None:
     return None if value is None else _fraction(name, value, math.inf)
+
+
+def _large_slowdown(given: float) -> str:
+    """What a max_slowdown above 1 means, and what may have been meant."""
+    return (
+        f"max_slowdown={given:g} is a fraction: it lets a step take {1.0 + given:g} times as long ({given:+.0%}), for the "
+        f'memory that this saves. If {given:g} % was meant, give max_slowdown={given / 100:g}, or "{given:g}%".'
+    )
 
 
 def _offload_fraction(name: str, value: Any) -> float:

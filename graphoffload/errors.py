@@ -62,6 +62,10 @@ class UntestedTorchWarning(GraphOffloadWarning):
     """torch is newer (or older) than the versions graphoffload was tested with."""
 
 
+class LargeSlowdownWarning(GraphOffloadWarning):
+    """max_slowdown allows steps of more than twice the time: percent, perhaps, where a fraction is meant."""
+
+
 class PatternWarning(GraphOffloadWarning):
     """A pattern matched nothing in a fragment of the model (graph breaks, per-block compile)."""
 

@@ -83,8 +83,9 @@ def chosen_config(call: str, config: object, fields: Mapping[str, Any]) -> Offlo
             raise ConfigError(f"{door}() takes a config or fields, not both; got a config and {sorted(fields)}.")
         return config
     if config is not None and not isinstance(config, Mapping):
+        shown = f"={config!r}" if isinstance(config, (str, int, float)) else ""
         raise ConfigError(
-            f"config is a {type(config).__name__}; give an OffloadConfig or a dict of options, or leave it out. "
+            f"config{shown} is a {type(config).__name__}; give an OffloadConfig or a dict of options, or leave it out. "
             f"The call is {call}."
         )
     return OffloadConfig.from_options({**(config or {}), **fields})

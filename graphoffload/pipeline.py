@@ -182,7 +182,7 @@ def _best_draft(work: _Work) -> _Draft:
             break
         if config.max_slowdown is not None:
             over = draft.excess / draft.decided.keep_timeline.time_s
-            config = replace(config, max_slowdown=max(0.0, config.max_slowdown - 1.1 * over))
+            config = config.with_slowdown(max(0.0, config.max_slowdown - 1.1 * over))
         elif limits.device_budget_bytes is not None:
             limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - int(draft.excess) - 1)
     assert best is not None

@@ -21,6 +21,7 @@ from graphoffload.errors import (
     ChecksumError,
     ConfigError,
     HostMemoryError,
+    LargeSlowdownWarning,
     NoStreamsWarning,
     PageableMemoryWarning,
     PlanError,
@@ -170,6 +171,20 @@ def test_with_options_knows_its_fields() -> None:
     """A mistyped field is no silent extra."""
     with pytest.raises(ConfigError, match=r"'verfiy' is no option.*Did you mean 'verify'"):
         OffloadConfig().with_options(verfiy="off")
+
+
+def test_a_slowdown_in_percent_is_asked_about() -> None:
+    """2 is 200 %: allowed, and said, with the line that asked for it; up to twice the time nothing is said."""
+    with pytest.warns(
+        LargeSlowdownWarning, match=r"=2 is a fraction: .* 3 times as long \(\+200%\).*=0\.02, or \"2%\""
+    ) as caught:
+        assert OffloadConfig(max_slowdown=2).max_slowdown == 2.0
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LargeSlowdownWarning)
+        for given in (None, 0.02, 1.0, "50%"):
+            OffloadConfig(max_slowdown=given)  # type: ignore[arg-type]
+        assert given is None or OffloadConfig(max_slowdown=0.5).with_slowdown(1.5).max_slowdown == 1.5  # a planner's own number
 
 
 def test_the_second_call_of_explain_forgotten() -> None:
