@@ -8,7 +8,7 @@ a budget, or "auto"       keep all where that fits; the planner where it does no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphoffload.config import OffloadConfig
@@ -16,6 +16,7 @@ from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.hint import saved_within
 from graphoffload.plan.judge import Goal, MeetBudget, WithinSlowdown
 from graphoffload.plan.program import Candidate, Program
+from graphoffload.plan.reasons import NO_CHOICE
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.plan.solvers import Solution, solve
 from graphoffload.saved import Action, SavedTable
@@ -24,6 +25,7 @@ from graphoffload.wishes import Wish
 
 UNMEASURABLE = 0.005
 """Share of a step below which its time does not repeat: what costs less is free."""
+_SAVED_ALL_THE_SAME = "torch's partitioner saves it, though it was to be recomputed"
 _CHEAP = 0.25  # recomputation that takes less than this share of the copy's time
 _HINT = 0.01  # the slowdown that a hint speaks of, where it saves at least this share of the peak:
 _WORTH = 0.02
@@ -152,6 +154,10 @@ def decide_again(
         compute_s = simulate(program, program.keep_actions(), hardware).time_s
         limit_s = (1.0 + config.max_slowdown) * first.keep_timeline.time_s
         goal = WithinSlowdown(max(0.0, limit_s / compute_s - 1.0))
+    wanted = tuple(
+        wish if wish.action or wish.why_not_recompute else replace(wish, why_not_recompute="recomputing it would not pay")
+        for wish in wanted
+    )
     solution, reasons = _solve(program, wanted, goal, config, limits, hardware)
     return replace(first, actions=solution.actions, reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
 
@@ -162,8 +168,54 @@ def _solve(
     """The planner's solution for what nobody decided, and the reason for each of its actions."""
     inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
     solution = solve(program, hardware, goal, host_budget_bytes=limits.host_budget_bytes, max_inflight_bytes=inflight)
-    reasons = (wish.reason if wish.action else reason for wish, reason in zip(wanted, solution.reasons, strict=True))
-    return solution, tuple(reasons)
+    return solution, tuple(map(_reason, wanted, solution.actions, solution.reasons))
+
+
+def _reason(wish: Wish, action: Action, planners: str) -> str:
+    """The planner's reason, where it was asked; where it had no choice, what took it."""
+    if wish.action == action:
+        return wish.reason
+    if wish.action:
+        return f"{wish.reason} asks to {wish.action}: {wish.why_not_recompute or 'impossible here'}"
+    if planners != NO_CHOICE:
+        return planners
+    return f"{wish.why_not_offload or 'cannot be offloaded'}; {wish.why_not_recompute or 'cannot be recomputed'}"
+
+
+def table_again(original: SavedTable, actions: Mapping[str, Action], table: SavedTable) -> SavedTable:
+    """What is saved once others are recomputed, with what is known of each tensor from before.
+
+    Args:
+        actions: decided for the tensors of `original`, by name. table: as partitioned again.
+    """
+    before = {tensor.name: tensor for tensor in original.tensors}
+    tensors = []
+    for tensor in table.tensors:
+        why = before[tensor.name].why_not_recompute if tensor.name in before else "saved because others are recomputed"
+        if actions.get(tensor.name) == "recompute":
+            why = _SAVED_ALL_THE_SAME
+        tensors.append(replace(tensor, recomputable=not why, why_not_recompute=why))
+    return SavedTable(tuple(tensors))
+
+
+def actions_again(
+    actions: Mapping[str, Action], reasons: Mapping[str, str], table: SavedTable
+) -> tuple[dict[str, Action], dict[str, str]]:
+    """Actions for `table` (of table_again), and reasons for all tensors, once those decided to be are recomputed.
+
+    What is saved after all is kept. What is not saved any more, though nobody chose that, is computed again from the others.
+    """
+    last: dict[str, Action] = {}
+    words = dict(reasons)
+    for tensor in table.tensors:
+        action = last[tensor.name] = actions.get(tensor.name, "keep")
+        why = tensor.why_not_recompute if action == "recompute" else "" if tensor.eligible else tensor.why_not
+        if action == "recompute" or (action == "offload" and why):
+            last[tensor.name], words[tensor.name] = "keep", why
+    for name in actions:
+        if name not in last and actions[name] != "recompute":
+            words[name] = "torch's partitioner computes it again, with others"
+    return last, words
 
 
 def _hint(program: Program, hardware: HardwareProfile, limits: Limits) -> str:
@@ -250,13 +302,13 @@ def _offload_the_rest(program: Program, wanted: Sequence[Wish], hardware: Hardwa
     reasons: dict[Action, str] = {
         "offload": "the budget is shared by several graphs: goes, or stays where it fits",
         "recompute": "the budget is shared by several graphs, which together would copy more than the link carries",
-        "keep": "cannot be offloaded; alone it fits",
     }
     result = []
     for number, wish in enumerate(wanted):
         if wish.action is None:
             action: Action = "recompute" if number in again else "offload" if wish.may_offload else "keep"
-            wish = replace(wish, action=action, reason=reasons[action])
+            why_kept = f"{wish.why_not_offload or 'cannot be offloaded'}; alone it fits"
+            wish = replace(wish, action=action, reason=reasons.get(action, why_kept))
         result.append(wish)
     return result
 

@@ -26,7 +26,7 @@ from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.config import OffloadConfig
-from graphoffload.decide import Decided, Limits, decide_actions, decide_again, with_noise
+from graphoffload.decide import Decided, Limits, actions_again, decide_actions, decide_again, table_again, with_noise
 from graphoffload.errors import BudgetError, NotOffloadedWarning, warn
 from graphoffload.folders import cache_dir
 from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
@@ -206,11 +206,10 @@ def _draft(work: _Work, instance: Instance, limits: Limits, config: OffloadConfi
     names = [tensor.name for tensor in original.tensors]
     actions, reasons = dict(zip(names, decided.actions, strict=True)), dict(zip(names, decided.reasons, strict=True))
     if "recompute" in decided.actions:
-        actions = _partition_again(work, actions)
+        actions, reasons = _partition_again(work, actions, reasons)
         instance = _instance(work)
         if decided.planned:
             wanted = wishes_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
-            wanted = tuple(replace(wish, action="keep") if wish.action == "recompute" else wish for wish in wanted)
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
                 decided = decide_again(decided, instance.program, wanted, request.config, request.limits, work.hardware)
                 names = [tensor.name for tensor in work.table.tensors]
@@ -354,8 +353,10 @@ def _instance(work: _Work) -> Instance:
     )
 
 
-def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Action]:
-    """Partition once more with tags that make the chosen activations recomputed; returns the actions for the new table.
+def _partition_again(
+    work: _Work, actions: dict[str, Action], reasons: dict[str, str]
+) -> tuple[dict[str, Action], dict[str, str]]:
+    """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.
 
     An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so.
     """
@@ -373,18 +374,12 @@ def _partition_again(work: _Work, actions: dict[str, Action]) -> dict[str, Actio
     failed = [tensor for tensor in table.tensors if actions.get(tensor.name) == "recompute"]
     for tensor in failed:
         work.notes.append(f"{tensor.name} ({tensor.module}) could not be recomputed and is kept: torch's partitioner saves it")
-    work.table = table
+    work.table = table_again(work.table, actions, table)
     work.chains = {}
-    return {
-        tensor.name: action if (action := actions.get(tensor.name, "keep")) != "recompute" else "keep"
-        for tensor in table.tensors
-    }
+    return actions_again(actions, reasons, work.table)
 
 
 def _schedule(work: _Work, instance: Instance, actions: dict[str, Action], decided: Decided) -> Timeline:
-    for tensor in work.table.tensors:
-        if actions[tensor.name] == "offload" and not tensor.eligible:
-            actions[tensor.name] = "keep"
     chosen, window = [actions[tensor.name] for tensor in work.table.tensors], decided.max_inflight_bytes
 
     def simulated(reload_by: Mapping[int, int]) -> Timeline:

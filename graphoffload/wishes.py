@@ -71,6 +71,7 @@ class Wish:
         reason: for the plan's table; a keep always has one.
         allowed: actions that are possible and permitted; "keep" is last resort and always among them.
         warning: text for a NotOffloadedWarning when a binding tag cannot be obeyed, else "".
+        why_not_offload, why_not_recompute: why that is not among `allowed`; "" where it is.
     """
 
     name: str
@@ -79,6 +80,8 @@ class Wish:
     reason: str
     allowed: tuple[Action, ...] = ("keep", "recompute", "offload")
     warning: str = ""
+    why_not_offload: str = ""
+    why_not_recompute: str = ""
 
     @property
     def may_offload(self) -> bool:
@@ -135,7 +138,7 @@ def wishes_for(
     asked = {tensor.name: _asked(tensor, config, resolution) for tensor in table.tensors}
     barred = {tensor.name: _barred(tensor, config, resolution) for tensor in table.tensors}
     _spend_fraction(table, config, asked, barred)
-    return tuple(_wish(tensor, asked[tensor.name], barred[tensor.name]) for tensor in table.tensors)
+    return tuple(_told(_wish(tensor, asked[tensor.name], barred[tensor.name]), tensor, barred) for tensor in table.tensors)
 
 
 def check_tags(tensors: Iterable[SavedTensor], config: Settings, resolution: Resolution) -> None:
@@ -256,6 +259,17 @@ def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
         behind -= nbytes
         keys[tensor.name] = (behind < nbytes, (largest // max(nbytes, 1)).bit_length())
     return sorted(ordered, key=lambda tensor: keys[tensor.name])
+
+
+def _told(wish: Wish, tensor: SavedTensor, barred: Mapping[str, Mapping[Action, str]]) -> Wish:
+    """The wish with the reasons for what it does not allow: a limit, the tensor itself, or its tag."""
+    why = barred[tensor.name]
+    tag = f"tag {_TAG_NAMES[tensor.tag]}" if tensor.tag else ""
+    return replace(
+        wish,
+        why_not_offload="" if wish.may_offload else why.get("offload", tag),
+        why_not_recompute="" if wish.may_recompute else why.get("recompute", tag),
+    )
 
 
 def _wish(tensor: SavedTensor, asked: _Asked, barred: Mapping[Action, str]) -> Wish:

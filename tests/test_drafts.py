@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch import nn
 
 import graphoffload
 from graphoffload import pipeline
-from graphoffload.decide import Limits
+from graphoffload.decide import Limits, actions_again, table_again
 from graphoffload.errors import BudgetError
 from graphoffload.hardware import PROFILES
+from graphoffload.saved import Action, Decision, SavedTable, SavedTensor
 
 
 class Net(nn.Module):
@@ -127,3 +129,86 @@ def test_what_the_model_returns_stays_unless_only_without_it_a_budget_can_be_met
     assert least <= tight.predicted_peak_bytes <= least + 4 * x.nbytes
     with pytest.raises(BudgetError):
         report(device_budget=least - returned)
+
+
+class Normed(nn.Module):
+    """Norms in bfloat16, whose statistics are saved beside what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, up in zip(self.norm, self.up, strict=True):
+            x = x + up(norm(x)).tanh()
+        return x
+
+
+@dataclass(frozen=True)
+class Again:
+    """Recompute one tensor; `others`: what becomes of the rest."""
+
+    name: str
+    others: Action | None
+
+    def __call__(self, tensor: SavedTensor) -> Action | None:
+        return "recompute" if tensor.name == self.name else self.others
+
+
+def decisions(**options: Any) -> tuple[SavedTable, dict[str, Decision]]:
+    """Of Normed."""
+    given: dict[str, Any] = {"hardware": PROFILES["h200-sxm"], "min_tensor_bytes": "4KiB", "host_budget": 0, **options}
+    (plan,) = graphoffload.explain(Normed().bfloat16(), **given)(torch.randn(256, 64, dtype=torch.bfloat16)).plans
+    return plan.saved, {decision.name: decision for decision in plan.decisions}
+
+
+@pytest.mark.parametrize(("others", "options"), [("keep", {}), (None, {"max_slowdown": 0.0})], ids=["wished", "planned"])
+def test_what_torch_recomputes_though_nobody_chose_it_says_so(others: Action | None, options: dict[str, Any]) -> None:
+    """A norm's statistics go with what it makes, whatever was decided for them: no reason for keeping stands beside that."""
+    table, _ = decisions(policy="keep")
+    made = next(t for t in table.tensors if t.module == "norm.0" and t.shape == (256, 64))
+    statistics = {t.name for t in table.tensors if t.module == "norm.0" and t.shape == (256, 1)}
+    _, found = decisions(policy=Again(made.name, others), **options)
+    assert found[made.name] == Decision(made.name, "recompute", "policy Again")
+    gone = [found[name] for name in statistics if found[name].action == "recompute"]
+    assert gone
+    assert {decision.reason for decision in gone} == {"torch's partitioner computes it again, with others"}
+
+
+def test_a_tensor_without_a_choice_says_what_took_it() -> None:
+    """Not that it can neither go nor come again: that it is too small to go, and that recomputing it was no gain."""
+    table, found = decisions(max_slowdown=0.2)
+    reasons = {name: decision.reason for name, decision in found.items() if decision.action == "keep"}
+    assert not [reason for reason in reasons.values() if "neither" in reason]
+    small = {reason for name, reason in reasons.items() if (table[name].nbytes or 0) < 4096}
+    assert "512 B is less than min_tensor_bytes=4.00 KiB; recomputing it would not pay" in small, small
+
+
+def saved(name: str, **facts: Any) -> SavedTensor:
+    """A tensor of 4 KiB."""
+    return SavedTensor(
+        name=name, views=(name,), nbytes=4096, dtype="float32", shape=(1024,), strides=(1,), op="aten.mm.default", **facts
+    )
+
+
+def test_reasons_follow_what_became_of_the_decision() -> None:
+    """Saved after all, no longer to be offloaded, gone, and new: each says so; what was decided keeps its reason."""
+    before = SavedTable((saved("a"), saved("b"), saved("c"), saved("d", recomputable=False, why_not_recompute="random")))
+    actions: dict[str, Action] = {"a": "recompute", "b": "recompute", "c": "keep", "d": "offload"}
+    reasons = {"a": "1 ms again", "b": "2 ms again", "c": "fits", "d": "copies"}
+    after = (saved("a"), saved("d", eligible=False, why_not="shares memory"), saved("e"))
+    table = table_again(before, actions, SavedTable(after))
+    assert [(t.recomputable, t.why_not_recompute) for t in table.tensors] == [
+        (False, "torch's partitioner saves it, though it was to be recomputed"),
+        (False, "random"),
+        (False, "saved because others are recomputed"),
+    ]
+    last, words = actions_again(actions, reasons, table)
+    assert last == {"a": "keep", "d": "keep", "e": "keep"}
+    assert words == {
+        "a": "torch's partitioner saves it, though it was to be recomputed",
+        "b": "2 ms again",
+        "c": "torch's partitioner computes it again, with others",
+        "d": "shares memory",
+    }

@@ -83,7 +83,10 @@ def test_what_cannot_be_is_kept_with_its_reason(action: Action, facts: dict[str,
 def test_nothing_but_keep_is_possible() -> None:
     """Under "auto" the planner need not ask; both reasons are told."""
     wish = one(tensor("x", eligible=False, why_not="an output", recomputable=False, why_not_recompute="random"))
-    assert wish == Wish("x", "keep", True, "random; an output", ("keep",))
+    assert wish == Wish("x", "keep", True, "random; an output", ("keep",), "", "an output", "random")
+    tagged = one(tensor("x", nbytes=64, tag="must_save"), min_tensor_bytes=128)
+    assert tagged.why_not_offload == "64 B is less than min_tensor_bytes=128 B"
+    assert tagged.why_not_recompute == "tag MUST_SAVE"
 
 
 def test_first_match_wins_and_the_rest_is_planned() -> None:

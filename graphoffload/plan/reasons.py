@@ -8,6 +8,9 @@ from graphoffload.plan.arrays import Arrays
 from graphoffload.plan.simulator import Evaluation
 from graphoffload.saved import Action
 
+NO_CHOICE = "can neither be offloaded nor recomputed"
+"""Of a candidate that can only be kept; why so is known to who made the instance."""
+
 
 def reasons_for(arrays: Arrays, actions: Sequence[Action], result: Evaluation, *, fits: bool) -> tuple[str, ...]:
     """One reason a candidate."""
@@ -31,7 +34,7 @@ def _reason(arrays: Arrays, index: int, action: Action, result: Evaluation, wait
     if fits:
         return "fits"
     if len(candidate.actions) == 1:
-        return "can neither be offloaded nor recomputed"
+        return NO_CHOICE
     begin, end = candidate.last_forward_use + 1, arrays.forward_steps + result.first[index]
     if not begin <= result.peak_step < end:
         return "moving it does not lower the peak"
