@@ -113,7 +113,10 @@ def partition_fn(gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any)
 def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, limits: Limits) -> None:
     hardware = resolve_hardware(config.hardware, rewritten.plan.device)
     device_bytes = None if hardware.source == "cpu" else hardware.memory_bytes
-    plan = replace(rewritten.plan, summary=summary_line(rewritten.plan, device_bytes=device_bytes, hint=rewritten.hint))
+    budget_bytes = None if config.device_budget == "auto" else limits.device_budget_bytes
+    summary = summary_line(rewritten.plan, device_bytes=device_bytes, budget_bytes=budget_bytes, hint=rewritten.hint)
+    named = "" if config.hardware == "measure" or hardware.source == "cpu" else hardware.name
+    plan = replace(rewritten.plan, summary=summary, hardware=named)
     predicted = _predicted(rewritten, limits, hardware.name, config.max_slowdown)
     registry.register(plan)
     predictions.remember(plan.key, predicted)

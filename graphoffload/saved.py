@@ -178,7 +178,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Decisions for one graph. `key` identifies graph, module names, annotations and configuration together."""
+    """Decisions for one graph. `key` identifies graph, module names, annotations and configuration together.
+
+    `device`: that of the tensors; `hardware`: name of the profile that was planned for, "" where it is this device's own.
+    """
 
     key: str
     graph: str
@@ -191,6 +194,7 @@ class Plan:
     device: str = "cpu"
     checksum: bool = False
     summary: str = ""
+    hardware: str = ""
 
     def action(self, name: str) -> Action:
         """Decision for a SavedTensor's name; "keep" when the plan does not mention it."""

@@ -1,4 +1,4 @@
-"""The plan table and the one line that always says what was done.
+"""The plan table and the one line that always says what a plan does.
 
     module            tensor    shape      dtype   n      size  decision   why               hides behind
     layers.0-7.mlp    mm_2-9    8x64x256   bf16    8  1.00 MiB  offload    fits the window   fwd to mm_4, bwd mm_20 to mm_22
@@ -121,26 +121,33 @@ def plan_table(plan: Plan, *, width: int = 128, color: bool = False) -> str:
     return table_of([plan], width=width, color=color)
 
 
-def summary_line(plan: Plan, *, device_bytes: int | None = None, hint: str = "") -> str:
-    """One line that says what was done, also where nothing was.
+def summary_line(plan: Plan, *, device_bytes: int | None = None, budget_bytes: int | None = None, hint: str = "") -> str:
+    """One line that says what the plan does, also where that is nothing.
 
     Args:
         plan: decisions for one graph; its own `summary` is not read.
         device_bytes: memory of the device, for "31.2 of 139.0 GiB"; None when unknown.
+        budget_bytes: the budget that was given, for "9.93 of 10.0 GiB budget"; None where none was.
         hint: what another option would do, such as "max_slowdown=0.01 would save 13 GiB".
     """
     predicted, amounts = plan.prediction, totals(folded_rows([plan]))
-    peak = _peak(predicted.predicted_peak_bytes, device_bytes)
-    words: dict[Action, str] = {"offload": "offloaded", "recompute": "recomputed"}
+    peak = _peak(predicted.predicted_peak_bytes, device_bytes if budget_bytes is None else budget_bytes)
+    device = ""
+    if budget_bytes is not None:
+        peak += " budget" * bool(peak)
+        device = f"device {format_bytes(device_bytes)}" if device_bytes is not None else ""
+    words: dict[Action, str] = {"offload": "offloads", "recompute": "recomputes"}
     done = [f"{word} {_amount(*amounts[action])}" for action, word in words.items() if amounts[action][0]]
     if not done:
         count, nbytes, _ = amounts["keep"]
-        line = f"{peak}: kept all" if peak else f"kept all {format_bytes(nbytes)} in {_tensors(count)}; no peak predicted"
+        line = f"{peak}{f' ({device})' * bool(device)}: keeps all"
+        if not peak:
+            line = f"keeps all {format_bytes(nbytes)} in {_tensors(count)}; no peak predicted"
         return f"{line}; {hint}" if hint else line
-    parts = [*done, f"kept {format_bytes(amounts['keep'][1])}"]
+    parts = [*done, f"keeps {format_bytes(amounts['keep'][1])}"]
     least = predicted.lower_bound_peak_bytes
-    against = f"keep-all {format_bytes(predicted.keep_peak_bytes)}" + (f", bound {format_bytes(least)}" if least else "")
-    costs = [f"{peak} ({against})" if peak else "no peak predicted"]
+    against = [f"keep-all {format_bytes(predicted.keep_peak_bytes)}", f"bound {format_bytes(least)}" if least else "", device]
+    costs = [f"{peak} ({', '.join(filter(None, against))})" if peak else "no peak predicted"]
     if predicted.keep_time_s and predicted.predicted_time_s:
         costs.append(f"slowdown {percent(predicted.predicted_slowdown)}{bound(predicted.lower_bound_slowdown)}")
     else:
@@ -164,7 +171,8 @@ def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False) ->
         force_jupyter=False, legacy_windows=False, markup=False, emoji=False, highlight=False,
     )  # fmt: skip
     with console.capture() as capture:
-        console.print(Text(f"{title} ({key}{first.device}): {_tensors(sum(row.count for row in rows))} saved for backward"))
+        device = first.device + (f", planned for {first.hardware}" if first.hardware else "")
+        console.print(Text(f"{title} ({key}{device}): {_tensors(sum(row.count for row in rows))} saved for backward"))
         if rows:
             console.print(_rich_table(rows, width))
         for line in (*lines, *summaries):
@@ -249,16 +257,16 @@ def _tensors(count: int) -> str:
     return f"{count} tensor" if count == 1 else f"{count} tensors"
 
 
-def _peak(peak_bytes: int, device_bytes: int | None) -> str:
+def _peak(peak_bytes: int, limit_bytes: int | None) -> str:
     """ "predicted peak 31.2 of 139.0 GiB", or "" without a prediction."""
     if not peak_bytes:
         return ""
     peak = format_bytes(peak_bytes)
-    if device_bytes is None:
+    if limit_bytes is None:
         return f"predicted peak {peak}"
-    device = format_bytes(device_bytes)
+    limit = format_bytes(limit_bytes)
     number, unit = peak.split()
-    return f"predicted peak {number if device.endswith(f' {unit}') else peak} of {device}"
+    return f"predicted peak {number if limit.endswith(f' {unit}') else peak} of {limit}"
 
 
 def percent(fraction: float) -> str:

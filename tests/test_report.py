@@ -279,32 +279,46 @@ def kept_plan(**prediction: object) -> Plan:
                 device_bytes=139 * GIB,
                 hint="max_slowdown=0.01 would save 13 GiB",
             ),
-            "predicted peak 31.2 of 139.0 GiB: kept all; max_slowdown=0.01 would save 13 GiB",
+            "predicted peak 31.2 of 139.0 GiB: keeps all; max_slowdown=0.01 would save 13 GiB",
         ),
         (
             summary_line(kept_plan(predicted_peak_bytes=31 * MIB), device_bytes=139 * GIB),
-            "predicted peak 31.0 MiB of 139.0 GiB: kept all",
+            "predicted peak 31.0 MiB of 139.0 GiB: keeps all",
         ),
-        (summary_line(kept_plan()), "kept all 364.0 MiB in 8 tensors; no peak predicted"),
-        (summary_line(empty_plan()), "kept all 0 B in 0 tensors; no peak predicted"),
+        (summary_line(kept_plan()), "keeps all 364.0 MiB in 8 tensors; no peak predicted"),
+        (summary_line(empty_plan()), "keeps all 0 B in 0 tensors; no peak predicted"),
         (
             summary_line(llama_plan()),
-            "offloaded 772.0 MiB in 14 tensors, recomputed 256.0 MiB in 8 tensors, kept 428.0 MiB: "
+            "offloads 772.0 MiB in 14 tensors, recomputes 256.0 MiB in 8 tensors, keeps 428.0 MiB: "
             "predicted peak 17.6 GiB (keep-all 23.4 GiB), slowdown +0.4 % (bound +0.1 %)",
         ),
         (
             summary_line(dataclasses.replace(llama_plan(), prediction=NO_TIMES)),
-            "offloaded 772.0 MiB in 14 tensors, recomputed 256.0 MiB in 8 tensors, kept 428.0 MiB: "
+            "offloads 772.0 MiB in 14 tensors, recomputes 256.0 MiB in 8 tensors, keeps 428.0 MiB: "
             "predicted peak 1.00 GiB (keep-all 2.00 GiB), no time predicted",
         ),
         (
             summary_line(dataclasses.replace(llama_plan(), prediction=WITHIN_SLOWDOWN), device_bytes=139 * GIB),
-            "offloaded 772.0 MiB in 14 tensors, recomputed 256.0 MiB in 8 tensors, kept 428.0 MiB: "
+            "offloads 772.0 MiB in 14 tensors, recomputes 256.0 MiB in 8 tensors, keeps 428.0 MiB: "
             "predicted peak 1.00 of 139.0 GiB (keep-all 2.00 GiB, bound 512.0 MiB), slowdown +2.0 %",
         ),
         (
+            summary_line(llama_plan(), device_bytes=139 * GIB, budget_bytes=18 * GIB),
+            "offloads 772.0 MiB in 14 tensors, recomputes 256.0 MiB in 8 tensors, keeps 428.0 MiB: predicted peak 17.6 of "
+            "18.0 GiB budget (keep-all 23.4 GiB, device 139.0 GiB), slowdown +0.4 % (bound +0.1 %)",
+        ),
+        (
+            summary_line(kept_plan(predicted_peak_bytes=31 * MIB), device_bytes=139 * GIB, budget_bytes=64 * MIB),
+            "predicted peak 31.0 of 64.0 MiB budget (device 139.0 GiB): keeps all",
+        ),
+        (
+            summary_line(kept_plan(predicted_peak_bytes=31 * MIB), budget_bytes=64 * MIB),
+            "predicted peak 31.0 of 64.0 MiB budget: keeps all",
+        ),
+        (summary_line(empty_plan(), budget_bytes=GIB), "keeps all 0 B in 0 tensors; no peak predicted"),
+        (
             summary_line(awkward_plan(), hint="device_budget=\"1MiB\" would do more"),
-            "offloaded 8.00 KiB in 1 tensor, recomputed 0 B in 1 tensor (1 of symbolic size not counted), kept 130 B: "
+            "offloads 8.00 KiB in 1 tensor, recomputes 0 B in 1 tensor (1 of symbolic size not counted), keeps 130 B: "
             "no peak predicted, no time predicted; device_budget=\"1MiB\" would do more",
         ),
     ],
@@ -314,13 +328,13 @@ def test_summary_line(line: str, expected: str) -> None:
 
 
 @given(plans())
-def test_summary_is_one_line_that_says_what_was_done(plan: Plan) -> None:
+def test_summary_is_one_line_that_says_what_is_done(plan: Plan) -> None:
     line = summary_line(plan)
     done = {plan.action(tensor.name) for tensor in plan.saved.tensors}
     assert "\n" not in line
-    assert ("kept all" in line) == (not done - {"keep"})
-    assert ("offloaded " in line) == ("offload" in done)
-    assert ("recomputed " in line) == ("recompute" in done)
+    assert ("keeps all" in line) == (not done - {"keep"})
+    assert ("offloads " in line) == ("offload" in done)
+    assert ("recomputes " in line) == ("recompute" in done)
 
 
 def test_table_ends_with_the_plans_own_summary() -> None:
@@ -440,7 +454,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keep_all_that_fits_says_what_a_percent_would_buy(capfd: pytest.CaptureFixture[str]) -> None:
     """A named GPU that is not there is the budget; the hint is no promise that the planner cannot keep."""
     (plan,) = explained(hardware="h200-sxm").plans
-    found = re.fullmatch(r"predicted peak (\S+) of 139\.0 GiB: kept all; max_slowdown=0\.01 would save (\S+) MiB", plan.summary)
+    found = re.fullmatch(
+        r"predicted peak (\S+) of 139\.0 GiB: keeps all; max_slowdown=0\.01 would save (\S+) MiB", plan.summary
+    )
     assert found, plan.summary
     assert plan.summary in capfd.readouterr().err
     (paid,) = explained(hardware="h200-sxm", max_slowdown=0.01).plans
@@ -450,6 +466,16 @@ def test_keep_all_that_fits_says_what_a_percent_would_buy(capfd: pytest.CaptureF
     assert paid.prediction.lower_bound_peak_bytes is not None
     assert 0 < paid.prediction.lower_bound_peak_bytes <= paid.prediction.predicted_peak_bytes
     assert f"bound {format_bytes(paid.prediction.lower_bound_peak_bytes)})" in paid.summary
+
+
+def test_a_given_budget_and_named_hardware_are_what_is_shown() -> None:
+    """Not the device's memory in place of the budget, nor the CPU that planned in place of the GPU that was planned for."""
+    report = explained(hardware="h200-sxm", device_budget="4GiB")
+    assert " of 4.00 GiB budget (device 139.0 GiB): keeps all" in report.plans[0].summary
+    assert re.match(r"graph \S+ \(key \w+, cpu, planned for h200-sxm\): ", str(report))
+    assert graphoffload.OffloadReport.from_json(report.to_json()) == report
+    for here in ({}, {"hardware": "cpu"}):
+        assert re.match(r"graph \S+ \(key \w+, cpu\): ", str(explained(**here)))
 
 
 @pytest.mark.usefixtures("patient")
@@ -471,12 +497,12 @@ def test_no_hint_where_there_is_nothing_to_say(fields: dict[str, object]) -> Non
 def test_no_hint_that_was_not_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: None)
     (plan,) = explained(hardware="h200-sxm").plans
-    assert plan.summary.endswith("of 139.0 GiB: kept all")
+    assert plan.summary.endswith("of 139.0 GiB: keeps all")
 
 
 def test_no_hint_that_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: 2 * MIB)
-    assert explained(hardware="h200-sxm").plans[0].summary.endswith("kept all")
+    assert explained(hardware="h200-sxm").plans[0].summary.endswith("keeps all")
     monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: 200 * MIB)
     assert explained(hardware="h200-sxm").plans[0].summary.endswith("max_slowdown=0.01 would save 200.0 MiB")
 
@@ -495,5 +521,5 @@ def test_a_cache_hit_says_the_same_line(capfd: pytest.CaptureFixture[str]) -> No
     assert "(from the compile cache)" not in said[0]
     assert "(from the compile cache)" in said[1]
     line = said[0].split(": ", 2)[2].strip()
-    assert "of 39.0 GiB: kept all" in line
+    assert "of 39.0 GiB: keeps all" in line
     assert line in said[1]
