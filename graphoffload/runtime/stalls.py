@@ -71,6 +71,8 @@ class Stalls:
 def trace_stalls() -> Iterator[Stalls]:
     """Time what compute waits for in the code inside; stats() counts it as well."""
     stalls = Stalls()
-    with switched("stalls", stalls):
-        yield stalls
-    stalls.close()
+    try:
+        with switched("stalls", stalls):
+            yield stalls
+    finally:
+        stalls.close()
