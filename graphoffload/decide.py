@@ -218,6 +218,20 @@ def actions_again(
     return last, words
 
 
+def goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:
+    """What a plan that nobody but the user decided misses, and what to do about it."""
+    if config.max_slowdown is not None:
+        asked = f"max_slowdown={config.max_slowdown:g}"
+        missed = f"predicted slowdown {timeline.time_s / decided.keep_timeline.time_s - 1.0:+.1%}"
+    else:
+        asked = f"device_budget={format_bytes(limits.device_budget_bytes)}"
+        missed = f"predicted peak {format_bytes(timeline.peak_bytes + limits.reserve_bytes)}"
+    return (
+        f"{asked} is not met: {missed}. Policy, patterns and tags decide every activation, and nothing is left to plan. Leave "
+        'some of them to the planner (policy="auto"), or change the number.'
+    )
+
+
 def _hint(program: Program, hardware: HardwareProfile, limits: Limits) -> str:
     """What one percent of the step would buy; "" when that is not much, or not known at once."""
     saved = saved_within(program, hardware, _HINT, host_budget_bytes=limits.host_budget_bytes)

@@ -98,6 +98,10 @@ class SharedBudgetWarning(GraphOffloadWarning):
     """Several graphs of one model were each planned for the whole budget, and together they exceed it."""
 
 
+class GoalMissedWarning(GraphOffloadWarning):
+    """What the user decided for every activation does not meet the budget or slowdown that was given beside it."""
+
+
 class BudgetExceededWarning(GraphOffloadWarning):
     """Steps took more device memory than device_budget, against the plan's prediction."""
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterable
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload import compat
 from graphoffload.analysis.chains import mutated_placeholders
+from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
 from graphoffload.analysis.saved_values import real_uses
 from graphoffload.analysis.storages import fake
+from graphoffload.saved import SavedTensor
 
 
 def copy_graph(module: GraphModule) -> GraphModule:
@@ -62,3 +65,24 @@ def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
         for user in real_uses(placeholder):  # a saved view of the input would be the input itself
             if user.op == "call_function" and isinstance(user.meta.get("val"), torch.Tensor):
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def tagged_operations(nodes: Iterable[Node]) -> list[SavedTensor]:
+    """Operations with a binding tag, as far as patterns look at them; they need not be saved activations."""
+    return [
+        SavedTensor(
+            name=node.name,
+            views=(node.name,),
+            nbytes=None,
+            dtype="",
+            shape=(),
+            strides=(),
+            op=str(node.target),
+            module=module_path(node),
+            saved_by=module_stack(node),
+            boundaries=boundary_names(node),
+            tag=tag,
+        )
+        for node in nodes
+        if (tag := compat.tag_of(node.meta)) is not None and tag.startswith("must_")
+    ]

@@ -17,21 +17,29 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphoffload import compat
-from graphoffload.analysis.chains import Chain, chain_of, compared, mutated_placeholders
+from graphoffload.analysis.chains import Chain, chains_of
 from graphoffload.analysis.costs import Measured
-from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
+from graphoffload.analysis.modules_of import boundary_names, module_path
 from graphoffload.analysis.program import Instance, build_program
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs, returned_bytes, saved_table
-from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.config import OffloadConfig
-from graphoffload.decide import Decided, Limits, actions_again, decide_actions, decide_again, table_again, with_noise
-from graphoffload.errors import BudgetError, NotOffloadedWarning, warn
+from graphoffload.decide import (
+    Decided,
+    Limits,
+    actions_again,
+    decide_actions,
+    decide_again,
+    goal_missed,
+    table_again,
+    with_noise,
+)  # fmt: skip
+from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.folders import cache_dir
 from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
 from graphoffload.hardware import HardwareProfile, resolve_hardware
-from graphoffload.joint import copy_graph, tagged_copy
+from graphoffload.joint import copy_graph, tagged_copy, tagged_operations
 from graphoffload.modules import Resolution, resolve
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.once import save_memory_once
@@ -41,12 +49,14 @@ from graphoffload.plan.ahead import with_slack
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.planned import PlannedPair, make_plan
 from graphoffload.policies import patterns_of
-from graphoffload.saved import Action, Plan, SavedTable, SavedTensor
+from graphoffload.saved import Action, Plan, SavedTable
 from graphoffload.units import format_bytes
 from graphoffload.verify import verify_graphs
 from graphoffload.wishes import Wish, check_tags, wishes_for, without_effect
 
 _ATTEMPTS = 4
+_SEARCHES = 3
+_WORTH = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,8 @@ def rewrite(request: Request) -> Rewritten:
     work, decided = draft.work, draft.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
+    if draft.excess > 0 and request.limits.explicit:  # the planner's own plans that miss a budget are errors
+        warn(GoalMissedWarning, goal_missed(request.config, request.limits, draft.timeline, decided), stacklevel=4)
     plan = make_plan(
         PlannedPair(work.pair, draft.original, work.table, draft.instance, draft.timeline, decided.release_late),
         draft.actions,
@@ -163,7 +175,7 @@ def _feasible_draft(work: _Work) -> _Draft:
 
 
 def _best_draft(work: _Work) -> _Draft:
-    """Plan, and where recomputation turns out to need more memory than it was planned with, plan again for less.
+    """Plan, and where recomputation turns out to need more memory than was planned, plan again for less, at last without it.
 
     Raises:
         BudgetError: no draft meets the budget.
@@ -186,7 +198,13 @@ def _best_draft(work: _Work) -> _Draft:
         elif limits.device_budget_bytes is not None:
             limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - int(draft.excess) - 1)
     assert best is not None
-    if best.excess > 0 and work.request.config.max_slowdown is None and best.decided.planned:
+    if best.decided.planned and config.max_slowdown is not None:
+        return _smaller(work, instance, best)
+    if best.decided.planned and best.excess > 0:
+        with contextlib.suppress(BudgetError):
+            other = _draft(_without_recomputation(work), instance, work.request.limits, config)
+            best = other if other.score < best.score else best
+    if best.decided.planned and best.excess > 0:
         budget = work.request.limits.device_budget_bytes or 0
         slowdown = best.timeline.time_s / best.decided.keep_timeline.time_s - 1.0
         raise BudgetError(
@@ -194,6 +212,38 @@ def _best_draft(work: _Work) -> _Draft:
             f"{format_bytes(budget + int(best.excess))} ({budget + int(best.excess)} bytes) at {slowdown:+.1%} "
             "time. Raise device_budget to that, or make the batch or sequence smaller."
         )
+    return best
+
+
+def _without_recomputation(work: _Work) -> _Work:
+    """Partitioning again can take more memory than it saves: what nobody asked to recompute is not recomputed."""
+    wanted = []
+    for wish in work.wanted:
+        allowed = tuple(action for action in wish.allowed if wish.action is not None or action != "recompute")
+        wanted.append(replace(wish, allowed=allowed))
+    return replace(work, wanted=tuple(wanted))
+
+
+def _smaller(work: _Work, instance: Instance, best: _Draft) -> _Draft:
+    """A smaller plan within the slowdown, of drafts for budgets below `best`'s peak: what was recomputed for the least peak as
+    it was estimated need not give the least once torch has partitioned again."""
+    bound = best.decided.lower_bound_peak_bytes or 0
+    if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
+        other = _draft(_without_recomputation(work), instance, work.request.limits, work.request.config)
+        best = other if other.score < best.score else best
+    low, peak = bound, best.timeline.peak_bytes
+    for _ in range(_SEARCHES):
+        if peak - low <= _WORTH * peak:
+            break
+        budget = (low + peak) // 2 + work.request.limits.reserve_bytes
+        limits = replace(work.request.limits, device_budget_bytes=budget)
+        config = replace(work.request.config, max_slowdown=None, device_budget=budget)
+        low = (low + peak) // 2
+        with contextlib.suppress(BudgetError):
+            draft = _draft(work, instance, limits, config)
+            if draft.score < best.score:
+                decided = replace(draft.decided, lower_bound_s=None, lower_bound_peak_bytes=bound)
+                best, low, peak = replace(draft, decided=decided), bound, draft.timeline.peak_bytes
     return best
 
 
@@ -234,7 +284,7 @@ def _copies(pair: GraphPair) -> GraphPair:
 def _analyse(request: Request) -> _Work:
     notes: list[str] = []
     pair, table = _partition(request, tagged_copy(request.joint, relax=request.limits.explicit, notes=notes))
-    chains = _chains(pair, table)
+    chains = chains_of(pair, table)
     table = SavedTable(
         tuple(
             replace(tensor, recomputable=not chains[tensor.name].why_not, why_not_recompute=chains[tensor.name].why_not)
@@ -279,55 +329,14 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Reso
         matched_somewhere(config.digest(), (pattern for pattern in patterns if pattern not in resolution.unmatched))
         if request.fragment == "last":
             warn_of_unmatched(config.digest(), resolution.unmatched, resolution.error())
-    check_tags(_tagged(nodes), config, resolution)
+    check_tags(tagged_operations(nodes), config, resolution)
     wanted = wishes_for(table, config, resolution, fragment=bool(request.fragment))
     notes.extend(without_effect(table, config, resolution))
     return resolution, wanted
 
 
-def _tagged(nodes: list[Node]) -> list[SavedTensor]:
-    """Operations with a binding tag, as far as patterns look at them; they need not be saved activations."""
-    return [
-        SavedTensor(
-            name=node.name,
-            views=(node.name,),
-            nbytes=None,
-            dtype="",
-            shape=(),
-            strides=(),
-            op=str(node.target),
-            module=module_path(node),
-            saved_by=module_stack(node),
-            boundaries=boundary_names(node),
-            tag=tag,
-        )
-        for node in nodes
-        if (tag := compat.tag_of(node.meta)) is not None and tag.startswith("must_")
-    ]
-
-
 def _device(table: SavedTable) -> str:
     return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
-
-
-def _chains(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
-    """By SavedTensor name, the operations that compute it again."""
-    nodes = {node.name: node for node in pair.forward.graph.nodes}
-    groups = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
-    owner: dict[Node, str] = {}
-    for tensor in table.tensors:
-        value = fake(nodes[tensor.name])
-        assert value is not None
-        owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
-    mutated = mutated_placeholders(pair.forward.graph, compat.mutated_inputs(pair.forward.graph))
-    inputs = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
-    found = {}
-    for tensor in table.tensors:
-        targets = tuple(nodes[name] for name in dict.fromkeys((*tensor.views, tensor.name)))
-        found[tensor.name] = chain_of(targets, owner, tensor.name, mutated)
-        if any(compared(inputs[name], nodes.keys()) for name in tensor.views if name in inputs):
-            found[tensor.name] = Chain((), (), "backward looks for equal elements, and other bits would not be equal")
-    return found
 
 
 def _instance(work: _Work) -> Instance:

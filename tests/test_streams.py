@@ -203,7 +203,7 @@ def test_stalls_are_timed_when_asked_for(world: World) -> None:
 def test_stalls_before_an_error_are_added_up(world: World) -> None:
     """What was timed until then."""
     side = streams.DeviceStreams(DEVICE)
-    with pytest.raises(KeyError), trace_stalls() as stalls:
+    with contextlib.suppress(KeyError), trace_stalls() as stalls:
         side.compute_waits_for("wait", ENTRY, side.copy("h2d", ENTRY, (), by_torch, (1, 2, 96)))
         raise KeyError
     assert stalls.wait_ms == 1.0

@@ -18,6 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from graphoffload.analysis.saved_values import GraphPair
+from graphoffload.analysis.storages import fake, group_by_storage, storage_id
+from graphoffload.compat import mutated_inputs
+from graphoffload.saved import SavedTable
+
 _PURE_NAMESPACES = ("aten", "prims", "inductor_prims")
 
 
@@ -124,3 +129,23 @@ def mutated_placeholders(forward: Graph, named: frozenset[Node]) -> frozenset[No
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             found.update(arg for arg in node.all_input_nodes if arg.op == "placeholder")
     return frozenset(found)
+
+
+def chains_of(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
+    """By SavedTensor name, the operations that compute it again."""
+    nodes = {node.name: node for node in pair.forward.graph.nodes}
+    groups = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
+    owner: dict[Node, str] = {}
+    for tensor in table.tensors:
+        value = fake(nodes[tensor.name])
+        assert value is not None
+        owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
+    mutated = mutated_placeholders(pair.forward.graph, mutated_inputs(pair.forward.graph))
+    inputs = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
+    found = {}
+    for tensor in table.tensors:
+        targets = tuple(nodes[name] for name in dict.fromkeys((*tensor.views, tensor.name)))
+        found[tensor.name] = chain_of(targets, owner, tensor.name, mutated)
+        if any(compared(inputs[name], nodes.keys()) for name in tensor.views if name in inputs):
+            found[tensor.name] = Chain((), (), "backward looks for equal elements, and other bits would not be equal")
+    return found

@@ -94,9 +94,10 @@ def solve(
         return _solution(judge, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, judge.limit_s).solve()
     best, proven = search_exactly(judge)
-    if best is None or not proven:
+    if best is None or not proven or "offload" in best.actions:  # the search knows copies that run freely, no windows
         found = [windows(judge, start) for start in (keep, best) if start is not None]
-        found = sorted([*found, *_proposals(judge, relaxed)], key=lambda p: p.score)
+        tight = _tight(judge, max(0, judge.limit_bytes)) if small and isinstance(goal, MeetBudget) else ()
+        found = sorted([*found, *_proposals(judge, relaxed), *tight], key=lambda p: p.score)
         best = min(_improved(judge, found, small=small), key=lambda p: p.score)
         best = kicks(judge, best) if small else best
     best = windows(judge, best)
@@ -120,7 +121,7 @@ def _improved(judge: Judge, found: Sequence[Proposal], *, small: bool) -> Iterat
     A proposal that meets the budget by waiting for copies may be far from every good one, and one a little above it near.
     """
     if small:
-        yield from (improve(judge, start, small=True) for start in found[:2])
+        yield from (improve(judge, start, small=True) for start in found[:_TURNS])
         return
     starts = [found[0], *(p for p in found[1:] if p.solver in ("greedy", "lp"))]
     starts = starts[: min(_TURNS, max(1, judge.budget // _FEWEST))]
