@@ -218,6 +218,12 @@ def actions_again(
     return last, words
 
 
+def without_recomputation(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
+    """The same wishes, but what nobody asked to recompute is not: partitioning again can take more memory than it saves."""
+    allowed = [tuple(a for a in wish.allowed if wish.action is not None or a != "recompute") for wish in wanted]
+    return tuple(replace(wish, allowed=actions) for wish, actions in zip(wanted, allowed, strict=True))
+
+
 def goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:
     """What a plan that nobody but the user decided misses, and what to do about it."""
     if config.max_slowdown is not None:

@@ -34,7 +34,8 @@ from graphoffload.decide import (
     goal_missed,
     table_again,
     with_noise,
-)  # fmt: skip
+    without_recomputation,
+)
 from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.folders import cache_dir
 from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
@@ -202,7 +203,8 @@ def _best_draft(work: _Work) -> _Draft:
         return _smaller(work, instance, best)
     if best.decided.planned and best.excess > 0:
         with contextlib.suppress(BudgetError):
-            other = _draft(_without_recomputation(work), instance, work.request.limits, config)
+            kept = replace(work, wanted=without_recomputation(work.wanted))
+            other = _draft(kept, instance, work.request.limits, config)
             best = other if other.score < best.score else best
     if best.decided.planned and best.excess > 0:
         budget = work.request.limits.device_budget_bytes or 0
@@ -215,21 +217,13 @@ def _best_draft(work: _Work) -> _Draft:
     return best
 
 
-def _without_recomputation(work: _Work) -> _Work:
-    """Partitioning again can take more memory than it saves: what nobody asked to recompute is not recomputed."""
-    wanted = []
-    for wish in work.wanted:
-        allowed = tuple(action for action in wish.allowed if wish.action is not None or action != "recompute")
-        wanted.append(replace(wish, allowed=allowed))
-    return replace(work, wanted=tuple(wanted))
-
-
 def _smaller(work: _Work, instance: Instance, best: _Draft) -> _Draft:
     """A smaller plan within the slowdown, of drafts for budgets below `best`'s peak: what was recomputed for the least peak as
     it was estimated need not give the least once torch has partitioned again."""
     bound = best.decided.lower_bound_peak_bytes or 0
     if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
-        other = _draft(_without_recomputation(work), instance, work.request.limits, work.request.config)
+        kept = replace(work, wanted=without_recomputation(work.wanted))
+        other = _draft(kept, instance, work.request.limits, work.request.config)
         best = other if other.score < best.score else best
     low, peak = bound, best.timeline.peak_bytes
     for _ in range(_SEARCHES):
