@@ -25,6 +25,7 @@ from graphoffload.wishes import Wish
 
 UNMEASURABLE = 0.005
 """Share of a step below which its time does not repeat: what costs less is free."""
+_NO_GAIN = "recomputing it would not pay"
 _SAVED_ALL_THE_SAME = "torch's partitioner saves it, though it was to be recomputed"
 _CHEAP = 0.25  # recomputation that takes less than this share of the copy's time
 _HINT = 0.01  # the slowdown that a hint speaks of, where it saves at least this share of the peak:
@@ -155,8 +156,7 @@ def decide_again(
         limit_s = (1.0 + config.max_slowdown) * first.keep_timeline.time_s
         goal = WithinSlowdown(max(0.0, limit_s / compute_s - 1.0))
     wanted = tuple(
-        wish if wish.action or wish.why_not_recompute else replace(wish, why_not_recompute="recomputing it would not pay")
-        for wish in wanted
+        wish if wish.action or wish.why_not_recompute else replace(wish, why_not_recompute=_NO_GAIN) for wish in wanted
     )
     solution, reasons = _solve(program, wanted, goal, config, limits, hardware)
     return replace(first, actions=solution.actions, reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
@@ -220,8 +220,16 @@ def actions_again(
 
 def without_recomputation(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
     """The same wishes, but what nobody asked to recompute is not: partitioning again can take more memory than it saves."""
-    allowed = [tuple(a for a in wish.allowed if wish.action is not None or a != "recompute") for wish in wanted]
-    return tuple(replace(wish, allowed=actions) for wish, actions in zip(wanted, allowed, strict=True))
+    return tuple(
+        replace(
+            wish,
+            allowed=tuple(action for action in wish.allowed if action != "recompute"),
+            why_not_recompute=wish.why_not_recompute or _NO_GAIN,
+        )
+        if wish.action is None
+        else wish
+        for wish in wanted
+    )
 
 
 def goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:

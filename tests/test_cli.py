@@ -224,7 +224,7 @@ FORMS = r"(model, args), (model, args, kwargs) or (model, kwargs), with args a t
             ["tracing Net with these inputs failed", "65", 'train.py", line 11, in forward', "run in eager"],
         ),
         ("train.py:frozen", ["nothing to plan: no graph of Net needs a gradient", "frozen"]),
-        ("train.py:looks", ["tracing Looks", "looks at a tensor's value (.item()", "last_plans()"]),
+        ("train.py:looks", ["computes nothing, and the model asks for a value", ".item()", "last_plans()"]),
         ("broken.py", ["importing broken.py failed: ZeroDivisionError: division by zero", "line 2", "1 / 0"]),
         ("syntax.py", ["importing syntax.py failed: SyntaxError"]),
         ("exits.py", ["importing exits.py ended the process (SystemExit: None)"]),

@@ -13,10 +13,11 @@ from torch import nn
 
 import graphoffload
 from graphoffload import pipeline
-from graphoffload.decide import Limits, actions_again, table_again
+from graphoffload.decide import Limits, actions_again, table_again, without_recomputation
 from graphoffload.errors import BudgetError, GoalMissedWarning
 from graphoffload.hardware import PROFILES
 from graphoffload.saved import Action, Decision, SavedTable, SavedTensor
+from graphoffload.wishes import Wish
 
 
 class Net(nn.Module):
@@ -236,6 +237,13 @@ def test_a_tensor_without_a_choice_says_what_took_it() -> None:
     assert not [reason for reason in reasons.values() if "neither" in reason]
     small = {reason for name, reason in reasons.items() if (table[name].nbytes or 0) < 4096}
     assert "512 B is less than min_tensor_bytes=4.00 KiB; recomputing it would not pay" in small, small
+
+
+def test_recomputation_that_was_given_up_is_not_impossible() -> None:
+    """What is barred so that a plan without recomputation is tried says that it would not pay; what a user asked for stays."""
+    free, asked = without_recomputation([Wish("a", None, False, "auto"), Wish("b", "recompute", True, "policy")])
+    assert (free.allowed, free.why_not_recompute) == (("keep", "offload"), "recomputing it would not pay")
+    assert asked == Wish("b", "recompute", True, "policy")
 
 
 def saved(name: str, **facts: Any) -> SavedTensor:
