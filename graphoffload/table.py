@@ -140,9 +140,9 @@ def summary_line(plan: Plan, *, device_bytes: int | None = None, budget_bytes: i
     done = [f"{word} {_amount(*amounts[action])}" for action, word in words.items() if amounts[action][0]]
     if not done:
         count, nbytes, _ = amounts["keep"]
-        line = f"{peak}{f' ({device})' * bool(device)}: keeps all"
+        line = f"{peak}{f' ({device})' * bool(device)}: kept all"
         if not peak:
-            line = f"keeps all {format_bytes(nbytes)} in {_tensors(count)}; no peak predicted"
+            line = f"kept all {format_bytes(nbytes)} in {_tensors(count)}; no peak predicted"
         return f"{line}; {hint}" if hint else line
     parts = [*done, f"keeps {format_bytes(amounts['keep'][1])}"]
     least = predicted.lower_bound_peak_bytes

@@ -279,14 +279,14 @@ def kept_plan(**prediction: object) -> Plan:
                 device_bytes=139 * GIB,
                 hint="max_slowdown=0.01 would save 13 GiB",
             ),
-            "predicted peak 31.2 of 139.0 GiB: keeps all; max_slowdown=0.01 would save 13 GiB",
+            "predicted peak 31.2 of 139.0 GiB: kept all; max_slowdown=0.01 would save 13 GiB",
         ),
         (
             summary_line(kept_plan(predicted_peak_bytes=31 * MIB), device_bytes=139 * GIB),
-            "predicted peak 31.0 MiB of 139.0 GiB: keeps all",
+            "predicted peak 31.0 MiB of 139.0 GiB: kept all",
         ),
-        (summary_line(kept_plan()), "keeps all 364.0 MiB in 8 tensors; no peak predicted"),
-        (summary_line(empty_plan()), "keeps all 0 B in 0 tensors; no peak predicted"),
+        (summary_line(kept_plan()), "kept all 364.0 MiB in 8 tensors; no peak predicted"),
+        (summary_line(empty_plan()), "kept all 0 B in 0 tensors; no peak predicted"),
         (
             summary_line(llama_plan()),
             "offloads 772.0 MiB in 14 tensors, recomputes 256.0 MiB in 8 tensors, keeps 428.0 MiB: "
@@ -309,13 +309,13 @@ def kept_plan(**prediction: object) -> Plan:
         ),
         (
             summary_line(kept_plan(predicted_peak_bytes=31 * MIB), device_bytes=139 * GIB, budget_bytes=64 * MIB),
-            "predicted peak 31.0 of 64.0 MiB budget (device 139.0 GiB): keeps all",
+            "predicted peak 31.0 of 64.0 MiB budget (device 139.0 GiB): kept all",
         ),
         (
             summary_line(kept_plan(predicted_peak_bytes=31 * MIB), budget_bytes=64 * MIB),
-            "predicted peak 31.0 of 64.0 MiB budget: keeps all",
+            "predicted peak 31.0 of 64.0 MiB budget: kept all",
         ),
-        (summary_line(empty_plan(), budget_bytes=GIB), "keeps all 0 B in 0 tensors; no peak predicted"),
+        (summary_line(empty_plan(), budget_bytes=GIB), "kept all 0 B in 0 tensors; no peak predicted"),
         (
             summary_line(awkward_plan(), hint="device_budget=\"1MiB\" would do more"),
             "offloads 8.00 KiB in 1 tensor, recomputes 0 B in 1 tensor (1 of symbolic size not counted), keeps 130 B: "
@@ -332,7 +332,7 @@ def test_summary_is_one_line_that_says_what_is_done(plan: Plan) -> None:
     line = summary_line(plan)
     done = {plan.action(tensor.name) for tensor in plan.saved.tensors}
     assert "\n" not in line
-    assert ("keeps all" in line) == (not done - {"keep"})
+    assert ("kept all" in line) == (not done - {"keep"})
     assert ("offloads " in line) == ("offload" in done)
     assert ("recomputes " in line) == ("recompute" in done)
 
@@ -455,7 +455,7 @@ def test_keep_all_that_fits_says_what_a_percent_would_buy(capfd: pytest.CaptureF
     """A named GPU that is not there is the budget; the hint is no promise that the planner cannot keep."""
     (plan,) = explained(hardware="h200-sxm").plans
     found = re.fullmatch(
-        r"predicted peak (\S+) of 139\.0 GiB: keeps all; max_slowdown=0\.01 would save (\S+) MiB", plan.summary
+        r"predicted peak (\S+) of 139\.0 GiB: kept all; max_slowdown=0\.01 would save (\S+) MiB", plan.summary
     )
     assert found, plan.summary
     assert plan.summary in capfd.readouterr().err
@@ -471,7 +471,7 @@ def test_keep_all_that_fits_says_what_a_percent_would_buy(capfd: pytest.CaptureF
 def test_a_given_budget_and_named_hardware_are_what_is_shown() -> None:
     """Not the device's memory in place of the budget, nor the CPU that planned in place of the GPU that was planned for."""
     report = explained(hardware="h200-sxm", device_budget="4GiB")
-    assert " of 4.00 GiB budget (device 139.0 GiB): keeps all" in report.plans[0].summary
+    assert " of 4.00 GiB budget (device 139.0 GiB): kept all" in report.plans[0].summary
     assert re.match(r"graph \S+ \(key \w+, cpu, planned for h200-sxm\): ", str(report))
     assert graphoffload.OffloadReport.from_json(report.to_json()) == report
     for here in ({}, {"hardware": "cpu"}):
@@ -497,12 +497,12 @@ def test_no_hint_where_there_is_nothing_to_say(fields: dict[str, object]) -> Non
 def test_no_hint_that_was_not_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: None)
     (plan,) = explained(hardware="h200-sxm").plans
-    assert plan.summary.endswith("of 139.0 GiB: keeps all")
+    assert plan.summary.endswith("of 139.0 GiB: kept all")
 
 
 def test_no_hint_that_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: 2 * MIB)
-    assert explained(hardware="h200-sxm").plans[0].summary.endswith("keeps all")
+    assert explained(hardware="h200-sxm").plans[0].summary.endswith("kept all")
     monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: 200 * MIB)
     assert explained(hardware="h200-sxm").plans[0].summary.endswith("max_slowdown=0.01 would save 200.0 MiB")
 
@@ -521,5 +521,5 @@ def test_a_cache_hit_says_the_same_line(capfd: pytest.CaptureFixture[str]) -> No
     assert "(from the compile cache)" not in said[0]
     assert "(from the compile cache)" in said[1]
     line = said[0].split(": ", 2)[2].strip()
-    assert "of 39.0 GiB: keeps all" in line
+    assert "of 39.0 GiB: kept all" in line
     assert line in said[1]

@@ -49,7 +49,7 @@ def test_a_compiled_step_has_the_devices_memory_in_its_line_and_a_picture(
     plan = graphoffload.last_plans()[-1]
     assert plan.summary in capfd.readouterr().err
     total = torch.cuda.mem_get_info()[1] / 2**30
-    assert f" of {total:.1f} GiB: keeps all" in plan.summary
+    assert f" of {total:.1f} GiB: kept all" in plan.summary
     picture, _ = OffloadReport(plans=(plan,)).save_pictures(tmp_path)
     text = picture.read_text()
     assert f"as predicted for {torch.cuda.get_device_name()}" in text
