@@ -22,7 +22,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(DEMO)
 
-# Two workers on two cores, a quarter of an hour. Three tests of more than a minute as well: make test MARK=. The tests of streams and time
+# Two workers on two cores, a quarter of an hour. The longest tests as well: make test MARK=. The tests of streams and time
 # want the device to themselves: make test WORKERS=0 PYTEST=tests/gpu
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "$(MARK)" $(PYTEST)

@@ -173,6 +173,7 @@ def test_pareto_of_several_processes(tmp_path: Path) -> None:
         run_example("pareto.py", "--model", "small", "--gather", str(tmp_path / "out"), "--out", str(tmp_path / "out"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_pareto(tmp_path: Path) -> None:
     run_example("pareto.py", *ARGUMENTS["pareto.py"], "--out", str(tmp_path))

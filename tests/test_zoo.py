@@ -44,6 +44,7 @@ INDUCTOR = (
     "block_autocast", "checkpoint",
 )  # fmt: skip
 """Where compilers change layouts, fuse, or draw random numbers of their own. Each costs several compiles."""
+LONG = ("block_autocast", "checkpoint")
 
 FLOOR = 1e-8
 """Gradient errors below this are the float64 reference's own rounding."""
@@ -149,7 +150,7 @@ def assert_as_accurate(name: str, results: list[Result]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INDUCTOR)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in INDUCTOR])
 def test_offload_under_inductor(name: str) -> None:
     """Equal to the bit to the twin (the same graphs, copies replaced by device clones), and as accurate as keep-all."""
     case, seeds = ZOO[name], tuple(range(5))

@@ -110,21 +110,21 @@ def check(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype, policy: objec
         assert seen.copied_bytes == eligible
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(chain=CHAINS, dtype=DTYPES)
 def test_offload(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype) -> None:
     """All that may go goes, and comes back."""
     check(chain, dtype, "offload")
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(chain=CHAINS, dtype=DTYPES)
 def test_recompute(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype) -> None:
     """All that may be computed again is, to the same bits."""
     check(chain, dtype, "recompute")
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(chain=CHAINS, dtype=DTYPES, seed=st.integers(0, 1000))
 def test_scattered(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype, seed: int) -> None:
     """Each tensor its own decision: recompute chains that read reloaded tensors come up."""
