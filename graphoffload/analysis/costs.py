@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.fusion import Fusion, Kind
-from graphoffload.analysis.storages import concrete, example_bytes, fake, size_hint, storage_id
+from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, size_hint, storage_id
 from graphoffload.hardware import HardwareProfile
 
 # Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens, and what a mask that is
@@ -54,7 +54,7 @@ def node_costs(
 
     `measured` gives what is known of a kernel; the others are priced by roofline.
     """
-    sizes = {storage_id(value): example_bytes(value) for node in fusion.kinds if (value := fake(node)) is not None}
+    sizes = {storage_id(value): example_storage_nbytes(value) for node in fusion.kinds if (value := fake(node)) is not None}
     costs, seen_in_cluster = [], set[int]()
     for node in fusion.order:
         kind = fusion.kinds[node]
@@ -94,7 +94,7 @@ def _workspace_bytes(node: Node) -> int:
     return 4 * counts[1] + rows + expanded
 
 
-def _moved_bytes(node: Node, fusion: Fusion, sizes: dict[int, Any], seen: set[int]) -> int:
+def _moved_bytes(node: Node, fusion: Fusion, sizes: dict[int, int], seen: set[int]) -> int:
     identities = set(fusion.read_by(node))
     identities.update(
         storage_id(value)

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from graphoffload.analysis.storages import concrete, example_bytes, fake, size_hint, storage_id
+from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, storage_id
 from graphoffload.compat import most_reads
 
 Kind = Literal["view", "kernel", "fused", "none"]
@@ -127,19 +127,14 @@ def fusion_of(graph: Graph, *, fuses: bool) -> Fusion:
     return fusion
 
 
-def _example_bytes(value: torch.Tensor) -> int:
-    """Bytes of the elements, with the sizes of the example."""
-    return size_hint(value.numel(), unknown=0) * value.element_size()
-
-
 def _exists(node: Node, sources: frozenset[int], kinds: dict[Node, Kind]) -> bool:
     readers = _readers(node)
     if any(user.op == "output" or kinds[user] == "kernel" for user in readers):
         return True
     value = fake(node)
     assert value is not None
-    inputs = [_example_bytes(other) for argument in node.all_input_nodes if (other := fake(argument)) is not None]
-    if inputs and 2 * _example_bytes(value) * max(1, _widening(node)) <= max(inputs):
+    inputs = [example_nbytes(other) for argument in node.all_input_nodes if (other := fake(argument)) is not None]
+    if inputs and 2 * example_nbytes(value) * max(1, _widening(node)) <= max(inputs):
         return True
     return len(sources) > (_INLINED_READS if len(readers) > 1 else most_reads(value.device.type))  # a long sum: in parts
 
@@ -190,7 +185,7 @@ def _group(graph: Graph, fusion: Fusion) -> None:
     kernels: list[_Kernel] = []
     made_by: dict[int, int] = {}
     touching: dict[int, list[int]] = {}
-    sizes = {storage_id(value): example_bytes(value) for node in graph.nodes for value in _tensors(node)}
+    sizes = {storage_id(value): example_storage_nbytes(value) for node in graph.nodes for value in _tensors(node)}
     order = 0
     for at, node in enumerate(graph.nodes):
         kind = fusion.kinds[node]

@@ -15,7 +15,7 @@ from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured, NodeCost, node_costs
 from graphoffload.analysis.fusion import Fusion, fusion_of
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
-from graphoffload.analysis.storages import example_bytes, fake, group_by_storage, storage_id
+from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, group_by_storage, storage_id
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.saved import SavedTable, SavedTensor
@@ -189,7 +189,7 @@ def _buffers(pair: GraphPair, runs: _Runs, outputs_stay: bool) -> tuple[Buffer, 
     for node in pair.backward.graph.find_nodes(op="placeholder"):
         value = fake(node)
         if value is not None and str(node.target).startswith("tangents"):
-            buffers.append(Buffer(node.name, example_bytes(value), offset, total - 1))
+            buffers.append(Buffer(node.name, example_nbytes(value), offset, total - 1))
     return tuple(buffers)
 
 
@@ -207,5 +207,5 @@ def _live_ranges(
         first, last = fusion.spans.get(members[0], (at[members[0]], at[members[0]]))
         last = max([last, *(fusion.spans[reader][1] for reader in fusion.readers.get(identity, ()))])
         until = end if identity in kept else offset + last
-        buffers.append(Buffer(members[0].name, example_bytes(value), offset + first, until))
+        buffers.append(Buffer(members[0].name, example_storage_nbytes(value), offset + first, until))
     return buffers

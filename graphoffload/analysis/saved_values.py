@@ -22,12 +22,12 @@ from graphoffload.analysis.modules_of import boundary_names, module_path, module
 from graphoffload.analysis.storages import (
     concrete,
     covers_storage,
-    example_bytes,
+    example_storage_nbytes,
     fake,
     group_by_storage,
     storage_id,
     storage_nbytes,
-)  # fmt: skip
+)
 from graphoffload.compat import tag_of
 from graphoffload.saved import SavedTable, SavedTensor, Tag
 
@@ -51,7 +51,7 @@ def returned_bytes(pair: GraphPair) -> int:
     """Bytes of memory that forward allocates for what the model returns; symbolic sizes as in the example."""
     nodes = graph_outputs(pair.forward)[: pair.num_fwd_outputs]
     values = [fake(node) for node in nodes if node is not None and node.op == "call_function"]
-    return sum({storage_id(value): example_bytes(value) for value in values if value is not None}.values())
+    return sum({storage_id(value): example_storage_nbytes(value) for value in values if value is not None}.values())
 
 
 def saved_placeholders(pair: GraphPair) -> Iterator[tuple[Node, Node]]:
@@ -176,7 +176,7 @@ def _describe(
         name=base.name,
         views=tuple(node.name for node, _ in pairs),
         nbytes=storage_nbytes(value),
-        example_bytes=example_bytes(value),
+        example_bytes=example_storage_nbytes(value),
         dtype=str(value.dtype).removeprefix("torch."),
         shape=tuple(_plain(size) for size in value.shape),
         strides=tuple(_plain(stride) for stride in value.stride()),

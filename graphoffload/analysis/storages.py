@@ -43,12 +43,17 @@ def tensor_nbytes(tensor: torch.Tensor) -> int | None:
     return None if count is None else count * tensor.element_size()
 
 
+def example_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of a fake tensor's elements; symbolic sizes as in the example that is compiled, 0 where that is unknown."""
+    return size_hint(tensor.numel(), unknown=0) * tensor.element_size()
+
+
 def storage_nbytes(tensor: torch.Tensor) -> int | None:
     """Bytes of a fake tensor's whole storage; None when symbolic."""
     return concrete(tensor.untyped_storage().nbytes())
 
 
-def example_bytes(tensor: torch.Tensor) -> int:
+def example_storage_nbytes(tensor: torch.Tensor) -> int:
     """Bytes of a fake tensor's whole storage; symbolic sizes as in the example that is compiled, 0 where that is unknown."""
     return size_hint(tensor.untyped_storage().nbytes(), unknown=0)
 
