@@ -202,10 +202,7 @@ def _best_draft(work: _Work) -> _Draft:
     if best.decided.planned and config.max_slowdown is not None:
         return _smaller(work, instance, best)
     if best.decided.planned and best.excess > 0:
-        with contextlib.suppress(BudgetError):
-            kept = replace(work, wanted=without_recomputation(work.wanted))
-            other = _draft(kept, instance, work.request.limits, config)
-            best = other if other.score < best.score else best
+        best = _or_without_recomputation(work, instance, best)
     if best.decided.planned and best.excess > 0:
         budget = work.request.limits.device_budget_bytes or 0
         slowdown = best.timeline.time_s / best.decided.keep_timeline.time_s - 1.0
@@ -217,22 +214,28 @@ def _best_draft(work: _Work) -> _Draft:
     return best
 
 
+def _or_without_recomputation(work: _Work, instance: Instance, best: _Draft) -> _Draft:
+    """`best`, or a draft in which nothing is recomputed that nobody asked to, if that is better."""
+    with contextlib.suppress(BudgetError):
+        kept = replace(work, wanted=without_recomputation(work.wanted))
+        return min(best, _draft(kept, instance, work.request.limits, work.request.config), key=lambda draft: draft.score)
+    return best
+
+
 def _smaller(work: _Work, instance: Instance, best: _Draft) -> _Draft:
     """A smaller plan within the slowdown, of drafts for budgets below `best`'s peak: what was recomputed for the least peak as
     it was estimated need not give the least once torch has partitioned again."""
     bound = best.decided.lower_bound_peak_bytes or 0
     if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
-        kept = replace(work, wanted=without_recomputation(work.wanted))
-        other = _draft(kept, instance, work.request.limits, work.request.config)
-        best = other if other.score < best.score else best
+        best = _or_without_recomputation(work, instance, best)
     low, peak = bound, best.timeline.peak_bytes
     for _ in range(_SEARCHES):
         if peak - low <= _WORTH * peak:
             break
-        budget = (low + peak) // 2 + work.request.limits.reserve_bytes
+        low = (low + peak) // 2
+        budget = low + work.request.limits.reserve_bytes
         limits = replace(work.request.limits, device_budget_bytes=budget)
         config = replace(work.request.config, max_slowdown=None, device_budget=budget)
-        low = (low + peak) // 2
         with contextlib.suppress(BudgetError):
             draft = _draft(work, instance, limits, config)
             if draft.score < best.score:
