@@ -6,36 +6,21 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphoffload
 from graphoffload.runtime import registry
 from graphoffload.testing import compiled, keep_all
+from graphoffload.testing.layers import ResidualMlps
 
 WIDTH, MIB = 64, 2**20
 BATCHES = (512, 512, 500, 512, 300, 700)
 
 
-class Net(nn.Module):
-    """Residual MLPs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
-        self.ups = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(4))
-        self.downs = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
-            x = x + down(nn.functional.gelu(up(norm(x))))
-        return x
-
-
 def train(backend: Any) -> list[list[torch.Tensor | None]]:
     """Gradients of a step for each batch."""
     torch.manual_seed(0)
-    model = compiled(Net(), backend)
+    model = compiled(ResidualMlps(4, WIDTH), backend)
     found = []
     for rows in BATCHES:
         model.zero_grad()
@@ -59,7 +44,7 @@ def planned(**options: Any) -> list[Any]:
 
 def test_a_budget_holds_for_batches_of_other_sizes() -> None:
     """The second graph's activations count as they were when it was compiled, the note says so, and the table their sizes."""
-    report = graphoffload.explain(Net(), policy="keep", hardware="h200-sxm")(torch.randn(BATCHES[0], WIDTH))
+    report = graphoffload.explain(ResidualMlps(4, WIDTH), policy="keep", hardware="h200-sxm")(torch.randn(BATCHES[0], WIDTH))
     budget = int(0.8 * report.keep_peak_bytes)
     first, second = planned(device_budget=budget)
     assert all(tensor.nbytes is None for tensor in second.saved.tensors if second.action(tensor.name) != "keep")

@@ -17,6 +17,7 @@ from graphoffload.decide import Limits, actions_again, table_again, without_reco
 from graphoffload.errors import BudgetError, GoalMissedWarning
 from graphoffload.hardware import PROFILES
 from graphoffload.saved import Action, Decision, SavedTable, SavedTensor
+from graphoffload.testing.layers import ResidualMlps
 from graphoffload.wishes import Wish
 
 
@@ -101,39 +102,23 @@ def test_what_no_draft_meets_is_an_error_with_the_least_found(monkeypatch: pytes
         explained(device_budget=budget)
 
 
-class Gated(nn.Module):
-    """Residual MLPs in which recomputing takes more memory, once partitioned again, than was estimated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        width = 512
-        self.norm = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for norm, up, down in zip(self.norm, self.up, self.down, strict=True):
-            x = x + down(nn.functional.gelu(up(norm(x))))
-        return x
-
-
-def of_gated(**options: Any) -> graphoffload.OffloadReport:
-    """Planned for a batch of 4096 without memory for it."""
+def of_mlps(**options: Any) -> graphoffload.OffloadReport:
+    """Planned for a batch of 4096 without memory for it. Recomputing takes more, once partitioned again, than was estimated."""
     with torch.device("meta"):
-        model, x = Gated(), torch.empty(4096, 512)
+        model, x = ResidualMlps(3, 512), torch.empty(4096, 512)
     return graphoffload.explain(model, hardware="h200-sxm", reserve=0, **options)(x)
 
 
 def test_what_a_smaller_budget_can_do_a_larger_one_can() -> None:
     """Where no draft that recomputes meets a budget, one that only offloads may: it was an error between two that were met."""
-    keep = of_gated(policy="keep").keep_peak_bytes
+    keep = of_mlps(policy="keep").keep_peak_bytes
     for share in (0.56, 0.6, 0.63, 0.66):
-        assert of_gated(device_budget=int(share * keep)).predicted_peak_bytes <= share * keep
+        assert of_mlps(device_budget=int(share * keep)).predicted_peak_bytes <= share * keep
 
 
 def test_more_time_buys_at_least_as_much_memory() -> None:
     """A slowdown's peak is not above that of a plan which is faster, whichever way it was found."""
-    reports = [of_gated(max_slowdown=slowdown) for slowdown in (0.02, 0.12, 0.5, 2.0)]
+    reports = [of_mlps(max_slowdown=slowdown) for slowdown in (0.02, 0.12, 0.5, 2.0)]
     peaks = [report.predicted_peak_bytes for report in reports]
     assert all(later <= 1.01 * earlier for earlier, later in itertools.pairwise(peaks)), peaks
     assert peaks[-1] < 0.9 * peaks[0]
@@ -141,15 +126,15 @@ def test_more_time_buys_at_least_as_much_memory() -> None:
 
 def test_what_the_user_decided_and_misses_the_number_is_said() -> None:
     """Nothing was left to plan: no error, for it is what was asked for; but never silent."""
-    keep = of_gated(policy="keep").keep_peak_bytes
+    keep = of_mlps(policy="keep").keep_peak_bytes
     with pytest.warns(GoalMissedWarning, match=r"device_budget=.* is not met: predicted peak .*nothing is left to plan"):
-        of_gated(policy="keep", device_budget=int(0.9 * keep))
+        of_mlps(policy="keep", device_budget=int(0.9 * keep))
     with pytest.warns(GoalMissedWarning, match=r"max_slowdown=0\.01 is not met: predicted slowdown \+\d+"):
-        of_gated(policy="offload", max_slowdown=0.01)
+        of_mlps(policy="offload", max_slowdown=0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("error", GoalMissedWarning)
-        of_gated(policy="keep", device_budget=keep)
-        of_gated(policy="keep")
+        of_mlps(policy="keep", device_budget=keep)
+        of_mlps(policy="keep")
 
 
 class Logits(nn.Module):

@@ -174,6 +174,21 @@ class Mlp(nn.Module):
         return torch.sigmoid(out) * x
 
 
+class ResidualMlps(nn.Module):
+    """Normed MLPs of four times the width, each added to what it reads."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.norm = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norm, self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return x
+
+
 class Frozen(nn.Module):
     """The first half needs no gradient, nor does one layer in the middle of the second."""
 
