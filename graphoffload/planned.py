@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.fx import Node
-
 from graphoffload import compat
 from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import GraphPair
@@ -77,36 +75,19 @@ def make_plan(
 
 
 class _Places:
-    """Where in the graphs something must stand to run at a step of the simulation.
-
-    Steps are nodes in the order in which they run, and a kernel may run earlier than its node stands, because another one that
-    stands before it needs it. What stands in front of every node that runs at step s or later runs before step s: the place
-    for a reload at s, and for a release behind s - 1. Places so found are in the order of their steps, and copies stay in
-    theirs.
-    """
+    """The graphs' nodes by position; where something must stand to run at a step is the instance's knowledge."""
 
     def __init__(self, planned: PlannedPair) -> None:
-        pair, program = planned.pair, planned.instance.program
+        pair = planned.pair
         self.forward, self.backward = list(pair.forward.graph.nodes), list(pair.backward.graph.nodes)
-        self.forward_begins = _first_of_the_rest(self.forward, [step.name for step in program.forward])
-        self.backward_begins = _first_of_the_rest(self.backward, [step.name for step in program.backward])
         self.after_inputs = max(at for at, node in enumerate(self.backward) if node.op == "placeholder") + 1
-
-
-def _first_of_the_rest(nodes: list[Node], steps: Sequence[str]) -> list[int]:
-    """For each step, and for the end, the first position in the graph of the nodes that run then or later."""
-    at = {node.name: position for position, node in enumerate(nodes)}
-    places = [len(nodes)]
-    for name in reversed(steps):
-        places.append(min(places[-1], at[name]))
-    return places[::-1]
 
 
 def _transfer(planned: PlannedPair, places: _Places, number: int, item: Scheduled) -> Transfer:
     """A scheduled transfer at its places in the graphs."""
     tensor = planned.table.tensors[item.candidate]
     wait_at = max(tensor.backward_uses[0], places.after_inputs)
-    reload_at = min(max(places.backward_begins[item.reload_at], places.after_inputs), wait_at)
+    reload_at = min(max(planned.instance.backward_places[item.reload_at], places.after_inputs), wait_at)
     return Transfer(
         id=number,
         tensor=tensor.name,
@@ -124,8 +105,9 @@ def _release_after(planned: PlannedPair, places: _Places, item: Scheduled) -> st
     if item.release_at is None or planned.release_late:
         return None
     tensor = planned.table.tensors[item.candidate]
-    behind = planned.instance.behind[item.candidate]
-    position = max(places.forward_begins[item.release_at + 1] - 1, behind, tensor.last_forward_use, tensor.produced_at)
+    instance = planned.instance
+    place = instance.forward_places[item.release_at + 1] - 1
+    position = max(place, instance.behind[item.candidate], tensor.last_forward_use, tensor.produced_at)
     while places.forward[position].op == "placeholder":
         position += 1
     return None if places.forward[position].op == "output" else places.forward[position].name

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.scheduler import Scheduler
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphoffload.analysis.costs import Measured, node_costs
@@ -14,12 +20,13 @@ from graphoffload.analysis.fusion import FARTHEST, Fusion, fusion_of
 from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.compat import most_reads
 from graphoffload.hardware import PROFILES
-from graphoffload.inner_compile import only_near_fusions
+from graphoffload.inner_compile import AS_PLANNED, only_near_fusions
 
 
-def traced(function: Callable[..., object], *shapes: tuple[int, ...]) -> Graph:
-    """The graph of a function of tensors of these shapes."""
-    return make_fx(function, tracing_mode="fake")(*(torch.randn(shape) for shape in shapes)).graph
+def traced(function: Callable[..., object], *shapes: tuple[int, ...], decomposed: bool = False) -> Graph:
+    """The graph of a function of tensors of these shapes; `decomposed`: into what Inductor takes."""
+    table = select_decomp_table() if decomposed else None
+    return make_fx(function, table, tracing_mode="fake")(*(torch.randn(shape) for shape in shapes)).graph
 
 
 def named(graph: Graph, name: str) -> Node:
@@ -78,6 +85,60 @@ def test_a_value_is_read_when_the_kernel_runs_that_computes_it_inline() -> None:
     readers = fusion.readers[storage_id(x)]
     assert [node.name for node in readers] == ["sum_1"]
     assert fusion.spans[readers[0]][0] > fusion.spans[named(graph, "mm")][1]
+
+
+def late(gate: Tensor, up: Tensor, d: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the product that the kernel needs behind the first one that reads it, as recomputation leaves it."""
+    active = torch.relu(gate)  # what CPUs find dear is stored at once
+    first = (active * up).t() @ d
+    gradient = d @ w
+    return first, (gradient * up * active).t() @ d, (gradient * active * gate).t() @ d
+
+
+def products_before_marks(graph: Graph) -> dict[int, list[str]]:
+    """Of a mark in front of each of a graph's operations, one compile each: the products that Inductor runs before it."""
+    found: dict[int, list[str]] = {}
+    operations = [at for at, node in enumerate(graph.nodes) if node.op == "call_function"]
+
+    def noting(scheduler: Scheduler) -> None:
+        ran: list[str] = []
+        for node in (part for whole in scheduler.nodes for part in whole.get_nodes()):
+            made = node.node
+            if "graphoffload" in str(getattr(made, "op_overload", "")):
+                found[at] = [name for name in ran if name.startswith("mm")]
+            elif made is not None and (origin := made.get_origin_node()) is not None:
+                ran.append(origin.name)
+        raise StopIteration
+
+    for at in operations:
+        marked = Graph()
+        marked.output(marked.graph_copy(graph, {}))
+        nodes = list(marked.nodes)
+        value = fake(nodes[0])
+        assert value is not None
+        with marked.inserting_before(nodes[at]), value.fake_mode:  # type: ignore[attr-defined]
+            memory = marked.call_function(torch.ops.aten.empty.memory_format, ([1],), {"device": value.device})
+            memory.meta["val"] = torch.empty(1)
+            marked.call_function(torch.ops.graphoffload.wait.default, (memory, memory, "mark", 0)).meta["val"] = None
+        module = GraphModule({}, marked)
+        inputs = [fake(node) for node in nodes if node.op == "placeholder"]
+        settings = torch._inductor.config.patch({**AS_PLANNED, "fx_graph_cache": False})
+        with settings, only_near_fusions(), mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception):
+            compile_fx_inner(module, inputs)
+    return found
+
+
+@pytest.mark.parametrize("function", [gated, late])
+def test_what_stands_in_front_of_an_operation_runs_where_inductor_runs_it(function: Callable[..., object]) -> None:
+    """A kernel's turn is that of the first of its readers, and what it needs is fetched from behind: in front of `mm`, none of
+    `late` has run; behind it, nearly all has, though most of it stands behind."""
+    graph = traced(function, (64, 32), (64, 32), (64, 16), (16, 32), decomposed=True)
+    fusion = fusion_of(graph, fuses=True)
+    found = products_before_marks(graph)
+    assert len(found) == sum(node.op == "call_function" for node in graph.nodes)
+    for at, products in found.items():
+        run = [node.name for node in fusion.order[: fusion.begun[at]] if node.name.startswith("mm")]
+        assert sorted(run) == sorted(products), (at, list(graph.nodes)[at])
 
 
 def test_operations_over_other_sizes_or_with_a_product_between_them_stay_apart() -> None:
@@ -143,10 +204,10 @@ def test_what_is_computed_from_something_made_far_away_does_not_join_its_kernel(
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         early = (x * 2).sum(0, keepdim=True) * 3
-        late = w
+        soon, late = early.expand(32, 32) @ w, w
         for _ in range(FARTHEST + 2):
             late = late @ w
-        return (early.expand(32, 32) @ w) * early + late, early + late[:1]
+        return soon * early + late, early + late[:1]
 
     graph = traced(function, (32, 32), (32, 32))
     fusion = fusion_of(graph, fuses=True)

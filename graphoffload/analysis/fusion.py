@@ -85,6 +85,8 @@ class Fusion:
             its place in the graph.
         spans: first and last position in `order` of the kernel that computes a node; only for nodes that are part of one.
         readers: of each storage that exists, the nodes whose kernels read it.
+        begun: by position in the graph, how many of `order` have run when something runs that was put in front of that node;
+            the last entry is for what was put at the end.
     """
 
     kinds: dict[Node, Kind]
@@ -93,6 +95,7 @@ class Fusion:
     order: list[Node] = field(default_factory=list)
     spans: dict[Node, tuple[int, int]] = field(default_factory=dict)
     readers: dict[int, list[Node]] = field(default_factory=dict)
+    begun: list[int] = field(default_factory=list)
 
     def read_by(self, node: Node) -> frozenset[int]:
         """Storages in memory that a node's kernel reads for it."""
@@ -147,16 +150,22 @@ def _widening(node: Node) -> int:
 
 
 def _readers(node: Node) -> list[Node]:
+    """Who reads a node's memory, through views or not."""
+    own = _with_views(node)
+    return [user for member in own for user in member.users if user not in own]
+
+
+def _with_views(node: Node) -> dict[Node, None]:
+    """A node and what else shows its memory."""
     value = fake(node)
     assert value is not None
-    found, pending = [], [node]
+    found, pending = {node: None}, [node]
     while pending:
         for user in pending.pop().users:
             other = fake(user)
             if other is not None and storage_id(other) == storage_id(value):
+                found[user] = None
                 pending.append(user)
-            else:
-                found.append(user)
     return found
 
 
@@ -171,7 +180,7 @@ class _Kernel:
     """
 
     number: int
-    first: int
+    turn: int
     order: int
     space: int | None
     nodes: list[Node] = field(default_factory=list)
@@ -186,8 +195,9 @@ def _group(graph: Graph, fusion: Fusion) -> None:
     made_by: dict[int, int] = {}
     touching: dict[int, list[int]] = {}
     sizes = {storage_id(value): example_storage_nbytes(value) for node in graph.nodes for value in _tensors(node)}
+    places = {node: at for at, node in enumerate(graph.nodes)}
     order = 0
-    for at, node in enumerate(graph.nodes):
+    for node in graph.nodes:
         kind = fusion.kinds[node]
         value = fake(node)
         if kind not in ("kernel", "fused") or (kind == "fused" and value is not None and storage_id(value) in fusion.sources):
@@ -201,9 +211,11 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         weights = {identity: sizes.get(identity, 0) for identity in reads}
         axis = _axis(node) if space else None
         home = _home(kernels, touching, weights, needs, space, axis, order) if space else None
+        turn = _turn(node, fusion, places, reads)
         if home is None:
-            home = _Kernel(len(kernels), at, order, space)
+            home = _Kernel(len(kernels), turn, order, space)
             kernels.append(home)
+        home.turn = min(home.turn, turn)
         home.nodes.append(node)
         if axis is not None:
             home.axes.add(axis)
@@ -270,11 +282,32 @@ def _space(node: Node) -> int | None:
     return max(known) if known and len(known) == len(sizes) else None
 
 
+def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[int]) -> int:
+    """When an operation's turn comes: twice its place in the graph, plus one.
+
+    A pointwise operation is not stored where it stands but right before the first of its readers that cannot compute it itself.
+    What takes too many others is stored at once, and so is what has several readers where one of them cannot.
+    """
+    own, value = 2 * places[node] + 1, fake(node)
+    if fusion.kinds[node] != "fused" or value is None or _axis(node) is not None or len(reads) > most_reads(value.device.type):
+        return own
+    turns: list[int] = []
+    for member in _with_views(node):
+        asking = [user for user in member.users if user.op == "output" or fusion.kinds[user] == "kernel"]
+        turns += [2 * places[user] for user in asking]
+        if len(member.users) > 1 and any(user.op == "output" or len(reads) > 1 for user in asking):
+            turns.append(2 * places[member] + 1)
+    return min(turns, default=own)
+
+
+
+
 def _place(kernels: list[_Kernel], fusion: Fusion) -> None:
-    """Kernels run in the order of their first operations, each after all that it needs, which is fetched from behind it."""
+    """Kernels run when their turn comes, each after all that it needs, which is fetched from behind it."""
     placed: set[int] = set()
     sequence: list[_Kernel] = []
-    for kernel in kernels:
+    turns: list[tuple[int, int]] = []  # with the number of kernels that have run after it
+    for kernel in sorted(kernels, key=lambda kernel: (kernel.turn, kernel.number)):
         pending = [(kernel, False)]
         while pending:
             current, ready = pending.pop()
@@ -286,13 +319,22 @@ def _place(kernels: list[_Kernel], fusion: Fusion) -> None:
                 continue
             pending.append((current, True))
             pending.extend((kernels[number], False) for number in sorted(current.needs, reverse=True) if number not in placed)
+        turns.append((kernel.turn, len(sequence)))
     members = {node for kernel in kernels for node in kernel.nodes}
     others = [(at, node) for at, node in enumerate(fusion.kinds) if node not in members]
     others.reverse()
+    ends = [0]
     for kernel in sequence:
-        while others and others[-1][0] < kernel.first:
+        while others and 2 * others[-1][0] < kernel.turn:
             fusion.order.append(others.pop()[1])
         start = len(fusion.order)
         fusion.order.extend(kernel.nodes)
         fusion.spans.update(dict.fromkeys(kernel.nodes, (start, len(fusion.order) - 1)))
+        ends.append(len(fusion.order))
     fusion.order.extend(node for _, node in reversed(others))
+    turns.reverse()
+    run = 0
+    for at in range(len(fusion.kinds) + 1):
+        while turns and turns[-1][0] < 2 * at:
+            run = turns.pop()[1]
+        fusion.begun.append(ends[run])

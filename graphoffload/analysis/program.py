@@ -6,6 +6,7 @@ Every graph node is one step, in the order in which a fusing compiler will run t
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -26,12 +27,17 @@ class Instance:
     """A Program, whose steps are graph nodes by name in the order in which they run, and what ties it to the graph.
 
     Attributes:
+        forward_places, backward_places: for each step, and for the end, where in the graph something stands that is to run as
+            late as it can before that step: in front of the node at the first such position in forward, at the last in
+            backward. It may run earlier: steps can be one kernel.
         behind: for each candidate, the position in the forward graph of the last operation whose kernel reads it. A release
             in front of it would make a compiler compute early what it reads.
     """
 
     program: Program
     behind: tuple[int, ...]
+    forward_places: tuple[int, ...]
+    backward_places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,8 @@ def build_program(
         _candidate(tensor, chains.get(tensor.name), index, times, life)
         for tensor, life in zip(table.tensors, lives, strict=True)
     )
+    begun = runs.backward.begun
+    places = _places(runs.backward)
     program = Program(
         forward=_steps(runs.forward, forward),
         backward=_steps(runs.backward, backward),
@@ -82,8 +90,10 @@ def build_program(
         candidates=candidates,
         static_bytes=static_bytes,
         reserve_bytes=reserve_bytes,
+        reload_steps=tuple(begun[place] for place in places[:-1]),
     )
-    return Instance(program, tuple(life.behind for life in lives))
+    first = tuple(bisect_left(runs.forward.begun, runs.forward.begun[place]) for place in _places(runs.forward))
+    return Instance(program, tuple(life.behind for life in lives), first, places)
 
 
 def _runs(pair: GraphPair, *, fuses: bool) -> _Runs:
@@ -100,6 +110,11 @@ def _steps(fusion: Fusion, costs: list[NodeCost]) -> tuple[Step, ...]:
     return tuple(Step(node.name, cost.time_s, cost.workspace_bytes) for node, cost in zip(fusion.order, costs, strict=True))
 
 
+def _places(fusion: Fusion) -> tuple[int, ...]:
+    """For each step, and for the end, the last position in the graph at which no more than the steps before it have run."""
+    return tuple(bisect_right(fusion.begun, step) - 1 for step in range(len(fusion.order) + 1))
+
+
 @dataclass(frozen=True, slots=True)
 class _Life:
     """When a saved activation is in use, by the kernels that make and read it; `behind`: see Instance."""
@@ -111,8 +126,8 @@ class _Life:
 
 
 def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
-    """The life of every tensor of the table. In backward a tensor is needed from the first operation of the graph that reads
-    it, for the wait stands before that one, until its last kernel ends."""
+    """The life of every tensor of the table. In backward a tensor is needed from where the wait runs that stands before the
+    first operation of the graph that reads it, until its last kernel ends."""
     nodes = {node.name: node for node in pair.forward.graph.nodes}
     graph_at = {node: at for at, node in enumerate(pair.forward.graph.nodes)}
     backward = list(pair.backward.graph.nodes)
@@ -132,7 +147,8 @@ def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
             readers = runs.backward.readers.get(storage_id(saved), ())
             uses.update(at for node in readers for at in runs.backward.spans[node])
         if tensor.backward_uses:
-            uses.add(min([runs.backward_at[backward[at]] for at in tensor.backward_uses]))
+            wait = runs.backward.begun[min(tensor.backward_uses)]
+            uses.add(min([wait, *(runs.backward_at[backward[at]] for at in tensor.backward_uses)]))
         lives.append(_Life(made, last, tuple(sorted(uses)), behind))
     return lives
 

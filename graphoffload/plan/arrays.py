@@ -23,6 +23,7 @@ class Arrays:
         forward_sum_s: compute time before each forward position, F + 1 entries.
         base_bytes: memory at each global step that no action changes: static, buffers, candidates to their last forward use.
         first_use, last_use: of each candidate's own backward uses; B and -1 when it has none.
+        reload_steps: see Program.
         chains: candidates that can be recomputed, latest produced first, as (index, reads).
     """
 
@@ -46,6 +47,7 @@ class Arrays:
     temp_bytes: Ints
     chains: tuple[tuple[int, tuple[int, ...]], ...]
     production_order: tuple[int, ...]
+    reload_steps: tuple[int, ...]
 
 
 _recent: list[Arrays] = []
@@ -87,6 +89,7 @@ def _build(program: Program, hardware: HardwareProfile) -> Arrays:
         temp_bytes=np.array([r.temp_bytes if r else 0 for r in recomputes], dtype=np.int64),
         chains=tuple((k, recompute.reads) for k in reversed(order) if (recompute := recomputes[k]) is not None),
         production_order=tuple(order),
+        reload_steps=program.reload_steps or tuple(range(len(program.backward) + 1)),
     )
 
 

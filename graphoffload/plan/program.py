@@ -81,7 +81,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One forward and its backward. `static_bytes` live throughout; `reserve_bytes` come off every budget."""
+    """One forward and its backward.
+
+    Attributes:
+        static_bytes: live throughout. reserve_bytes: come off every budget.
+        reload_steps: for each backward step, the one before which a reload really runs that is put as late as it can be to run
+            before that step: nothing gets between the operations of one kernel. Empty: the step itself.
+    """
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -89,6 +95,7 @@ class Program:
     candidates: tuple[Candidate, ...] = ()
     static_bytes: int = 0
     reserve_bytes: int = 0
+    reload_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse an instance that cannot be meant: a wrong index here would be a wrong plan later."""
@@ -102,6 +109,10 @@ class Program:
             if not 0 <= buffer.first <= buffer.last < steps or buffer.nbytes < 0:
                 span = f"{buffer.nbytes} B over [{buffer.first}, {buffer.last}]"
                 raise PlanError(f"buffer {buffer.name!r}: {span} of {steps} steps.")
+        issued = self.reload_steps
+        if issued and (len(issued) != len(self.backward) or any(not 0 <= at <= step for step, at in enumerate(issued))):
+            count = f"{len(issued)} reload_steps of {len(self.backward)} backward steps"
+            raise PlanError(f"{count}: there must be one each, none behind its step.")
         for index in range(len(self.candidates)):
             self._check_candidate(index)
 

@@ -16,7 +16,8 @@ The model, exactly:
   the last use to the first, each copy ends no later than its need and than the next one's start; it is issued before the
   backward step that runs at that moment. Need times are those of compute without stalls or slowdown: early rather than late.
   Where the channel is behind that schedule, a reload is issued at the last step that starts before the channel is free for it:
-  its memory is taken when its copy can run and not before, and no copy starts later for it.
+  its memory is taken when its copy can run and not before, and no copy starts later for it. What cannot get between two steps
+  (`Program.reload_steps`) takes its memory before both; to time, and so to a release, that makes no difference worth counting.
 * A recompute chain runs right before the first use of what it makes, after the chains of what it reads.
 * Compute that overlaps a copy takes (1 + compute_slowdown_while_copying) times as long.
 
@@ -275,7 +276,7 @@ def _backward(
         start_s = max(clock.now_s, clock.busy_until_s)
         done_s.append(clock.copy(arrays.h2d_s[index]))
         out.h2d.append((start_s, done_s[-1], index))
-        out.loads.append((index, position, first[index]))
+        out.loads.append((index, arrays.reload_steps[position], first[index]))
     while waited < len(order):
         wait_for_next()
     clock.run(sums[steps] - sums[done_steps])

@@ -48,6 +48,10 @@ class NoStream:
             ctypes.memmove(*block)
         return self
 
+    def compute(self) -> Any:
+        """Whom the caller's work is issued to."""
+        return self
+
     def compute_waits(self, event: Any) -> None:
         """Nothing to wait for."""
 
