@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._inductor import config as inductor_config
@@ -18,6 +19,7 @@ from torch.fx import GraphModule
 from graphoffload.analysis.fusion import FARTHEST
 from graphoffload.joint import copy_graph
 from graphoffload.passes.capture import make_capturable
+from graphoffload.passes.strides import reload_as_laid_out
 from graphoffload.runtime import registry
 from graphoffload.runtime.captured import prepare
 from graphoffload.runtime.ops import handles_may_be_copied
@@ -50,7 +52,10 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
         if plan is None or not plan.changes_anything:
             return compile_fx_inner(gm, example_inputs, **kwargs)
         disabled = ",".join(filter(None, (inductor_config.disabled_passes, "remove_noop_ops")))
-        with inductor_config.patch({**AS_PLANNED, "disabled_passes": disabled}), only_near_fusions():
+        run = registry.run_plan(plan.key)
+        if kwargs.get("is_backward"):
+            reload_as_laid_out(gm, plan.key, run.strides)
+        with inductor_config.patch({**AS_PLANNED, "disabled_passes": disabled}), only_near_fusions(), noting_strides(run):
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return compile_fx_inner(gm, example_inputs, **kwargs)
             why_not = _why_cut(plan, kwargs)
@@ -59,7 +64,7 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
                 if compiled is not None:
                     return compiled
                 why_not = "something else in it cannot be captured, or it writes to its inputs"
-            registry.run_plan(plan.key).capturable = False
+            run.capturable = False
             warn_of_cuts(plan, why_not)
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
@@ -141,4 +146,25 @@ def only_near_fusions() -> Iterator[None]:
             return near(node1, node2) and bool(own.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
 
     with V.set_choices_handler(Near()):
+        yield
+
+
+@contextlib.contextmanager
+def noting_strides(run: registry.RunPlan) -> Iterator[None]:
+    """Note in `run.strides` how Inductor lays out each tensor that is offloaded, in the graphs that it compiles meanwhile."""
+    from torch._inductor.graph import GraphLowering
+
+    ours = (torch.ops.graphoffload.offload.default, torch.ops.graphoffload.offload_captured.default)
+    codegen = GraphLowering.codegen
+
+    def noting(lowering: Any) -> Any:
+        result = codegen(lowering)
+        for operation in lowering.operations:
+            if getattr(operation, "op_overload", None) in ours and operation.constant_args[0] == run.key:
+                strides = operation.inputs[0].get_stride()
+                if all(isinstance(step, int) or getattr(step, "is_Integer", False) for step in strides):
+                    run.strides[operation.constant_args[1]] = tuple(map(int, strides))
+        return result
+
+    with mock.patch.object(GraphLowering, "codegen", noting):
         yield

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphoffload
+from graphoffload import inner_compile
 from graphoffload.errors import ChecksumError, RuntimeStateError
+from graphoffload.passes.strides import reload_as_laid_out
 from graphoffload.runtime import registry, twin_copies
 from graphoffload.saved import Plan, Transfer
 from graphoffload.testing import assert_equal_bits, compiled, draw, keep_all, observe, run_step, whole_gradient_error
@@ -200,3 +203,43 @@ def test_permutations_under_inductor(orders: Sequence[tuple[int, ...]]) -> None:
     assert whole_gradient_error(got, exact) < 1e-5
     with reloads(lambda y: y.zero_()):
         assert whole_gradient_error(run_step(module, INPUT), exact) > 0.1
+
+
+class Patches(nn.Module):
+    """What a convolution leaves transposed, Inductor lays out in order: other strides than the graph's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 16, 4, 4), nn.LayerNorm(16)
+        self.positions, self.up, self.down = nn.Parameter(torch.randn(16, 16)), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        for _ in range(2):
+            x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x.square().mean()
+
+
+def test_backward_is_compiled_for_the_strides_that_forward_has() -> None:
+    """Nothing is laid out anew, and a module that is not told of them gets the same gradient."""
+    images, gradients = values(2, 3, 16, 16), []
+    for told in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = Patches()
+        graphoffload.reset_stats()
+        with (
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+            mock.patch.object(inner_compile, "reload_as_laid_out", reload_as_laid_out if told else mock.Mock()),
+        ):
+            net.compile(backend="graphoffload", options={"policy": "offload", "min_tensor_bytes": 0})
+            net(images).backward()
+        counted = graphoffload.stats()
+        assert counted["offloads"] >= 5
+        assert (counted["relaid"] == 0) == told, counted["relaid"]
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert one is not None
+        assert other is not None
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

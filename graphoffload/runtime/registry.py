@@ -26,11 +26,12 @@ class RunPlan:
 
     at_end: ids that are released at the end of forward. asked: size, stride and type that backward reloads an id with.
     first: ids that backward reloads before it first waits. capturable: forward was compiled to be captured with its copies.
+    strides: what the compiler lays an id's source out as, where that is known.
     """
 
     __slots__ = (
-        "_names", "asked", "at_end", "budget", "capturable", "checksum", "first", "key", "layouts", "linked", "transfers",
-        "window_bytes",
+        "_names", "asked", "at_end", "budget", "capturable", "checksum", "first", "key", "layouts", "linked", "strides",
+        "transfers", "window_bytes",
     )  # fmt: skip
 
     def __init__(self, plan: Plan | None, key: str) -> None:
@@ -46,6 +47,7 @@ class RunPlan:
         self.budget: Budget | None = None
         self.asked: dict[int, tuple[Sequence[int], Sequence[int], torch.dtype]] = {}
         self.first: tuple[int, ...] = ()
+        self.strides: dict[int, tuple[int, ...]] = {}
 
     def link(self, window_bytes: int | None, budget: Budget | None = None) -> None:
         """Let this plan's copies outlive its graphs (see between.py): nothing in them reuses a source that was released.
