@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from graphoffload.analysis.storages import fake, storage_id
+from graphoffload.analysis.storages import with_views
 from graphoffload.passes.graphs import describe, finish, fresh_fake
 from graphoffload.runtime.layouts import is_dense
 
@@ -39,14 +39,4 @@ def reload_as_laid_out(module: GraphModule, key: str, strides: Mapping[int, Sequ
 
 def _is_viewed_by_strides(node: Node) -> bool:
     """Whether a view of a node's memory is taken by strides and offset instead of by shape."""
-    value = fake(node)
-    assert value is not None
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if user.target is torch.ops.aten.as_strided.default:
-                return True
-            other = fake(user)
-            if other is not None and storage_id(other) == storage_id(value):
-                pending.append(user)
-    return False
+    return any(user.target is torch.ops.aten.as_strided.default for member in with_views(node) for user in member.users)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphoffload
 from graphoffload import inner_compile
@@ -243,3 +244,21 @@ def test_backward_is_compiled_for_the_strides_that_forward_has() -> None:
         assert one is not None
         assert other is not None
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("by_strides", [False, True])
+def test_a_reload_that_is_viewed_by_strides_keeps_the_graphs(by_strides: bool) -> None:
+    """Strides and offset of such a view are those of the graph's layout: in another one it would show other elements."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        handle = graph.placeholder("handle")
+        handle.meta["val"] = torch.empty(1, dtype=torch.int64)
+        y = graph.call_function(OPS.reload.default, (handle, "plan", 0, [3, 4], [4, 1], torch.float32))
+        y.meta["val"] = torch.empty(3, 4)
+        op, rest = (torch.ops.aten.as_strided.default, ([4], [1], 4)) if by_strides else (torch.ops.aten.select.int, (0, 1))
+        row = graph.call_function(op, (y, *rest))
+        row.meta["val"] = y.meta["val"][1]
+    graph.output(row)
+    module = torch.fx.GraphModule({}, graph)
+    assert reload_as_laid_out(module, "plan", {0: (1, 3)}) == (not by_strides)
+    assert next(node for node in module.graph.nodes if node.name == y.name).args[4] == ([4, 1] if by_strides else [1, 3])

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, storage_id
+from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, storage_id, with_views
 from graphoffload.compat import most_reads
 
 Kind = Literal["view", "kernel", "fused", "none"]
@@ -151,22 +151,8 @@ def _widening(node: Node) -> int:
 
 def _readers(node: Node) -> list[Node]:
     """Who reads a node's memory, through views or not."""
-    own = _with_views(node)
+    own = with_views(node)
     return [user for member in own for user in member.users if user not in own]
-
-
-def _with_views(node: Node) -> dict[Node, None]:
-    """A node and what else shows its memory."""
-    value = fake(node)
-    assert value is not None
-    found, pending = {node: None}, [node]
-    while pending:
-        for user in pending.pop().users:
-            other = fake(user)
-            if other is not None and storage_id(other) == storage_id(value):
-                found[user] = None
-                pending.append(user)
-    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -292,14 +278,12 @@ def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[
     if fusion.kinds[node] != "fused" or value is None or _axis(node) is not None or len(reads) > most_reads(value.device.type):
         return own
     turns: list[int] = []
-    for member in _with_views(node):
+    for member in with_views(node):
         asking = [user for user in member.users if user.op == "output" or fusion.kinds[user] == "kernel"]
         turns += [2 * places[user] for user in asking]
         if len(member.users) > 1 and any(user.op == "output" or len(reads) > 1 for user in asking):
             turns.append(2 * places[member] + 1)
     return min(turns, default=own)
-
-
 
 
 def _place(kernels: list[_Kernel], fusion: Fusion) -> None:

@@ -89,3 +89,17 @@ def same_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
     left_expr = left.node.expr if isinstance(left, torch.SymInt) else left
     right_expr = right.node.expr if isinstance(right, torch.SymInt) else right
     return bool(left_expr - right_expr == 0)
+
+
+def with_views(node: Node) -> dict[Node, None]:
+    """A node and what else shows its memory."""
+    value = fake(node)
+    assert value is not None
+    found, pending = {node: None}, [node]
+    while pending:
+        for user in pending.pop().users:
+            other = fake(user)
+            if other is not None and storage_id(other) == storage_id(value):
+                found[user] = None
+                pending.append(user)
+    return found
