@@ -4,10 +4,11 @@
     python3 tests/gpu/together.py --out DIR stack32k@checkpoint@over:12.1GB stack32k@over:20GB@slowdown:0.1
     python3 examples/pareto.py --model stack32k --gather DIR --out pareto                    # one table and figure of it
 
-Each argument is a process: a model, changed sizes, and variants (bench.py --list), each measured in turns with that process's
-own keep-all. Without variants: full checkpointing, and graphoffload with a budget of checkpointing's measured peak. Every
-process has its own caches, so that a stopped one holds no lock that another needs; the hardware's profile is measured before
-and copied. Memory is everybody's: no more processes than the GPU holds keep-all steps.
+Each argument is a process: a model, changed sizes, `steps` where it takes more or fewer than the others, and variants (bench.py
+--list), each measured in turns with that process's own keep-all. Without variants: full checkpointing, and graphoffload with a
+budget of checkpointing's measured peak. Every process has its own caches, so that a stopped one holds no lock that another
+needs; the hardware's profile is measured before and copied. Memory is everybody's: no more processes than the GPU holds
+keep-all steps.
 """
 
 from __future__ import annotations
@@ -85,11 +86,12 @@ def _with_memory(alternate: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def parse_process(text: str) -> tuple[str, dict[str, int], list[str]]:
-    """Model, changed sizes and variants of `MODEL[,SIZE=N...][@VARIANT...]`."""
+def parse_process(text: str) -> tuple[str, dict[str, int], int | None, list[str]]:
+    """Model, changed sizes, steps of its own and variants of `MODEL[,SIZE=N...][,steps=N][@VARIANT...]`."""
     first, *variants = text.split("@")
     model, *sizes = first.split(",")
-    return model, {name: int(value) for name, value in (size.split("=") for size in sizes)}, variants
+    changed = {name: int(value) for name, value in (size.split("=") for size in sizes)}
+    return model, changed, changed.pop("steps", None), variants
 
 
 def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace) -> None:
@@ -102,10 +104,10 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
 
     pipeline.kernel_times = _alone(folder, pipeline.kernel_times)
     measure.alternate = _alone(folder, _with_memory(measure.alternate))
-    model, sizes, variants = parse_process(text)
+    model, sizes, steps, variants = parse_process(text)
     out = given.out / f"{number}-{model}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = Options(given.steps, given.block, limit_s=given.limit_s, tiny=given.tiny, sizes=sizes or None, out=out)
+    options = Options(steps or given.steps, given.block, limit_s=given.limit_s, tiny=given.tiny, sizes=sizes or None, out=out)
     runner = Runner(model, device, options)
     (folder / str(os.getpid())).touch()
     try:
@@ -124,7 +126,7 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
 def main() -> int:
     """The command line; without --folder, one process for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL[,SIZE=N...][@VARIANT...]")
+    parser.add_argument("models", nargs="+", metavar="MODEL[,SIZE=N...][,steps=N][@VARIANT...]")
     parser.add_argument("--steps", type=int, default=10, help="measured steps a side")
     parser.add_argument("--block", type=int, default=5, help="steps before the other side has its turn")
     parser.add_argument("--limit-s", type=float, default=170.0)
