@@ -32,7 +32,7 @@ from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
-from graphoffload.sharing import budget_of, count_calls, may_link, shares_budget
+from graphoffload.sharing import budget_of, count_calls, last_may_stay, may_link, shares_budget
 from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
 
 _graphs = itertools.count()
@@ -111,7 +111,7 @@ def compile_graph(
         compiled = _inner(gm, example_inputs, config, partitioner)
         plan = _plan_of(base, key, config, before)
     if plan is not None:
-        _link(base, plan, config, limits)
+        _link(base, plan, config, limits, last_stays=last_may_stay(config, limits, example_inputs))
         if planned is not None:
             planned(key)
     if asks_for_cuda_graphs(config):
@@ -166,14 +166,15 @@ def _plan_of(base: str, key: str, config: OffloadConfig, before: Plan | None) ->
     return plan
 
 
-def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
+def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits, *, last_stays: bool) -> None:
     """Keep a plan for the next compile of its graph, and tell the runtime what it may do with it."""
     registry.remember(base, plan)
     if plan.transfers and asks_for_cuda_graphs(config) and plan.device.startswith("cuda"):
         captured.prepare(torch.device(plan.device))  # torch's compile cache may answer without compiling
     if may_link(config):
         window = config.max_inflight_bytes
-        registry.run_plan(plan.key).link(window if isinstance(window, int) else None, budget_of(limits))
+        run = registry.run_plan(plan.key)
+        run.link(window if isinstance(window, int) else None, budget_of(limits), last_stays=last_stays)
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:

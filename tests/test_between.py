@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ def test_a_single_graph_waits_as_before(lazy: LazyStreams) -> None:
         waiting.backward()
         waiting = following
     waiting.backward()
-    assert counted("deferred") == counted("prefetches") == 0
+    assert counted("deferred") == counted("prefetches") == counted("stays") == 0
 
 
 def test_the_window_bounds_what_is_pending(lazy: LazyStreams) -> None:
@@ -180,9 +181,55 @@ def test_order_of_the_copies(lazy: LazyStreams) -> None:
     graphoffload.reset_stats()
     step(module, 3)
     copies = [line.removeprefix("h2d ") for line in lazy.log if line.startswith("h2d ")]
-    assert len(copies) == counted("offloads") == counted("reloads")
+    assert len(copies) == counted("offloads") == counted("reloads") - counted("stays")
     assert counted("prefetch_hits") == counted("prefetches") > 0
     assert counted("h2d_bytes") == counted("d2h_bytes")
+
+
+def test_a_whole_graph_is_prefetched_where_there_is_room(lazy: LazyStreams) -> None:
+    """All that the graph before reloads, not only what it waits for first."""
+    module = per_block(max_inflight_bytes=2**20)
+    expected = references(module)
+    for seed in SEEDS[:3]:
+        step(module, seed)
+    graphoffload.reset_stats()
+    assert_equal_bits(step(module, 3), expected[3])
+    assert counted("prefetch_hits") == counted("offloads") > 0, "all but what stayed in the last graph"
+
+
+def test_the_last_graphs_tensors_stay(lazy: LazyStreams) -> None:
+    """They are needed at once. From the third step on, as far as they fit into the window, and never without one before."""
+    module = per_block(max_inflight_bytes=2**20)
+    expected = references(module)
+    between._TRACKS.of.clear()
+    found = []
+    for seed in SEEDS:
+        graphoffload.reset_stats()
+        assert_equal_bits(step(module, seed), expected[seed])
+        found.append((counted("offloads"), counted("stays")))
+    last = run_plan(track()._last[-1]).transfers
+    (all_of_them, _), *_ = found
+    assert found[:2] == [(all_of_them, 0)] * 2
+    assert found[2:] == [(all_of_them - last, last)] * (len(SEEDS) - 2)
+    for window in (1, 20_000):
+        between._TRACKS.of.clear()
+        module = per_block(max_inflight_bytes=window)
+        for seed in range(4):
+            graphoffload.reset_stats()
+            step(module, seed)
+        assert counted("stayed_bytes") <= window
+        assert (counted("stays") > 0) == (window != 1)
+
+
+def test_the_last_graph_of_a_goal_does_as_planned(lazy: LazyStreams) -> None:
+    """A plan that was made for a number counts on its copies."""
+    fast = dataclasses.replace(SLOW_LINK, name="fast link", d2h_bytes_per_s=1e14, h2d_bytes_per_s=1e14)
+    module = per_block(policy="auto", max_slowdown=0.5, max_inflight_bytes=2**20, hardware=fast)
+    graphoffload.reset_stats()
+    for seed in SEEDS:
+        step(module, seed)
+    assert counted("offloads") > 0
+    assert counted("stays") == 0
 
 
 def test_no_headroom_no_prefetch(lazy: LazyStreams) -> None:

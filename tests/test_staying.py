@@ -137,8 +137,8 @@ def test_the_last_tensors_stay(lazy: LazyStreams) -> None:
     assert not any(found[:first])
 
 
-def test_nothing_stays_without_a_shared_budget(lazy: LazyStreams) -> None:
-    """policy="offload" is an order."""
+def test_without_a_shared_budget_only_the_last_graphs_tensors_stay(lazy: LazyStreams) -> None:
+    """policy="offload" is an order, but for what is needed at once."""
     module = per_block(policy="offload", device_budget="auto")
     lazy.allocated = 0, 0
     for seed in SEEDS:
@@ -146,8 +146,7 @@ def test_nothing_stays_without_a_shared_budget(lazy: LazyStreams) -> None:
     assert between._TRACKS.of[torch.device("cpu")].staying.budget is None
     graphoffload.reset_stats()
     step(module, 0)
-    assert counted("stays") == 0
-    assert counted("offloads") > 0
+    assert counted("stays") * (len(module.layers) - 1) == counted("offloads") > 0
 
 
 def test_plan_and_its_note(lazy: LazyStreams) -> None:
@@ -219,7 +218,7 @@ def test_a_backward_that_stops(lazy: LazyStreams, at: int) -> None:
     calls: list[None] = []
     module.zero_grad()
     loss = weighted_loss(module(*batch(0)))
-    with mock.patch.object(between, "waited", side_effect=lambda entry: stopping_once(calls, at)), pytest.raises(KeyError):
+    with mock.patch.object(between, "prefetch", side_effect=lambda *_: stopping_once(calls, at)), pytest.raises(KeyError):
         loss.backward()
     module.zero_grad()
     with pytest.raises(RuntimeError, match=r"did not come to its end|a second time"):
@@ -230,7 +229,7 @@ def test_a_backward_that_stops(lazy: LazyStreams, at: int) -> None:
 
 
 def stopping_once(calls: list[None], at: int) -> None:
-    """Raise at one wait of a backward."""
+    """Raise behind one reload of a backward."""
     calls.append(None)
     if len(calls) == 3 * at + 2:
         raise KeyError("stopped")

@@ -3,8 +3,8 @@
     forward    graph 0  |== offloads ==|R       releases at its end do not wait: graph 1 follows, as in the last two forwards
                graph 1        |W= offloads =|   the runtime holds graph 0's sources; as graph 1's offloads fill the window,
                ...                              compute waits for the oldest copy, and its source goes
-               last graph              |=RW     waits at its end, as a single graph does, and all that is pending goes
-    backward   last graph  |= reloads =|P       behind the last of its own reloads those that the graph before it needs first
+               last graph              |~~~~    its own are needed at once, and stay; at its end all that is pending goes
+    backward   last graph  |= reloads =|P       behind the last of its own reloads those of the graph before it
                graph before  |T ...             its reload takes what is there already
 
 The order is learnt: a call of a compiled forward (`Call`) is expected to be followed by another one if it was in the last two
@@ -12,8 +12,9 @@ forwards. What is guessed wrong costs time, or memory up to the window, never a 
 reload at the latest, a prefetched tensor that nobody took goes when the backward of another graph or the next forward starts.
 Neither memory is given up before the stream that it belongs to waits for the copy.
 
-Where the graphs share a budget, offloads at the end of a forward may be left out: what fits stays (see staying.py), and reload
-hands its memory back.
+What the last graph offloads stays as far as it fits into the window, and reload hands its memory back: its copies would hide
+behind nothing. Not where a graph runs for a goal: where graphs share a budget, what fits stays (see staying.py), and without one
+the plan counts on its copies. A graph that runs behind no other is the whole model, and waits at its end as it always does.
 
 Only plans that the backend linked take part: there Inductor reuses no buffer within a graph, and captures no CUDA graph.
 """
@@ -46,25 +47,27 @@ class Call:
     """One call of a compiled forward, and later of its backward.
 
     entries: those that live, by id. before: the call before it in the same forward, while it has entries. followed: another
-    call is expected behind it. as_before: up to here the forward is as the last two. reloading: ids in the order of its latest
-    backward's reloads.
+    call is expected behind it. last: none is, behind others. as_before: up to here the forward is as the last two. reloading:
+    ids in the order of its latest backward's reloads.
     """
 
     __slots__ = (
-        "as_before", "before", "entries", "followed", "nbytes", "reloading", "run", "seen", "stayed", "track", "waited",
+        "as_before", "before", "entries", "followed", "last", "nbytes", "reloading", "run", "seen", "stayed", "track",
     )  # fmt: skip
 
-    def __init__(self, run: RunPlan, track: Track, before: Call | None, *, followed: bool, as_before: bool) -> None:
+    def __init__(
+        self, run: RunPlan, track: Track, before: Call | None, *, followed: bool, last: bool, as_before: bool
+    ) -> None:
         self.run = run
         self.track = track
         self.before = before
         self.followed = followed
+        self.last = last
         self.as_before = as_before
         self.entries: dict[int, Entry] = {}
         self.seen: set[int] = set()
         self.nbytes = self.stayed = 0
         self.reloading: list[int] = []
-        self.waited = False
 
 
 class Track:
@@ -103,11 +106,11 @@ class Track:
         self.staying.set_budget(run.budget)
         self._count_largest()
         self._as_before = self._as_before and at < len(self._last) and self._last[at] == run.key
-        followed = self._as_before and at + 1 < len(self._last) and run.linked
-        followed = followed and streams is not None and not streams.capturing()
+        known = self._as_before and run.linked and streams is not None and not streams.capturing()
+        followed, last = known and at + 1 < len(self._last), known and 0 < at == len(self._last) - 1
         if at < _LONGEST:
             self._now.append(run.key)
-        self.call = Call(run, self, self.call, followed=followed, as_before=self._as_before)
+        self.call = Call(run, self, self.call, followed=followed, last=last, as_before=self._as_before)
         if at < _LONGEST:
             self._calls.append(self.call)
         return self.call
@@ -178,17 +181,20 @@ def offloaded(entry: Entry) -> None:
 
 
 def stays(entry: Entry) -> bool:
-    """Whether an offload is left out, because a budget that several graphs share has room for its source."""
-    call = entry.call
-    if call is None or not call.run.linked or call.track.staying.budget is None:
+    """Whether an offload is left out: a budget that several graphs share has room for its source, or it is needed at once."""
+    call, nbytes = entry.call, entry.layout.nbytes
+    if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.last and call.run.last_stays)):
         return False
     streams = streams_of(entry.layout.device)
     if streams is None or streams.capturing():
         return False
     assert entry.source is not None
-    whole = entry.source.untyped_storage().nbytes() == entry.layout.nbytes  # a part would hold more than is counted
-    may_stay = whole and call.as_before and call.run.budget is not None
-    if not call.track.staying.offer(entry.layout.nbytes, may_stay=may_stay):
+    whole = entry.source.untyped_storage().nbytes() == nbytes  # a part would hold more than is counted
+    if call.track.staying.budget is not None:
+        may_stay = call.track.staying.offer(nbytes, may_stay=whole and call.as_before and call.run.budget is not None)
+    else:
+        may_stay = whole and call.stayed + nbytes <= call.track.window_bytes(call.run)
+    if not may_stay:
         return False
     entry.stays, entry.stream = True, streams.compute()
     return True
@@ -213,9 +219,9 @@ def defers(entry: Entry) -> bool:
 
 
 def passed(entry: Entry) -> None:
-    """The release of a source that stays: in the last call, where memory is fullest, nothing is pending any more."""
+    """The release of a source that stays: at the end of the last call, where memory is fullest, nothing is pending any more."""
     call = entry.call
-    if call is not None and call.track.pending and not call.followed:
+    if call is not None and call.track.pending and not call.followed and entry.id in entry.run.at_end:
         with LOCK:
             _settle(call.track, len(call.track.pending))
 
@@ -276,7 +282,7 @@ def reloading(entry: Entry) -> None:
             _sample(track, entry)
             drop_prefetched(track, but=call)
         if entry.id in call.reloading:  # a second backward of a retained graph
-            call.reloading, call.waited = [], False
+            call.reloading = []
         call.reloading.append(entry.id)
 
 
@@ -285,14 +291,6 @@ def _sample(track: Track, entry: Entry) -> None:
     streams = streams_of(entry.layout.device)
     if track.staying.budget is not None and streams is not None:
         track.staying.sample(streams.allocated_bytes()[1])
-
-
-def waited(entry: Entry) -> None:
-    """A wait comes: what was reloaded before a call's first one is what a prefetch brings next time."""
-    call = entry.call
-    if call is not None and not call.waited:
-        call.waited = True
-        call.run.first = tuple(call.reloading)
 
 
 def take(entry: Entry, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -316,17 +314,20 @@ def take(entry: Entry, size: Sequence[int], stride: Sequence[int], dtype: torch.
 
 
 def prefetch(call: Call | None, copy: Callable[[torch.Tensor, Entry], Any]) -> None:
-    """Behind a call's last reload: start those that the call before it waits for first, as far as memory allows.
+    """Behind a call's last reload: start those of the call before it, in the order of last time, as far as memory allows.
 
     `copy(y, entry)` starts the copy to y and leaves its event in `entry.h2d_done`.
     """
-    if call is None or call.before is None or len(call.reloading) != len(call.seen) or not call.run.linked:
+    if call is None or len(call.reloading) != len(call.seen):
+        return
+    call.run.order = tuple(call.reloading)
+    if call.before is None or not call.run.linked:
         return
     with LOCK:
         before = call.before
         if before is None or not before.run.linked or before.run.transfers == 0:
             return
-        found = [e for id in before.run.first if (e := before.entries.get(id)) is not None and not e.stays]
+        found = [e for id in before.run.order if (e := before.entries.get(id)) is not None and not e.stays]
         if not found or not all(entry.layout.device == found[0].layout.device for entry in found):
             return
         streams = streams_of(found[0].layout.device)

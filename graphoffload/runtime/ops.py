@@ -288,7 +288,6 @@ def wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
             + ("nothing was reloaded" if target is None else f"reload writes to {target.data_ptr():#x}")
             + f" (plan {plan}). The gradient could be wrong, so the step is stopped. Please report this with a graph dump."
         )
-    between.waited(entry)
     if entry.h2d_done is not None:
         streams = streams_of(entry.layout.device)
         assert streams is not None
