@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from graphoffload import compat
 from graphoffload.config import OffloadConfig, split_options
-from graphoffload.decide import Limits
+from graphoffload.decide import Limits, is_one_of_many
 from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.fragments import Fragment
 from graphoffload.identity import graph_key
@@ -32,7 +32,7 @@ from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
-from graphoffload.sharing import budget_of, count_calls, last_may_stay, may_link, shares_budget
+from graphoffload.sharing import budget_of, count_calls, may_link, may_share_budget, runs_behind
 from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
 
 _graphs = itertools.count()
@@ -99,19 +99,25 @@ def compile_graph(
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)
-    limits = replace(resolve_limits(config, example_inputs), shared=shares_budget(config, example_inputs))
+    behind = runs_behind(example_inputs)
+    limits = replace(resolve_limits(config, example_inputs), shared=behind and may_share_budget(config), behind=behind)
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
     known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
     partitioner = OffloadPartitioner(
-        config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config), shared=limits.shared
+        config,
+        key=key,
+        name=f"graph{next(_graphs)}",
+        fragment=_fragment(gm, config),
+        shared=limits.shared,
+        behind=limits.behind,
     )
     before = registry.of_key(key)
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
         plan = _plan_of(base, key, config, before)
     if plan is not None:
-        _link(base, plan, config, limits, last_stays=last_may_stay(config, limits, example_inputs))
+        _link(base, plan, config, limits)
         if planned is not None:
             planned(key)
     if asks_for_cuda_graphs(config):
@@ -124,12 +130,14 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
+    behind = runs_behind(example_inputs)
     partitioner = OffloadPartitioner(
         config,
         key=key,
         name=f"graph{next(_graphs)}",
         fragment=_fragment(gm, config),
-        shared=shares_budget(config, example_inputs),
+        shared=behind and may_share_budget(config),
+        behind=behind,
     )
     if config.inner == "aot_eager":
         compiled: Any = _aot_eager(gm, example_inputs, partitioner)
@@ -166,7 +174,7 @@ def _plan_of(base: str, key: str, config: OffloadConfig, before: Plan | None) ->
     return plan
 
 
-def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits, *, last_stays: bool) -> None:
+def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
     """Keep a plan for the next compile of its graph, and tell the runtime what it may do with it."""
     registry.remember(base, plan)
     if plan.transfers and asks_for_cuda_graphs(config) and plan.device.startswith("cuda"):
@@ -174,7 +182,7 @@ def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits, *, last_
     if may_link(config):
         window = config.max_inflight_bytes
         run = registry.run_plan(plan.key)
-        run.link(window if isinstance(window, int) else None, budget_of(limits), last_stays=last_stays)
+        run.link(window if isinstance(window, int) else None, budget_of(limits), last_stays=is_one_of_many(config, limits))
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:

@@ -27,6 +27,10 @@ UNMEASURABLE = 0.005
 """Share of a step below which its time does not repeat: what costs less is free."""
 _NO_GAIN = "recomputing it would not pay"
 _SAVED_ALL_THE_SAME = "torch's partitioner saves it, though it was to be recomputed"
+_FOR_THE_NEXT = (
+    "runs behind other graphs: copies are left to the next one, and where this one is the last of a forward its tensors stay; "
+    "both as far as max_inflight_bytes allows (None: what the largest graph offloads)"
+)
 _CHEAP = 0.25  # recomputation that takes less than this share of the copy's time
 _HINT = 0.01  # the slowdown that a hint speaks of, where it saves at least this share of the peak:
 _WORTH = 0.02
@@ -39,6 +43,7 @@ class Limits:
     explicit: the user gave a budget or a slowdown. device_budget_bytes: None where there is nothing to fit (a CPU).
     static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free. shared: the budget is
     for several graphs, of which this one is not the first, and the runtime lets stay what fits of what they offload together.
+    behind: the graph runs behind others that are trained.
     """
 
     explicit: bool = False
@@ -47,11 +52,12 @@ class Limits:
     reserve_bytes: int = 0
     host_budget_bytes: int | None = None
     shared: bool = False
+    behind: bool = False
 
     def quantised(self) -> str:
         """For cache keys: limits that "auto" measured, in steps of 1 GiB, so that two runs on the same machine agree."""
         parts = (self.device_budget_bytes, self.static_bytes, self.reserve_bytes, self.host_budget_bytes)
-        return f"{self.explicit} {self.shared} " + " ".join(coarse_size(part) for part in parts)
+        return f"{self.explicit} {self.shared} {self.behind} " + " ".join(coarse_size(part) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +115,8 @@ def decide_actions(
     ):
         if config.max_inflight_bytes is None:
             inflight = _window_bytes(program, hardware)
-        return _as_wished(wanted, "", keep, warnings, inflight)
+        wished = _as_wished(wanted, "", keep, warnings, inflight)
+        return replace(wished, notes=(_FOR_THE_NEXT,), release_late=True) if is_one_of_many(config, limits) else wished
     budget = limits.device_budget_bytes
     if config.max_slowdown is None and budget is None:
         return _as_wished(wanted, "nothing to fit: no device budget on a CPU", keep, warnings, inflight)
@@ -134,6 +141,11 @@ def decide_actions(
         max_inflight_bytes=solution.max_inflight_bytes,
         planned=True,
     )
+
+
+def is_one_of_many(config: OffloadConfig, limits: Limits) -> bool:
+    """Whether a graph offloads without a goal behind others: the link is theirs as well, and no number counts on its copies."""
+    return limits.behind and not limits.explicit and config.policy == "offload"
 
 
 def decide_again(

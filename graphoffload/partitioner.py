@@ -43,7 +43,7 @@ class OffloadPartitioner(CustomPartitionerFn):
     Args:
         config: what the user asks for; None: what the environment says, else what fits the device.
         key: identity of graph, names, annotations and configuration together, where the caller knows it.
-        shared: the budget is shared with graphs that run before this one (decide.Limits).
+        shared, behind: as in decide.Limits.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         name: str = "",
         fragment: Fragment = "",
         shared: bool = False,
+        behind: bool = False,
     ) -> None:
         if config is not None and not isinstance(config, OffloadConfig):
             raise ConfigError(f"OffloadPartitioner got config={config!r}, a {type(config).__name__}; give an OffloadConfig.")
@@ -62,10 +63,12 @@ class OffloadPartitioner(CustomPartitionerFn):
         self.name = name
         self.fragment = fragment
         self.shared = shared
+        self.behind = behind
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's cache key sees: not the name, which numbers the graphs of a process, but what decides the plan."""
-        return {"config": self.config, "key": self.key, "name": "", "fragment": self.fragment, "shared": self.shared}
+        graph = {"key": self.key, "name": "", "fragment": self.fragment, "shared": self.shared, "behind": self.behind}
+        return {"config": self.config, **graph}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
         """Inductor copies its configuration; a copy is this partitioner, name included."""
@@ -75,7 +78,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         """Forward and backward graph of a joint graph; `kwargs` are those of torch's own partitioners."""
         compat.check_torch()
         _check_torch_settings()
-        limits = replace(resolve_limits(self.config, _inputs(gm)), shared=self.shared)
+        limits = replace(resolve_limits(self.config, _inputs(gm)), shared=self.shared, behind=self.behind)
         key = self.key or graph_key(gm, self.config)
         request = Request(
             gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment

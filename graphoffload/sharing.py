@@ -96,22 +96,14 @@ def may_link(config: OffloadConfig) -> bool:
     return registry.across_graphs() and (config.inner == "aot_eager" or not asks_for_cuda_graphs(config))
 
 
-def shares_budget(config: OffloadConfig, inputs: Iterable[Any]) -> bool:
-    """Whether a graph with these inputs runs behind others that draw on the same explicit budget."""
-    if config.device_budget == "auto" or config.max_slowdown is not None or not may_link(config):
-        return False
-    return runs_behind(inputs)
+def may_share_budget(config: OffloadConfig) -> bool:
+    """Whether a graph that runs behind others draws on the same explicit budget."""
+    return config.device_budget != "auto" and config.max_slowdown is None and may_link(config)
 
 
 def runs_behind(inputs: Iterable[Any]) -> bool:
-    """Whether a graph with these inputs runs behind something else that is trained: an input that is not a leaf needs a
-    gradient."""
+    """Whether a graph with these inputs runs behind something that is trained: an input that is not a leaf needs a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
-
-
-def last_may_stay(config: OffloadConfig, limits: Limits, inputs: Iterable[Any]) -> bool:
-    """Whether what a graph offloads may stay where it is the last of a forward: no goal counts on its copies."""
-    return config.policy != "auto" and not limits.explicit and runs_behind(inputs)
 
 
 def budget_of(limits: Limits) -> Budget | None:

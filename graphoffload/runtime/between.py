@@ -13,8 +13,8 @@ reload at the latest, a prefetched tensor that nobody took goes when the backwar
 Neither memory is given up before the stream that it belongs to waits for the copy.
 
 What the last graph offloads stays as far as it fits into the window, and reload hands its memory back: its copies would hide
-behind nothing. Not where a graph runs for a goal: where graphs share a budget, what fits stays (see staying.py), and without one
-the plan counts on its copies. A graph that runs behind no other is the whole model, and waits at its end as it always does.
+behind nothing. Not where there is a goal: where graphs share a budget, what fits stays (see staying.py), and a plan for another
+one counts on its copies. A graph that runs behind no other is the whole model, and waits at its end as it always does.
 
 Only plans that the backend linked take part: there Inductor reuses no buffer within a graph, and captures no CUDA graph.
 """

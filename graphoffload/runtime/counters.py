@@ -12,8 +12,9 @@ class Counters:
     """Totals since the process started or since reset_stats().
 
     offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes moved. stays, stayed_bytes: what a plan offloads, but stayed: a
-    budget that several graphs share had room for it, or it was the last graph's and needed at once. relaid: reloads whose run-time strides differed from the
-    graph's, so that a second copy on the device put them right. dropped: offloaded tensors that no backward asked for.
+    budget that several graphs share had room for it, or it was the last graph's and needed at once. relaid: reloads whose
+    run-time strides differed from the graph's, so that a second copy on the device put them right. dropped: offloaded tensors
+    that no backward asked for.
     captured, captured_bytes: offloads that CUDA graphs were captured with; their replays are not counted, nor are their bytes.
     checked: digests compared. deferred: releases left to the next graph. prefetches: reloads started in the backward of the
     graph behind; prefetch_hits: those that a reload took. inflight_peak_bytes: most bytes offloaded and not yet released at
