@@ -258,3 +258,17 @@ def test_reasons_follow_what_became_of_the_decision() -> None:
         "c": "torch's partitioner computes it again, with others",
         "d": "shares memory",
     }
+
+
+def test_a_slowdown_takes_the_faster_of_plans_that_are_as_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More slowdown is never a worse plan: half of it is looked at as well, and what buys no memory is not paid for."""
+    seen = watch(monkeypatch)
+    reports = {slowdown: of_mlps(max_slowdown=slowdown) for slowdown in (1.0, 2.0)}
+    asked = [slowdown for _, slowdown, _ in seen if slowdown is not None]
+    assert asked[:2] == [1.0, 0.5], "where the bound leaves room"
+    assert 2.0 in asked
+    one, two = (reports[slowdown].plans[0].prediction for slowdown in (1.0, 2.0))
+    unit = 0.002 * one.keep_peak_bytes
+    assert two.predicted_peak_bytes <= one.predicted_peak_bytes + unit
+    if abs(two.predicted_peak_bytes - one.predicted_peak_bytes) < unit / 2:
+        assert two.predicted_time_s <= one.predicted_time_s * 1.001
