@@ -55,14 +55,16 @@ class OffloadBackend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph. `options` and `mode` of torch.compile change this backend's configuration."""
+        return compile_graph(gm, example_inputs, self.configured(**kwargs), planned=self._planned)
+
+    def configured(self, *, options: Mapping[str, Any] | None = None, mode: str | None = None) -> OffloadConfig:
+        """This backend's configuration under `options` and `mode` of torch.compile."""
         config = self.config
-        if kwargs.get("options"):
-            own, inner = split_options(kwargs["options"])
+        if options:
+            own, inner = split_options(options)
             config = config.with_options(**own)
             config = config.with_options(inductor_options=(*config.inductor_options, *inner.items()))
-        if kwargs.get("mode"):
-            config = config.with_options(mode=kwargs["mode"])
-        return compile_graph(gm, example_inputs, config, planned=self._planned)
+        return config.with_options(mode=mode) if mode else config
 
     def _planned(self, key: str) -> None:
         """What was just compiled runs under the plan with this key; for whoever measures it."""
@@ -81,8 +83,13 @@ def graphoffload(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """The backend by name: `torch.compile(model, backend="graphoffload", options={...})`."""
+    return compile_graph(gm, example_inputs, configured(options=options, mode=mode))
+
+
+def configured(*, options: Mapping[str, Any] | None = None, mode: str | None = None) -> OffloadConfig:
+    """The configuration of the backend by name, from `options` and `mode` of torch.compile and the environment."""
     config = OffloadConfig.from_options(options)
-    return compile_graph(gm, example_inputs, config.with_options(mode=mode) if mode else config)
+    return config.with_options(mode=mode) if mode else config
 
 
 def compile_graph(
