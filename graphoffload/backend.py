@@ -20,7 +20,7 @@ from graphoffload import compat
 from graphoffload.config import OffloadConfig, split_options
 from graphoffload.decide import Limits
 from graphoffload.errors import ConfigError, FallbackWarning, warn
-from graphoffload.fragments import Fragment
+from graphoffload.fragments import Fragment, fragment_of
 from graphoffload.identity import graph_key
 from graphoffload.inner_compile import compile_as_planned
 from graphoffload.limits import resolve_limits
@@ -36,7 +36,6 @@ from graphoffload.sharing import budget_of, count_calls, may_link, shares_budget
 from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
 
 _graphs = itertools.count()
-_configs_with_breaks: set[str] = set()
 
 
 class OffloadBackend:
@@ -195,11 +194,8 @@ def _device_name(inputs: Sequence[Any]) -> str:
 def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
     """Whether this graph is only part of what the user compiled, so that a pattern may well match in another part."""
     reason = getattr(gm, "compile_subgraph_reason", None)
-    digest = config.digest()
-    if reason is None or getattr(reason, "graph_break", False):
-        _configs_with_breaks.add(digest)
-        return "part"
-    return "last" if digest in _configs_with_breaks else ""
+    broken = reason is None or getattr(reason, "graph_break", False)
+    return fragment_of(compat.running_compile(), config.digest(), whole=not broken)
 
 
 def _inner(

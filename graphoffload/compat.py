@@ -159,6 +159,18 @@ def tracing_backend() -> tuple[Any, bool]:
     return innermost_backend(backend), bool(getattr(output, "export", False))
 
 
+def running_compile() -> Any:
+    """The function that torch.compile was given and whose call Dynamo compiles now; None outside of one."""
+    from torch._dynamo import eval_frame
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__:
+            return frame.f_locals.get("fn")
+        frame = frame.f_back
+    return None
+
+
 def torch_memory_budget() -> float:
     """torch's own activation_memory_budget, which graphoffload pins to 1.0."""
     return float(torch._functorch.config.activation_memory_budget)

@@ -20,7 +20,7 @@ from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
 from graphoffload.dump import write_dump
 from graphoffload.errors import ConfigError, FallbackWarning, warn
-from graphoffload.fragments import Fragment
+from graphoffload.fragments import WHOLE, Fragment
 from graphoffload.hardware import resolve_hardware
 from graphoffload.identity import graph_key
 from graphoffload.joint import copy_graph
@@ -52,7 +52,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         *,
         key: str | None = None,
         name: str = "",
-        fragment: Fragment = "",
+        fragment: Fragment = WHOLE,
         shared: bool = False,
     ) -> None:
         if config is not None and not isinstance(config, OffloadConfig):
@@ -64,8 +64,10 @@ class OffloadPartitioner(CustomPartitionerFn):
         self.shared = shared
 
     def __getstate__(self) -> dict[str, Any]:
-        """What torch's cache key sees: not the name, which numbers the graphs of a process, but what decides the plan."""
-        return {"config": self.config, "key": self.key, "name": "", "fragment": self.fragment, "shared": self.shared}
+        """What torch's cache key sees: not the name, which numbers the graphs of a process, nor the model's number, but what
+        decides the plan."""
+        fragment = replace(self.fragment, model=0)
+        return {"config": self.config, "key": self.key, "name": "", "fragment": fragment, "shared": self.shared}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
         """Inductor copies its configuration; a copy is this partitioner, name included."""

@@ -38,7 +38,7 @@ from graphoffload.decide import (
 )
 from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.folders import cache_dir
-from graphoffload.fragments import Fragment, matched_somewhere, warn_of_unmatched
+from graphoffload.fragments import WHOLE, Fragment, matched_somewhere, warn_of_unmatched
 from graphoffload.hardware import HardwareProfile, resolve_hardware
 from graphoffload.joint import copy_graph, tagged_copy, tagged_operations
 from graphoffload.modules import Resolution, resolve
@@ -71,7 +71,7 @@ class Request:
     key: str
     name: str
     limits: Limits
-    fragment: Fragment = ""
+    fragment: Fragment = WHOLE
 
     @property
     def num_fwd_outputs(self) -> int:
@@ -318,14 +318,13 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Reso
         for name in boundary_names(node):
             boundaries.setdefault(name, []).append(path)
     config = request.config
-    resolution = resolve(
-        patterns_of(config.policy, config.offload_modules), [p for p in operations if p], boundaries, operations
-    )
+    patterns = patterns_of(config.policy, config.offload_modules)
+    resolution = resolve(patterns, [p for p in operations if p], boundaries, operations)
     if request.fragment:
-        patterns = patterns_of(config.policy, config.offload_modules)
-        matched_somewhere(config.digest(), (pattern for pattern in patterns if pattern not in resolution.unmatched))
-        if request.fragment == "last":
-            warn_of_unmatched(config.digest(), resolution.unmatched, resolution.error())
+        model, digest = request.fragment.model, config.digest()
+        matched_somewhere(model, digest, (pattern for pattern in patterns if pattern not in resolution.unmatched))
+        if request.fragment.place == "last":
+            warn_of_unmatched(model, digest, resolution.unmatched, resolution.error())
     check_tags(tagged_operations(nodes), config, resolution)
     wanted = wishes_for(table, config, resolution, fragment=bool(request.fragment))
     notes.extend(without_effect(table, config, resolution))

@@ -123,7 +123,7 @@ def wishes_for(
 
     Args:
         resolution: what the configuration's patterns mean in this graph (modules.resolve); by default from the table alone.
-        fragment: the graph is a part of the model (graph breaks, per-block compile): a pattern may match in another part, so
+        fragment: the graph is a part of the model (graph breaks): a pattern may match in another part, so
             one that matches nothing here is not an error; the caller warns with `resolution.error()`.
 
     Raises:
