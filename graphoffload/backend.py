@@ -144,7 +144,7 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
 
         patches = {**_inductor_patches(config), "custom_partitioner_fn": partitioner, "force_disable_caches": True}
         compiled = compile_fx(gm, list(example_inputs), inner_compile=_run_as_it_is, config_patches=patches)
-    return registry.of_key(key), compiled
+    return registry.only_explained(key), compiled
 
 
 def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
