@@ -218,6 +218,17 @@ def actions_again(
     return last, words
 
 
+def saved_all_the_same(table: SavedTable, actions: Mapping[str, Action]) -> list[str]:
+    """Notes on what was to be recomputed and is in `table` (of table_again) after all: what became of each in the end."""
+    became = {"offload": "offloaded"}
+    return [
+        f"{tensor.name} ({format_bytes(tensor.nbytes)}) of module {tensor.module or 'unknown'!r} could not be recomputed and "
+        f"is {became.get(actions[tensor.name], 'kept')}: torch's partitioner saves it"
+        for tensor in table.tensors
+        if tensor.why_not_recompute == _SAVED_ALL_THE_SAME
+    ]
+
+
 def without_recomputation(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
     """The same wishes, but what nobody asked to recompute is not: partitioning again can take more memory than it saves."""
     return tuple(

@@ -32,6 +32,7 @@ from graphoffload.decide import (
     decide_actions,
     decide_again,
     goal_missed,
+    saved_all_the_same,
     table_again,
     with_noise,
     without_recomputation,
@@ -262,6 +263,7 @@ def _draft(work: _Work, instance: Instance, limits: Limits, config: OffloadConfi
                 names = [tensor.name for tensor in work.table.tensors]
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
+        work.notes.extend(saved_all_the_same(work.table, actions))
     timeline = _schedule(work, instance, actions, decided)
     return _Draft(work, original, actions, reasons, decided, instance, timeline, _excess(request, decided, timeline))
 
@@ -376,9 +378,6 @@ def _partition_again(
     if new:
         total = sum(tensor.planned_bytes for tensor in new)
         work.notes.append(f"recomputing {len(again)} activations saves {len(new)} others ({format_bytes(total)})")
-    failed = [tensor for tensor in table.tensors if actions.get(tensor.name) == "recompute"]
-    for tensor in failed:
-        work.notes.append(f"{tensor.name} ({tensor.module}) could not be recomputed and is kept: torch's partitioner saves it")
     work.table = table_again(work.table, actions, table)
     work.chains = {}
     return actions_again(actions, reasons, work.table)

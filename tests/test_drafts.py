@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import graphoffload
+from graphoffload import decide as decide_module
 from graphoffload import pipeline
-from graphoffload.decide import Limits, actions_again, table_again, without_recomputation
+from graphoffload.decide import Limits, actions_again, saved_all_the_same, table_again, without_recomputation
 from graphoffload.errors import BudgetError, GoalMissedWarning
 from graphoffload.hardware import PROFILES
 from graphoffload.saved import Action, Decision, SavedTable, SavedTensor
@@ -85,6 +86,29 @@ def test_a_draft_that_is_too_slow_is_made_again_for_a_smaller_slowdown(monkeypat
     monkeypatch.setattr(pipeline, "_excess", lambda r, d, t: 0.01 * d.keep_timeline.time_s if not seen else excess(r, d, t))
     explained(max_slowdown=0.05)
     assert [slowdown for _, slowdown, _ in seen][:2] == [0.05, pytest.approx(0.039)]
+
+
+def test_what_torch_saves_all_the_same_is_noted_as_what_becomes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved though it was to be recomputed, it may still be offloaded: no note may say that it is kept then."""
+    budget, decide, chosen = int(0.65 * explained(policy="keep").keep_peak_bytes), pipeline.decide_actions, []
+
+    def recomputes(program: Any, table: SavedTable, *rest: Any) -> Any:
+        decided = decide(program, table, *rest)
+        actions = tuple("recompute" if action == "offload" else action for action in decided.actions)
+        chosen[:] = [tensor.name for tensor, action in zip(table.tensors, actions, strict=True) if action == "recompute"]
+        return replace(decided, actions=actions)
+
+    monkeypatch.setattr(pipeline, "decide_actions", recomputes)
+    monkeypatch.setattr(pipeline, "tag_joint", lambda joint, **_: joint)  # torch saves what it would without us
+    (plan,) = explained(device_budget=budget, host_budget="1GiB").plans
+    noted = [note for note in plan.notes if "could not be recomputed" in note]
+    assert [note.split()[0] for note in noted] == chosen
+    became = {"keep": "is kept", "offload": "is offloaded"}
+    assert all(became[plan.action(name)] in note for name, note in zip(chosen, noted, strict=True)), noted
+    assert "offload" in {plan.action(name) for name in chosen}
+    tensor = replace(plan.saved[chosen[0]], why_not_recompute=decide_module._SAVED_ALL_THE_SAME)
+    (note,) = saved_all_the_same(SavedTable((tensor,)), {tensor.name: "keep"})
+    assert f"{tensor.name} (512.0 KiB) of module 'up.0' could not be recomputed and is kept" in note
 
 
 def test_no_slowdown_is_what_nobody_can_measure(monkeypatch: pytest.MonkeyPatch) -> None:
