@@ -36,6 +36,7 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any]) -> Limits:
         static_bytes=static_bytes,
         reserve_bytes=_reserve(config, trainable, device, hardware),
         host_budget_bytes=_host_budget(config),
+        host_locked=config.host_budget == "auto" and _host_budget(config) == _lockable_bytes(),
     )
 
 
@@ -92,10 +93,15 @@ def _host_budget(config: OffloadConfig) -> int:
     if config.host_budget != "auto":
         return parse_size(config.host_budget, field="host_budget", whole_bytes=whole)
     processes = _processes_here()
+    available, locked = int(whole * _HOST_SHARE) // processes, _lockable_bytes()
+    return available if locked is None else min(available, locked)
+
+
+def _lockable_bytes() -> int | None:
+    """What RLIMIT_MEMLOCK lets this user lock; None where nothing limits that or nothing is locked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    available = int(whole * _HOST_SHARE)
-    locked = soft if soft not in (resource.RLIM_INFINITY, -1) and torch.cuda.is_available() and os.geteuid() != 0 else available
-    return min(available // processes, locked)
+    limited = soft not in (resource.RLIM_INFINITY, -1) and torch.cuda.is_available() and os.geteuid() != 0
+    return soft if limited else None
 
 
 def _processes_here() -> int:
