@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from graphoffload.analysis.storages import example_storage_nbytes, storage_id
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
 from graphoffload.hardware import HardwareProfile, resolve_hardware
@@ -43,8 +44,7 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any]) -> Limits:
 def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in inputs}
-    return sum(nbytes for nbytes in storages.values() if isinstance(nbytes, int))
+    return sum({storage_id(value): example_storage_nbytes(value) for value in inputs}.values())
 
 
 def _device_budget(config: OffloadConfig, device: torch.device, hardware: HardwareProfile) -> int | None:

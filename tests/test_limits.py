@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import graphoffload
 from graphoffload import limits
 from graphoffload.config import OffloadConfig
 
@@ -75,7 +77,6 @@ def test_gradients_of_outputs_do_not_count_as_living_throughout() -> None:
     from functorch.compile import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    import graphoffload
     from graphoffload import partitioner
 
     seen: list[list[tuple[int, ...]]] = []
@@ -96,3 +97,35 @@ def test_gradients_of_outputs_do_not_count_as_living_throughout() -> None:
     torch.compile(lambda x: (x @ weight).sin(), backend=backend)(torch.randn(7, 3)).sum().backward()
     assert len(seen) == 1
     assert sorted(seen[0]) == [(3, 5), (7, 3)]
+
+
+class Squares(torch.nn.Module):
+    """What a batch of any size is multiplied with is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x).tanh()).square()
+        return out
+
+
+def test_inputs_of_symbolic_size_count_as_those_of_this_call() -> None:
+    """A batch that takes memory takes it whether or not torch makes its size symbolic; nothing is guarded on for that."""
+    seen: list[int] = []
+
+    class Watching(graphoffload.OffloadBackend):
+        def __call__(self, gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            seen.append(limits.resolve_limits(self.config, inputs).static_bytes)
+            return super().__call__(gm, inputs, **kwargs)
+
+    parameters = 2 * (8 * 8 + 8) * 4
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        seen.clear()
+        compiled = torch.compile(Squares(), backend=Watching(policy="keep", inner="aot_eager"), dynamic=dynamic)
+        compiled(torch.randn(1000, 8)).sum().backward()
+        assert seen == [parameters + 1000 * 8 * 4]
+    compiled(torch.randn(500, 8)).sum().backward()
+    assert len(seen) == 1
