@@ -34,6 +34,7 @@ from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
 from graphoffload.sharing import budget_of, count_calls, may_link, shares_budget
 from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
+from graphoffload.unused import taken_in
 
 _graphs = itertools.count()
 
@@ -102,6 +103,7 @@ def compile_graph(
     compat.check_torch()
     _warn_of_fallbacks()
     captured.collect()
+    taken_in(example_inputs, config)
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)

@@ -22,11 +22,12 @@ from graphoffload import compat
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import NotOffloadedWarning, warn
 from graphoffload.partitioner import OffloadPartitioner
+from graphoffload.unused import given_text, other_options
 
 
 def teller(what: str, config: OffloadConfig, options: Mapping[str, Any]) -> Callable[[Any], None]:
     """For Dynamo's `comptime`: one warning for each foreign backend whose graph takes in `what`."""
-    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    given = given_text(options)
     told: set[str] = set()
 
     def tell(_: Any) -> None:
@@ -37,7 +38,7 @@ def teller(what: str, config: OffloadConfig, options: Mapping[str, Any]) -> Call
         if theirs == config:
             return
         name = getattr(outer, "compiler_name", None) or getattr(outer, "__name__", None) or type(outer).__name__
-        text = _foreign(what, given, str(name)) if theirs is None else _other_options(what, given, config, theirs)
+        text = _foreign(what, given, str(name)) if theirs is None else other_options(what, given, config, theirs)
         if text not in told:
             told.add(text)
             warn(NotOffloadedWarning, text, stacklevel=2)
@@ -83,13 +84,4 @@ def _foreign(what: str, given: str, name: str) -> str:
         f"offload({given}) of {what} has no effect inside torch.compile(..., backend={name!r}): Dynamo traces it into that "
         f"compile's graph, where graphoffload is not asked, and what it saves for backward is kept. Compile the "
         'outer one with backend="graphoffload" and these options, or leave the outer torch.compile away.'
-    )
-
-
-def _other_options(what: str, given: str, ours: OffloadConfig, theirs: OffloadConfig) -> str:
-    names = [name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name)]
-    differ = ", ".join(f"{name}={getattr(theirs, name)!r} instead of {getattr(ours, name)!r}" for name in names)
-    return (
-        f"offload({given}) of {what} has no effect inside another compile by graphoffload: one graph has one configuration, "
-        f"the outer one's, with {differ}. Give both the same options, or leave one of them away."
     )

@@ -25,6 +25,7 @@ from graphoffload.limits import resolve_limits
 from graphoffload.report import OffloadReport
 from graphoffload.saved import Plan
 from graphoffload.sharing import judge
+from graphoffload.unused import watched
 
 _T = TypeVar("_T")
 
@@ -191,7 +192,7 @@ def _apply(config: OffloadConfig, options: Mapping[str, Any], target: Any) -> An
         )
     if isinstance(target, nn.Module):
         compile_in_place(target, backend)
-        return target
+        return watched(target, config, options)
     if callable(target) and not isinstance(target, type):
         return told_when_inlined(torch.compile(target, backend=backend), tell)
     got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__

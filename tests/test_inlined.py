@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import graphoffload
+from graphoffload import unused
 from graphoffload.errors import GraphOffloadWarning, NotOffloadedWarning
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}
@@ -142,3 +145,107 @@ def test_many_functions_under_one_backend_are_all_compiled() -> None:
         for _ in range(10):
             torch.compile(of_function(), backend=count)(torch.randn(4, 8)).sum().backward()
     assert compiles == 10
+
+
+def trained(module: torch.nn.Module, run: Call, count: int = 3) -> list[str]:
+    """Named warnings of some steps."""
+    torch._dynamo.reset()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(count):
+            optimizer.zero_grad()
+            run(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+    found = [seen for seen in caught if isinstance(seen.message, GraphOffloadWarning)]
+    assert all(seen.category is NotOffloadedWarning for seen in found)
+    return [str(seen.message) for seen in found]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda net: torch.compile(inside(net), backend="eager"),
+        lambda net: net.forward,
+        lambda net: lambda x: net.second(net.first(x)),
+    ],
+    ids=["another compile", "its forward", "its layers"],
+)
+def test_a_module_that_never_runs_as_compiled(around: Callable[[Tanhs], Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said once, with what was asked, by the second step of the optimizer."""
+    monkeypatch.setattr(unused, "_taken_in", weakref.WeakSet())
+    net = Tanhs()
+    graphoffload.offload(net, **OPTIONS)
+    run = around(net)
+    assert trained(net, run, count=1) == []
+    (text,) = trained(net, run)
+    assert all(part in text for part in ("policy='offload'", "Tanhs", 'backend="graphoffload"', "call the module itself"))
+
+
+def test_a_module_that_runs_as_compiled_is_watched_no_more() -> None:
+    """In any way that calls it, and with gradients from before; nor one that is not trained."""
+    net, other = Tanhs(), Tanhs()
+    net(torch.randn(4, 8)).sum().backward()
+    for module in (net, other):
+        graphoffload.offload(module, **OPTIONS)
+    compiled = net._compiled_call_impl
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    before = graphoffload.stats()["offloads"]
+    assert trained(net, net) == []
+    assert graphoffload.stats()["offloads"] > before
+    assert net._compiled_call_impl is not compiled
+    assert net not in unused._waiting
+    assert other in unused._waiting
+    assert trained(net, torch.compile(inside(net), backend="eager")) == []
+    tied = Tanhs()
+    tied.second.weight = net.second.weight
+    graphoffload.offload(tied, **OPTIONS)
+    assert trained(torch.nn.ModuleList([net, tied]), net) == []
+
+
+def test_a_module_inside_a_compile_by_graphoffload_is_offloaded_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same options nothing is to be said, also of one that Dynamo runs by the code of the first; others are named."""
+    monkeypatch.setattr(unused, "_taken_in", weakref.WeakSet())
+    nets = [Tanhs(), Tanhs()]
+    for net in nets:
+        graphoffload.offload(net, **OPTIONS)
+    before = graphoffload.stats()["offloads"]
+    torch._dynamo.reset()
+    for net in nets:
+        run = torch.compile(inside(net), backend=graphoffload.OffloadBackend(**OPTIONS))
+        assert trained(net, run) == []
+    assert graphoffload.stats()["offloads"] >= before + 6
+    net = Tanhs()
+    graphoffload.offload(net, **OPTIONS)
+    torch._dynamo.reset()
+    outer = graphoffload.OffloadBackend(**{**OPTIONS, "policy": "keep"})
+    (text,) = trained(net, torch.compile(inside(net), backend=outer))
+    assert "policy='keep' instead of 'offload'" in text
+
+
+def test_a_module_that_is_compiled_anew_is_the_new_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of what was asked before: tune() does so, and a user may."""
+    monkeypatch.setattr(unused, "_taken_in", weakref.WeakSet())
+    for how in ({"backend": "eager"}, {"backend": graphoffload.OffloadBackend(**{**OPTIONS, "policy": "keep"})}):
+        net = Tanhs()
+        graphoffload.offload(net, **OPTIONS)
+        net.compile(**how)
+        assert trained(net, net) == []
+
+
+def test_a_module_that_waits_is_held_by_nobody() -> None:
+    """It may be dropped without a call; and one that cannot be a key is compiled all the same."""
+
+    class Equal(Tanhs):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        __hash__ = None  # type: ignore[assignment]
+
+    net = Tanhs()
+    graphoffload.offload(net, **OPTIONS)
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
+    assert graphoffload.offload(Equal(), **OPTIONS)._compiled_call_impl is not None
