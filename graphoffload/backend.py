@@ -20,7 +20,7 @@ from graphoffload import compat
 from graphoffload.config import OffloadConfig, split_options
 from graphoffload.decide import Limits, is_one_of_many
 from graphoffload.errors import ConfigError, FallbackWarning, warn
-from graphoffload.fragments import Fragment
+from graphoffload.fragments import Fragment, fragment_of
 from graphoffload.identity import graph_key
 from graphoffload.inner_compile import compile_as_planned
 from graphoffload.limits import resolve_limits
@@ -34,9 +34,9 @@ from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
 from graphoffload.sharing import budget_of, count_calls, may_link, may_share_budget, runs_behind
 from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
+from graphoffload.unused import taken_in
 
 _graphs = itertools.count()
-_configs_with_breaks: set[str] = set()
 
 
 class OffloadBackend:
@@ -55,14 +55,16 @@ class OffloadBackend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph. `options` and `mode` of torch.compile change this backend's configuration."""
+        return compile_graph(gm, example_inputs, self.configured(**kwargs), planned=self._planned)
+
+    def configured(self, *, options: Mapping[str, Any] | None = None, mode: str | None = None) -> OffloadConfig:
+        """This backend's configuration under `options` and `mode` of torch.compile."""
         config = self.config
-        if kwargs.get("options"):
-            own, inner = split_options(kwargs["options"])
+        if options:
+            own, inner = split_options(options)
             config = config.with_options(**own)
             config = config.with_options(inductor_options=(*config.inductor_options, *inner.items()))
-        if kwargs.get("mode"):
-            config = config.with_options(mode=kwargs["mode"])
-        return compile_graph(gm, example_inputs, config, planned=self._planned)
+        return config.with_options(mode=mode) if mode else config
 
     def _planned(self, key: str) -> None:
         """What was just compiled runs under the plan with this key; for whoever measures it."""
@@ -81,8 +83,13 @@ def graphoffload(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """The backend by name: `torch.compile(model, backend="graphoffload", options={...})`."""
+    return compile_graph(gm, example_inputs, configured(options=options, mode=mode))
+
+
+def configured(*, options: Mapping[str, Any] | None = None, mode: str | None = None) -> OffloadConfig:
+    """The configuration of the backend by name, from `options` and `mode` of torch.compile and the environment."""
     config = OffloadConfig.from_options(options)
-    return compile_graph(gm, example_inputs, config.with_options(mode=mode) if mode else config)
+    return config.with_options(mode=mode) if mode else config
 
 
 def compile_graph(
@@ -96,6 +103,7 @@ def compile_graph(
     compat.check_torch()
     _warn_of_fallbacks()
     captured.collect()
+    taken_in(example_inputs, config)
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)
@@ -146,7 +154,7 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
 
         patches = {**_inductor_patches(config), "custom_partitioner_fn": partitioner, "force_disable_caches": True}
         compiled = compile_fx(gm, list(example_inputs), inner_compile=_run_as_it_is, config_patches=patches)
-    return registry.of_key(key), compiled
+    return registry.only_explained(key), compiled
 
 
 def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -197,11 +205,8 @@ def _device_name(inputs: Sequence[Any]) -> str:
 def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
     """Whether this graph is only part of what the user compiled, so that a pattern may well match in another part."""
     reason = getattr(gm, "compile_subgraph_reason", None)
-    digest = config.digest()
-    if reason is None or getattr(reason, "graph_break", False):
-        _configs_with_breaks.add(digest)
-        return "part"
-    return "last" if digest in _configs_with_breaks else ""
+    broken = reason is None or getattr(reason, "graph_break", False)
+    return fragment_of(compat.running_compile(), config.digest(), whole=not broken)
 
 
 def _inner(

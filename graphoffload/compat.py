@@ -144,6 +144,33 @@ def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., A
     return run
 
 
+def tracing_backend() -> tuple[Any, bool]:
+    """While Dynamo traces: the backend it traces for, and whether it exports, which compiles nothing; None outside."""
+    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None, False
+    backend: Any = output.compiler_fn
+    while (inner := getattr(innermost_backend(backend), "__wrapped__", None)) is not None and callable(inner):
+        backend = inner
+    return innermost_backend(backend), bool(getattr(output, "export", False))
+
+
+def running_compile() -> Any:
+    """The function that torch.compile was given and whose call Dynamo compiles now; None outside of one."""
+    from torch._dynamo import eval_frame
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__:
+            return frame.f_locals.get("fn")
+        frame = frame.f_back
+    return None
+
+
 def torch_memory_budget() -> float:
     """torch's own activation_memory_budget, which graphoffload pins to 1.0."""
     return float(torch._functorch.config.activation_memory_budget)

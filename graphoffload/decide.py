@@ -7,7 +7,6 @@ a budget, or "auto"       keep all where that fits; the planner where it does no
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from graphoffload.plan.program import Candidate, Program
 from graphoffload.plan.reasons import NO_CHOICE
 from graphoffload.plan.simulator import Timeline, simulate
 from graphoffload.plan.solvers import Solution, solve
+from graphoffload.remedies import host_full, nothing_offloaded
 from graphoffload.saved import Action, SavedTable
 from graphoffload.units import coarse_size, format_bytes
 from graphoffload.wishes import Wish
@@ -43,7 +43,7 @@ class Limits:
     explicit: the user gave a budget or a slowdown. device_budget_bytes: None where there is nothing to fit (a CPU).
     static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free. shared: the budget is
     for several graphs, of which this one is not the first, and the runtime lets stay what fits of what they offload together.
-    behind: the graph runs behind others that are trained.
+    behind: the graph runs behind others that are trained. host_locked: the host budget is what this user may lock.
     """
 
     explicit: bool = False
@@ -53,6 +53,7 @@ class Limits:
     host_budget_bytes: int | None = None
     shared: bool = False
     behind: bool = False
+    host_locked: bool = False
 
     def quantised(self) -> str:
         """For cache keys: limits that "auto" measured, in steps of 1 GiB, so that two runs on the same machine agree."""
@@ -107,7 +108,8 @@ def decide_actions(
     warnings += _nothing_offloaded(wanted, table, config)
     if limits.explicit:
         wanted = _without_advice(wanted)
-    wanted, too_much = _within_host(wanted, table, limits.host_budget_bytes)
+    limit = "given" if config.host_budget != "auto" else "memlock" if limits.host_locked else "auto"
+    wanted, too_much = _within_host(wanted, table, limits.host_budget_bytes, limit)
     warnings += too_much
     free, program = program, _constrained(program, wanted)
     if all(wish.action is not None for wish in wanted) and (
@@ -121,7 +123,8 @@ def decide_actions(
     if config.max_slowdown is None and budget is None:
         return _as_wished(wanted, "nothing to fit: no device budget on a CPU", keep, warnings, inflight)
     if config.max_slowdown is None and limits.shared and _fits(program, hardware, limits):
-        rest, too_much = _within_host(_offload_the_rest(program, wanted, hardware), table, limits.host_budget_bytes)
+        offered = _offload_the_rest(program, wanted, hardware)
+        rest, too_much = _within_host(offered, table, limits.host_budget_bytes, limit)
         note = "device_budget is shared with the graphs before this one: from the third step on, what fits of it is not copied"
         return replace(_as_wished(rest, "", keep, [*warnings, *too_much], inflight), notes=(note,), release_late=True)
     if config.max_slowdown is None and _fits(program, hardware, limits):
@@ -230,6 +233,17 @@ def actions_again(
     return last, words
 
 
+def saved_all_the_same(table: SavedTable, actions: Mapping[str, Action]) -> list[str]:
+    """Notes on what was to be recomputed and is in `table` (of table_again) after all: what became of each in the end."""
+    became = {"offload": "offloaded"}
+    return [
+        f"{tensor.name} ({format_bytes(tensor.nbytes)}) of module {tensor.module or 'unknown'!r} could not be recomputed and "
+        f"is {became.get(actions[tensor.name], 'kept')}: torch's partitioner saves it"
+        for tensor in table.tensors
+        if tensor.why_not_recompute == _SAVED_ALL_THE_SAME
+    ]
+
+
 def without_recomputation(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
     """The same wishes, but what nobody asked to recompute is not: partitioning again can take more memory than it saves."""
     return tuple(
@@ -241,20 +255,6 @@ def without_recomputation(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
         if wish.action is None
         else wish
         for wish in wanted
-    )
-
-
-def goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:
-    """What a plan that nobody but the user decided misses, and what to do about it."""
-    if config.max_slowdown is not None:
-        asked = f"max_slowdown={config.max_slowdown:g}"
-        missed = f"predicted slowdown {timeline.time_s / decided.keep_timeline.time_s - 1.0:+.1%}"
-    else:
-        asked = f"device_budget={format_bytes(limits.device_budget_bytes)}"
-        missed = f"predicted peak {format_bytes(timeline.peak_bytes + limits.reserve_bytes)}"
-    return (
-        f"{asked} is not met: {missed}. Policy, patterns and tags decide every activation, and nothing is left to plan. Leave "
-        'some of them to the planner (policy="auto"), or change the number.'
     )
 
 
@@ -290,16 +290,15 @@ def _window_bytes(program: Program, hardware: HardwareProfile) -> int | None:
 
 
 def _nothing_offloaded(wanted: Sequence[Wish], table: SavedTable, config: OffloadConfig) -> list[str]:
-    """A policy that asks to offload everything and offloads nothing says so."""
-    if config.policy != "offload" or not table.tensors or any(wish.action == "offload" for wish in wanted):
-        return []
-    reasons = Counter(wish.reason for wish in wanted)
-    reason, count = reasons.most_common(1)[0]
-    return [
-        f'policy="offload" offloads nothing: all {len(wanted)} saved activations ({format_bytes(table.saved_bytes)}) are kept, '
-        f"{count} of them because: {reason}. min_tensor_bytes={format_bytes(int(config.min_tensor_bytes))}; "
-        "lower it or widen offload_modules."
+    """A policy that asks to offload everything, offloads nothing and keeps something says so."""
+    kept = [
+        (wish.why_not_offload or "it cannot be offloaded", tensor.planned_bytes)
+        for wish, tensor in zip(wanted, table.tensors, strict=True)
+        if wish.action == "keep"
     ]
+    if config.policy != "offload" or not kept or any(wish.action == "offload" for wish in wanted):
+        return []
+    return [nothing_offloaded(kept, len(table))]
 
 
 def _without_advice(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
@@ -372,7 +371,9 @@ def _cheaper_than_the_link(program: Program, wanted: Sequence[Wish], hardware: H
     return chosen
 
 
-def _within_host(wanted: Sequence[Wish], table: SavedTable, budget: int | None) -> tuple[tuple[Wish, ...], list[str]]:
+def _within_host(
+    wanted: Sequence[Wish], table: SavedTable, budget: int | None, limit: str
+) -> tuple[tuple[Wish, ...], list[str]]:
     """Offloads wished for, earliest produced first, until the host's memory is used up; the others are kept."""
     if budget is None:
         return tuple(wanted), []
@@ -389,9 +390,4 @@ def _within_host(wanted: Sequence[Wish], table: SavedTable, budget: int | None) 
         result.append(wish)
     if not refused:
         return tuple(result), []
-    text = (
-        f"{format_bytes(refused)} of saved activations were to be offloaded but are kept: "
-        f"host_budget={format_bytes(budget)} holds {format_bytes(used)} of them. "
-        "Raise host_budget (or GRAPHOFFLOAD_HOST_BUDGET), or offload less."
-    )
-    return tuple(result), [text]
+    return tuple(result), [host_full(refused, used, budget, limit)]

@@ -67,7 +67,7 @@ class LargeSlowdownWarning(GraphOffloadWarning):
 
 
 class PatternWarning(GraphOffloadWarning):
-    """A pattern matched nothing in a fragment of the model (graph breaks, per-block compile)."""
+    """A pattern matched nothing in any part of a model with graph breaks."""
 
 
 class NotOffloadedWarning(GraphOffloadWarning):

@@ -1,28 +1,84 @@
-"""Patterns over the graphs of one model: with graph breaks or per-block compile, each graph sees only a part of the modules."""
+"""Patterns over the graphs of one model: with graph breaks each graph sees only a part of the modules.
+
+A model is what one torch.compile was given: the function that runs while Dynamo compiles. What another one is made of says
+nothing about it, equal configurations or not.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterable
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from graphoffload.errors import PatternError, PatternWarning, warn
 
-Fragment = Literal["", "part", "last"]
-_matched: dict[str, set[str]] = {}
-_warned: set[tuple[str, str]] = set()
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """What a graph is of what the user compiled: all of it (""), a part, or the last part; and the number of that model."""
+
+    place: Literal["", "part", "last"] = ""
+    model: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.place)
 
 
-def matched_somewhere(config: str, patterns: Iterable[str]) -> None:
-    """Remember patterns that matched in a graph compiled with the configuration of this digest."""
-    _matched.setdefault(config, set()).update(patterns)
+WHOLE = Fragment()
 
 
-def warn_of_unmatched(config: str, patterns: Iterable[str], error: PatternError | None) -> None:
+@dataclass(slots=True)
+class _Model:
+    """What is known of one model: configurations under which it broke, what matched and what was warned of."""
+
+    breaks: set[str] = field(default_factory=set)
+    matched: set[tuple[str, str]] = field(default_factory=set)
+    warned: set[tuple[str, str]] = field(default_factory=set)
+
+
+_models: dict[int, _Model] = {}
+_numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+_next = itertools.count(1)
+
+
+def fragment_of(running: object, config: str, *, whole: bool) -> Fragment:
+    """What a graph is that is compiled now.
+
+    Args:
+        running: the function that torch.compile was given and that runs now; None where that is unknown.
+        config: digest of the configuration. whole: no graph break ends this graph.
+    """
+    number = _number(running)
+    breaks = _models.setdefault(number, _Model()).breaks
+    if not whole:
+        breaks.add(config)
+        return Fragment("part", number)
+    return Fragment("last" if config in breaks else "", number)
+
+
+def _number(running: object) -> int:
+    if running is None:
+        return 0
+    known = _numbers.get(id(running))
+    if known is None or known[0]() is not running:
+        known = _numbers[id(running)] = weakref.ref(running), next(_next)
+    return known[1]
+
+
+def matched_somewhere(model: int, config: str, patterns: Iterable[str]) -> None:
+    """Remember patterns that matched in a graph of a model, compiled with the configuration of this digest."""
+    _models.setdefault(model, _Model()).matched.update((config, pattern) for pattern in patterns)
+
+
+def warn_of_unmatched(model: int, config: str, patterns: Iterable[str], error: PatternError | None) -> None:
     """Behind the last graph of a model: one warning for each pattern that matched in none of its graphs."""
+    known = _models.setdefault(model, _Model())
     for pattern in patterns:
-        if pattern in _matched.get(config, ()) or (config, pattern) in _warned:
+        if (config, pattern) in known.matched | known.warned:
             continue
-        _warned.add((config, pattern))
+        known.warned.add((config, pattern))
         detail = f" {error}" if error is not None else ""
         warn(
             PatternWarning,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
@@ -19,10 +20,12 @@ from graphoffload import compat
 from graphoffload.backend import OffloadBackend, plan_graph
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import ConfigError
+from graphoffload.inlined import teller, told_when_inlined
 from graphoffload.limits import resolve_limits
 from graphoffload.report import OffloadReport
 from graphoffload.saved import Plan
 from graphoffload.sharing import judge
+from graphoffload.unused import watched
 
 _T = TypeVar("_T")
 
@@ -173,14 +176,15 @@ def offload(target: Any = None, /, **options: Any) -> Any:
     """
     config = OffloadConfig.from_options(options)
     if target is None:
-        return functools.partial(_apply, config)
-    return _apply(config, target)
+        return functools.partial(_apply, config, options)
+    return _apply(config, options, target)
 
 
-def _apply(config: OffloadConfig, target: Any) -> Any:
+def _apply(config: OffloadConfig, options: Mapping[str, Any], target: Any) -> Any:
     backend = OffloadBackend(config)
+    tell = teller(getattr(target, "__qualname__", type(target).__qualname__), config, options)
     if isinstance(target, type) and issubclass(target, nn.Module):
-        return _compile_class(target, backend)
+        return _compile_class(target, backend, tell)
     if isinstance(target, OptimizedModule):
         raise ConfigError(
             "offload() got what torch.compile(model) returned, which stays compiled as it is. Give the model itself: "
@@ -188,9 +192,9 @@ def _apply(config: OffloadConfig, target: Any) -> Any:
         )
     if isinstance(target, nn.Module):
         compile_in_place(target, backend)
-        return target
+        return watched(target, config, options)
     if callable(target) and not isinstance(target, type):
-        return torch.compile(target, backend=backend)
+        return told_when_inlined(torch.compile(target, backend=backend), tell)
     got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
     raise ConfigError(f"offload() takes a function, an nn.Module class or an instance; got {got}.")
 
@@ -211,13 +215,15 @@ def _caller(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _compile_class(kind: type[nn.Module], backend: OffloadBackend) -> type[nn.Module]:
+def _compile_class(kind: type[nn.Module], backend: OffloadBackend, tell: Callable[[Any], None]) -> type[nn.Module]:
     """Each instance compiles itself in place on its first call: subclasses, pickling and the class's identity stay."""
     original = kind.__call__
 
     @functools.wraps(original)
     def compiled_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._compiled_call_impl is None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            comptime(tell)
+        elif self._compiled_call_impl is None:
             compile_in_place(self, backend)
         return original(self, *args, **kwargs)
 

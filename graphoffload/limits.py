@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from graphoffload.analysis.storages import example_storage_nbytes, storage_id
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
 from graphoffload.hardware import HardwareProfile, resolve_hardware
@@ -36,14 +37,14 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any]) -> Limits:
         static_bytes=static_bytes,
         reserve_bytes=_reserve(config, trainable, device, hardware),
         host_budget_bytes=_host_budget(config),
+        host_locked=config.host_budget == "auto" and _host_budget(config) == _lockable_bytes(),
     )
 
 
 def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in inputs}
-    return sum(nbytes for nbytes in storages.values() if isinstance(nbytes, int))
+    return sum({storage_id(value): example_storage_nbytes(value) for value in inputs}.values())
 
 
 def _device_budget(config: OffloadConfig, device: torch.device, hardware: HardwareProfile) -> int | None:
@@ -92,10 +93,15 @@ def _host_budget(config: OffloadConfig) -> int:
     if config.host_budget != "auto":
         return parse_size(config.host_budget, field="host_budget", whole_bytes=whole)
     processes = _processes_here()
+    available, locked = int(whole * _HOST_SHARE) // processes, _lockable_bytes()
+    return available if locked is None else min(available, locked)
+
+
+def _lockable_bytes() -> int | None:
+    """What RLIMIT_MEMLOCK lets this user lock; None where nothing limits that or nothing is locked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    available = int(whole * _HOST_SHARE)
-    locked = soft if soft not in (resource.RLIM_INFINITY, -1) and torch.cuda.is_available() and os.geteuid() != 0 else available
-    return min(available // processes, locked)
+    limited = soft not in (resource.RLIM_INFINITY, -1) and torch.cuda.is_available() and os.geteuid() != 0
+    return soft if limited else None
 
 
 def _processes_here() -> int:

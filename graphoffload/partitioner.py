@@ -18,15 +18,16 @@ from torch.fx import GraphModule
 from graphoffload import compat
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
+from graphoffload.drafts import Request
 from graphoffload.dump import write_dump
 from graphoffload.errors import ConfigError, FallbackWarning, warn
-from graphoffload.fragments import Fragment
+from graphoffload.fragments import WHOLE, Fragment
 from graphoffload.hardware import resolve_hardware
 from graphoffload.identity import graph_key
 from graphoffload.joint import copy_graph
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
-from graphoffload.pipeline import Request, Rewritten, rewrite
+from graphoffload.pipeline import Rewritten, rewrite
 from graphoffload.plan.predicted import Predicted
 from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import predictions, registry
@@ -52,7 +53,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         *,
         key: str | None = None,
         name: str = "",
-        fragment: Fragment = "",
+        fragment: Fragment = WHOLE,
         shared: bool = False,
         behind: bool = False,
     ) -> None:
@@ -66,8 +67,10 @@ class OffloadPartitioner(CustomPartitionerFn):
         self.behind = behind
 
     def __getstate__(self) -> dict[str, Any]:
-        """What torch's cache key sees: not the name, which numbers the graphs of a process, but what decides the plan."""
-        graph = {"key": self.key, "name": "", "fragment": self.fragment, "shared": self.shared, "behind": self.behind}
+        """What torch's cache key sees: not the name, which numbers the graphs of a process, nor the model's number, but what
+        decides the plan."""
+        fragment = replace(self.fragment, model=0)
+        graph = {"key": self.key, "name": "", "fragment": fragment, "shared": self.shared, "behind": self.behind}
         return {"config": self.config, **graph}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:

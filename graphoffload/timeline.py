@@ -110,11 +110,11 @@ def _facts(plan: Plan, timeline: Timeline) -> tuple[str, ...]:
     change = f" ({percent(timeline.time_s / keep_s - 1.0)}{least})" if keep_s else ""
     d2h_s, h2d_s = (sum(copy.end_s - copy.start_s for copy in lane) for lane in (timeline.lanes.d2h, timeline.lanes.h2d))
     count = f"{len(plan.transfers)} {'copy' if len(plan.transfers) == 1 else 'copies'}"
-    copies = f"offloaded {format_bytes(plan.offloaded_bytes)} in {count}: D2H {_ms(d2h_s)}, H2D {_ms(h2d_s)}"
+    copies = f"offloads {format_bytes(plan.offloaded_bytes)} in {count}: D2H {_ms(d2h_s)}, H2D {_ms(h2d_s)}"
     stalls = f"compute stalls (red) for {_ms(timeline.stall_s)}" if timeline.stalls else "no stalls"
     return (
         f"keep-all {_ms(keep_s)}, plan {_ms(timeline.time_s)}{change}; {stalls}",
-        f"{copies if plan.transfers else 'nothing offloaded'}; recomputed {format_bytes(plan.recomputed_bytes)}",
+        f"{copies if plan.transfers else 'offloads nothing'}; recomputes {format_bytes(plan.recomputed_bytes)}",
     )
 
 

@@ -20,6 +20,7 @@ from typing import Protocol, cast
 from graphoffload.errors import TagError
 from graphoffload.modules import Resolution, resolve, selects
 from graphoffload.policies import PatternPolicy, StoredPolicy, ask, patterns_of
+from graphoffload.remedies import disobeyed
 from graphoffload.saved import Action, SavedTable, SavedTensor
 from graphoffload.units import format_bytes
 
@@ -123,7 +124,7 @@ def wishes_for(
 
     Args:
         resolution: what the configuration's patterns mean in this graph (modules.resolve); by default from the table alone.
-        fragment: the graph is a part of the model (graph breaks, per-block compile): a pattern may match in another part, so
+        fragment: the graph is a part of the model (graph breaks): a pattern may match in another part, so
             one that matches nothing here is not an error; the caller warns with `resolution.error()`.
 
     Raises:
@@ -285,8 +286,5 @@ def _wish(tensor: SavedTensor, asked: _Asked, barred: Mapping[Action, str]) -> W
     why = barred[asked.action]
     warning = ""
     if tensor.tag in ("must_offload", "must_recompute"):
-        warning = (
-            f"{tensor.name} ({format_bytes(tensor.nbytes)}) of module {tensor.module or 'unknown'!r} is tagged "
-            f"{_TAG_NAMES[tensor.tag]} but is kept: {why}. Remove the tag there, or change what makes it impossible."
-        )
+        warning = disobeyed(tensor, _TAG_NAMES[tensor.tag], why)
     return Wish(tensor.name, "keep", asked.binding, f"{asked.source} asks to {asked.action}: {why}", allowed, warning)

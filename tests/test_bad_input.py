@@ -15,7 +15,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import graphoffload
 from graphoffload import errors
-from graphoffload.errors import ConfigError, GraphOffloadError, HostMemoryError, PatternError, PatternWarning, TagError
+from graphoffload.errors import (
+    ConfigError,
+    GraphOffloadError,
+    GraphOffloadWarning,
+    HostMemoryError,
+    PatternError,
+    PatternWarning,
+    TagError,
+)
 from graphoffload.runtime import pool
 from graphoffload.testing import ZOO, assert_equal_bits, compiled, keep_all, observe, run_case, run_step
 from graphoffload.testing.structure import Selective, tag_everything
@@ -131,6 +139,42 @@ def test_a_pattern_that_matches_nothing_in_a_fragment() -> None:
         got = run_case(case, backend(policy={"*.nowhere": "recompute", "*": "offload"}), "cpu")
     assert len([w for w in caught if w.category is PatternWarning]) == 1
     assert_equal_bits(got[0], expected[0])
+
+
+def test_a_model_with_graph_breaks_leaves_nothing_to_another() -> None:
+    """Neither that a pattern may match elsewhere, which makes an error a warning, nor that it did."""
+    options: dict[str, Any] = {"policy": {"*.nowhere": "recompute", "*": "offload"}}
+    with pytest.warns(PatternWarning, match="nowhere"):
+        run_case(ZOO["graph_break"], backend(**options), "cpu")
+    error = compile_error(**options)
+    assert isinstance(error, PatternError)
+    with pytest.warns(PatternWarning, match="nowhere"):
+        run_case(ZOO["graph_break"], backend(**options), "cpu")
+
+
+class Broken(torch.nn.Module):
+    """Two parts, the second of which is compiled again for another activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, ends: str) -> torch.Tensor:
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        x = self.second(x)
+        return x.tanh() if ends == "tanh" else x.sigmoid()
+
+
+def test_a_part_that_is_compiled_again_is_still_a_part() -> None:
+    """Of another activation, where only the last graph changes: what matched in the first still counts."""
+    torch._dynamo.reset()
+    module = Broken()
+    graphoffload.offload(module, policy={"first": "offload", "second": "offload"}, inner="aot_eager", min_tensor_bytes=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraphOffloadWarning)
+        for ends in ("tanh", "sigmoid"):
+            module(torch.randn(4, 8), ends).sum().backward()
 
 
 def test_unknown_hardware() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import graphoffload
-from graphoffload import pipeline
-from graphoffload.decide import Limits, actions_again, table_again, without_recomputation
+from graphoffload import decide as decide_module
+from graphoffload import drafts
+from graphoffload.decide import Limits, actions_again, saved_all_the_same, table_again, without_recomputation
 from graphoffload.errors import BudgetError, GoalMissedWarning
 from graphoffload.hardware import PROFILES
 from graphoffload.saved import Action, Decision, SavedTable, SavedTensor
@@ -44,14 +45,14 @@ def explained(**options: Any) -> graphoffload.OffloadReport:
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, float | None, float]]:
     """Budget, slowdown and excess of every draft."""
     seen: list[tuple[int | None, float | None, float]] = []
-    draft = pipeline._draft
+    draft = drafts._draft
 
     def noting(work: Any, program: Any, limits: Limits, config: Any) -> Any:
         made = draft(work, program, limits, config)
         seen.append((limits.device_budget_bytes, config.max_slowdown, made.excess))
         return made
 
-    monkeypatch.setattr(pipeline, "_draft", noting)
+    monkeypatch.setattr(drafts, "_draft", noting)
     return seen
 
 
@@ -69,22 +70,45 @@ def test_a_budget_is_kept_on_the_graph_that_runs() -> None:
 
 
 def test_a_draft_above_the_budget_is_made_again_for_as_much_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget, seen, excess = middle(), watch(monkeypatch), pipeline._excess
+    budget, seen, excess = middle(), watch(monkeypatch), drafts._excess
 
     def once_too_much(request: Any, decided: Any, timeline: Any) -> float:
         return 1000.0 if not seen else excess(request, decided, timeline)
 
-    monkeypatch.setattr(pipeline, "_excess", once_too_much)
+    monkeypatch.setattr(drafts, "_excess", once_too_much)
     report = explained(device_budget=budget)
     assert [limit for limit, _, _ in seen] == [budget, budget - 1001]
     assert report.predicted_peak_bytes <= budget
 
 
 def test_a_draft_that_is_too_slow_is_made_again_for_a_smaller_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, excess = watch(monkeypatch), pipeline._excess
-    monkeypatch.setattr(pipeline, "_excess", lambda r, d, t: 0.01 * d.keep_timeline.time_s if not seen else excess(r, d, t))
+    seen, excess = watch(monkeypatch), drafts._excess
+    monkeypatch.setattr(drafts, "_excess", lambda r, d, t: 0.01 * d.keep_timeline.time_s if not seen else excess(r, d, t))
     explained(max_slowdown=0.05)
     assert [slowdown for _, slowdown, _ in seen][:2] == [0.05, pytest.approx(0.039)]
+
+
+def test_what_torch_saves_all_the_same_is_noted_as_what_becomes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved though it was to be recomputed, it may still be offloaded: no note may say that it is kept then."""
+    budget, decide, chosen = int(0.65 * explained(policy="keep").keep_peak_bytes), drafts.decide_actions, []
+
+    def recomputes(program: Any, table: SavedTable, *rest: Any) -> Any:
+        decided = decide(program, table, *rest)
+        actions = tuple("recompute" if action == "offload" else action for action in decided.actions)
+        chosen[:] = [tensor.name for tensor, action in zip(table.tensors, actions, strict=True) if action == "recompute"]
+        return replace(decided, actions=actions)
+
+    monkeypatch.setattr(drafts, "decide_actions", recomputes)
+    monkeypatch.setattr(drafts, "tag_joint", lambda joint, **_: joint)  # torch saves what it would without us
+    (plan,) = explained(device_budget=budget, host_budget="1GiB").plans
+    noted = [note for note in plan.notes if "could not be recomputed" in note]
+    assert [note.split()[0] for note in noted] == chosen
+    became = {"keep": "is kept", "offload": "is offloaded"}
+    assert all(became[plan.action(name)] in note for name, note in zip(chosen, noted, strict=True)), noted
+    assert "offload" in {plan.action(name) for name in chosen}
+    tensor = replace(plan.saved[chosen[0]], why_not_recompute=decide_module._SAVED_ALL_THE_SAME)
+    (note,) = saved_all_the_same(SavedTable((tensor,)), {tensor.name: "keep"})
+    assert f"{tensor.name} (512.0 KiB) of module 'up.0' could not be recomputed and is kept" in note
 
 
 def test_no_slowdown_is_what_nobody_can_measure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +119,7 @@ def test_no_slowdown_is_what_nobody_can_measure(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_no_draft_meets_is_an_error_with_the_least_found(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = middle()
-    monkeypatch.setattr(pipeline, "_excess", lambda *_: 1000.0)
+    monkeypatch.setattr(drafts, "_excess", lambda *_: 1000.0)
     with pytest.raises(
         BudgetError, match=rf"no plan was found that meets it\. The least feasible one .*\({budget + 1000} bytes\)"
     ):

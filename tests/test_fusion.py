@@ -186,6 +186,30 @@ def test_attention_has_flops_and_its_backward_a_workspace_on_a_gpu() -> None:
     assert all(cost.workspace_bytes == 0 for cost in node_costs(fusion, PROFILES["cpu"]))
 
 
+def test_attention_with_its_random_state_costs_what_it_does() -> None:
+    """Under a checkpoint torch saves the state of the random numbers before attention, and puts it back to run it again."""
+    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+
+    shape = (2, 4, 64, 16)
+    (plain,) = (n for n in traced(attention, shape, shape, shape).nodes if "attention" in n.name)
+    graph, values = torch.fx.Graph(), dict[Node, Node]()
+    for argument in plain.all_input_nodes:
+        values[argument] = graph.node_copy(argument)
+    arguments = torch.fx.map_arg(plain.args, values.__getitem__)
+    saving = graph.call_function(run_and_save_rng_state, (plain.target, *arguments))
+    saving.meta["val"] = (torch.empty(5056, dtype=torch.uint8, device="meta"), plain.meta["val"])
+    again = graph.call_function(run_with_rng_state, (saving, plain.target, *arguments))
+    again.meta["val"] = plain.meta["val"]
+    (expected,) = node_costs(fusion_of(plain.graph, fuses=True), PROFILES["h200-sxm"])[3:4]
+    fusion = fusion_of(graph, fuses=True)
+    found = dict(zip(fusion.order, node_costs(fusion, PROFILES["h200-sxm"]), strict=True))
+    assert found[saving].flops == found[again].flops == expected.flops > 0
+    assert found[again].time_s == pytest.approx(expected.time_s, rel=0.05)
+
+
 def test_what_merely_reads_the_same_data_far_apart_stays_apart() -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         first = (x * 2) @ w

@@ -10,6 +10,7 @@ import torch
 
 import graphoffload
 from graphoffload.errors import ConfigError
+from graphoffload.runtime import registry
 from graphoffload.saved import Plan
 
 
@@ -48,6 +49,21 @@ class Tanhs(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(self.first(x).tanh())
         return out
+
+
+def test_last_plans_are_of_what_was_compiled() -> None:
+    """A look is no plan of the training: its report has it, and what is compiled before and behind is all that is listed."""
+    torch._dynamo.reset()
+    registry.forget()
+    module = Tanhs()
+    explained = look(16, module)
+    assert graphoffload.last_plans() == ()
+    assert registry.of_key(explained.key) == explained
+    graphoffload.offload(module, **OPTIONS)
+    module(torch.randn(16, 8)).sum().backward()
+    (trained,) = graphoffload.last_plans()
+    assert look(24, Tanhs()).transfers
+    assert graphoffload.last_plans() == (trained,)
 
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}

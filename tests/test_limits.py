@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import graphoffload
 from graphoffload import limits
 from graphoffload.config import OffloadConfig
 
@@ -75,7 +76,6 @@ def test_gradients_of_outputs_do_not_count_as_living_throughout() -> None:
     from functorch.compile import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    import graphoffload
     from graphoffload import partitioner
 
     seen: list[list[tuple[int, ...]]] = []
@@ -96,3 +96,31 @@ def test_gradients_of_outputs_do_not_count_as_living_throughout() -> None:
     torch.compile(lambda x: (x @ weight).sin(), backend=backend)(torch.randn(7, 3)).sum().backward()
     assert len(seen) == 1
     assert sorted(seen[0]) == [(3, 5), (7, 3)]
+
+
+class Squares(torch.nn.Module):
+    """What a batch of any size is multiplied with is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x).tanh()).square()
+        return out
+
+
+def test_inputs_of_symbolic_size_count_as_those_of_this_call() -> None:
+    """A batch that takes memory takes it whether or not torch makes its size symbolic; nothing is guarded on for that."""
+    peaks: list[int] = []
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            Squares(), backend=graphoffload.OffloadBackend(policy="keep", inner="aot_eager"), dynamic=dynamic
+        )
+        compiled(torch.randn(1000, 8)).sum().backward()
+        peaks.append(graphoffload.last_plans()[-1].prediction.predicted_peak_bytes)
+    assert peaks[0] == peaks[1]
+    plans = len(graphoffload.last_plans())
+    compiled(torch.randn(500, 8)).sum().backward()
+    assert len(graphoffload.last_plans()) == plans

@@ -16,7 +16,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch.profiler import ProfilerActivity, profile
 
 import graphoffload
-from graphoffload import pipeline
+from graphoffload import drafts
 from graphoffload.hardware import PROFILES
 from graphoffload.plan.program import Program
 from graphoffload.plan.simulator import Timeline
@@ -83,13 +83,13 @@ def peaks(
 ) -> tuple[int, Program, Timeline]:
     """Measured peak beyond the bytes before a step, and what was planned, for a budget as a share of keep-all's peak."""
     found: list[tuple[Program, Timeline]] = []
-    ahead = pipeline.with_slack
+    ahead = drafts.with_slack
 
     def noting(program: Program, *args: Any, **kwargs: Any) -> Timeline:
         found.append((program, ahead(program, *args, **kwargs)))
         return found[-1][1]
 
-    monkeypatch.setattr(pipeline, "with_slack", noting)
+    monkeypatch.setattr(drafts, "with_slack", noting)
     torch._dynamo.reset()
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -123,7 +123,7 @@ def test_predicted_peak_is_what_is_allocated(options: dict[str, Any], monkeypatc
 def test_the_gradient_of_an_output_counts_by_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some versions of torch trace it as the output itself: the storage of a slice is all that it was cut from."""
     found: list[Program] = []
-    build = pipeline.build_program
+    build = drafts.build_program
 
     def sliced(pair: Any, *args: Any, **kwargs: Any) -> Any:
         for node in pair.backward.graph.find_nodes(op="placeholder"):
@@ -134,7 +134,7 @@ def test_the_gradient_of_an_output_counts_by_its_elements(monkeypatch: pytest.Mo
         found.append(instance.program)
         return instance
 
-    monkeypatch.setattr(pipeline, "build_program", sliced)
+    monkeypatch.setattr(drafts, "build_program", sliced)
     x = torch.randn(32, 16)
     graphoffload.explain(ResidualMlps(1, 16), policy="keep", inner="aot_eager", hardware="h200-sxm")(x)
     assert [buffer.nbytes for buffer in found[0].buffers if buffer.name.startswith("tangents")] == [x.nbytes]

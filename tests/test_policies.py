@@ -195,7 +195,7 @@ def test_a_binding_tag_that_cannot_be_obeyed(tag: Any, name: str) -> None:
     wish = one(tensor("x", tag=tag, eligible=False, why_not="an output", recomputable=False, why_not_recompute="random"))
     assert (wish.action, wish.may_offload, wish.may_recompute) == ("keep", False, False)
     why = "an output" if tag == "must_offload" else "random"
-    for part in ("x (4.00 MiB) of module 'layers.0.mlp'", name, why, "Remove the tag"):
+    for part in ("x (4.00 MiB) of module 'layers.0.mlp'", name, why, "emove the tag"):
         assert part in wish.warning
 
 

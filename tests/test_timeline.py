@@ -202,7 +202,17 @@ def test_the_timelines_copies_carry_the_plans_names() -> None:
     assert picture.facts[0].startswith(f"keep-all 8000 ms, plan {timeline.time_s * 1e3:.0f} ms (+")
     assert "bound +0.0 %" in picture.facts[0]
     assert f"stalls (red) for {timeline.stall_s * 1e3:.0f} ms" in picture.facts[0]
-    assert picture.facts[1] == "offloaded 6 B in 2 copies: D2H 6000 ms, H2D 6000 ms; recomputed 0 B"
+    assert picture.facts[1] == "offloads 6 B in 2 copies: D2H 6000 ms, H2D 6000 ms; recomputes 0 B"
+
+
+def test_the_drawing_in_the_documents_speaks_as_the_line_does() -> None:
+    """In the README both are of the same plan."""
+    root = Path(__file__).parent.parent
+    (fact,) = (text for text in texts((root / "docs" / "timeline.svg").read_text()) if "D2H" in text and "GiB" in text)
+    found = re.fullmatch(r"(offloads \S+ GiB in \d+) copies: D2H \S+ ms, H2D \S+ ms; (recomputes \S+ GiB)", fact)
+    assert found, fact
+    line = (root / "README.md").read_text()
+    assert f"{found[1]} tensors, {found[2]} in" in line
 
 
 def test_stalls_lie_in_the_gaps_of_compute_and_add_up() -> None:

@@ -6,7 +6,7 @@ once and writes only what a kernel, another cluster or the graph's output asks f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,16 +67,39 @@ def node_costs(
             seen_in_cluster = set()
         first = not seen_in_cluster
         moved = _moved_bytes(node, fusion, sizes, seen_in_cluster if kind == "fused" else set())
-        flops = _flops(node) if kind == "kernel" else 0
+        called = operation_of(node)
+        flops = _flops(called) if kind == "kernel" else 0
         known = measured(node) if measured is not None and kind == "kernel" else None
         if known is None:
-            seconds = _time_s(node, flops, moved, hardware, launch=kind == "kernel" or first)
-            known = Measured(seconds, _workspace_bytes(node) if kind == "kernel" and hardware.source != "cpu" else 0)
+            seconds = _time_s(called, flops, moved, hardware, launch=kind == "kernel" or first)
+            known = Measured(seconds, _workspace_bytes(called) if kind == "kernel" and hardware.source != "cpu" else 0)
         costs.append(NodeCost(kind, flops, moved, known.time_s, known.workspace_bytes))
     return costs
 
 
-def _workspace_bytes(node: Node) -> int:
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a node calls, and its value."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value: Any
+
+
+def operation_of(node: Node) -> Operation:
+    """What a node calls. Where torch saves or puts back a random state around it, as under a checkpoint, what is within:
+    `run_and_save_rng_state(op, *args)` is of (state, value), `run_with_rng_state(state, op, *args)` of the value."""
+    name = getattr(node.target, "__name__", "")
+    value = node.meta.get("val")
+    if name == "run_and_save_rng_state" and isinstance(value, (tuple, list)):
+        return Operation(node.args[0], node.args[1:], node.kwargs, value[1])
+    if name == "run_with_rng_state":
+        return Operation(node.args[1], node.args[2:], node.kwargs, value)
+    return Operation(node.target, node.args, node.kwargs, value)
+
+
+def _workspace_bytes(node: Operation) -> int:
     """What an attention backward on a GPU allocates while it runs: the query's gradient in float32, a number a row, and where
     several query heads share a key head, keys' and values' gradients of each. Other kernels: nothing worth counting.
 
@@ -108,16 +131,16 @@ def _moved_bytes(node: Node, fusion: Fusion, sizes: dict[int, int], seen: set[in
     return total
 
 
-def _time_s(node: Node, flops: int, moved_bytes: int, hardware: HardwareProfile, *, launch: bool) -> float:
+def _time_s(node: Operation, flops: int, moved_bytes: int, hardware: HardwareProfile, *, launch: bool) -> float:
     bandwidth_s = moved_bytes / hardware.device_bandwidth_bytes_per_s
     if not flops:
         return bandwidth_s + (hardware.kernel_launch_s if moved_bytes and launch else 0.0)
-    value = next(v for v in tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor))
+    value = next(v for v in tree_leaves(node.value) if isinstance(v, torch.Tensor))
     rate = hardware.matmul_rate_flops_per_s(str(value.dtype).removeprefix("torch.")) * _share_of_matmul(node)
     return max(bandwidth_s, flops / rate) + hardware.kernel_launch_s
 
 
-def _share_of_matmul(node: Node) -> float:
+def _share_of_matmul(node: Operation) -> float:
     """How much of a matrix product's rate an operation reaches."""
     if "attention" not in str(node.target):
         return 1.0
@@ -125,21 +148,21 @@ def _share_of_matmul(node: Node) -> float:
     return share * _ATTENTION_WITH_MASK if argument_of(node, ("attn_mask", "attn_bias")) is not None else share
 
 
-def _flops(node: Node) -> int:
+def _flops(node: Operation) -> int:
     target = node.target
     packet = target._overloadpacket if isinstance(target, torch._ops.OpOverload) else None
     if "attention" in str(target):
         return _attention_flops(node)
     if packet not in flop_registry:
         return 0
-    args, kwargs = tree_map(_value, node.args), tree_map(_value, node.kwargs)
+    args, kwargs = tree_map(_value, node.args), tree_map(_value, dict(node.kwargs))
     try:
-        return int(size_hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]), unknown=0))
+        return int(size_hint(flop_registry[packet](*args, **kwargs, out_val=node.value), unknown=0))
     except Exception:  # a formula that does not take this overload's arguments, or an unknown size: priced by its bytes
         return 0
 
 
-def _attention_flops(node: Node) -> int:
+def _attention_flops(node: Operation) -> int:
     """Two products of queries and keys forward, five backward; half of that where it is causal.
 
     Not from torch's registry, which does not know attention on a CPU: plans for a GPU that is not there are made with it.
@@ -159,7 +182,7 @@ def _attention_flops(node: Node) -> int:
     return int(flops // 2 if argument_of(node, ("is_causal",)) is True else flops)
 
 
-def argument_of(node: Node, names: tuple[str, ...]) -> Any:
+def argument_of(node: Node | Operation, names: tuple[str, ...]) -> Any:
     """The value of an operation's argument, whether given by position or by name; None where it has no such argument."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None

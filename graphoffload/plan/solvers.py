@@ -94,16 +94,19 @@ def solve(
         return _solution(judge, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, judge.limit_s).solve()
     best, proven = search_exactly(judge)
+    searched: Sequence[Proposal] = ()
     if best is None or not proven or "offload" in best.actions:  # the search knows copies that run freely, no windows
         found = [windows(judge, start) for start in (keep, best) if start is not None]
         tight = _tight(judge, max(0, judge.limit_bytes)) if small and isinstance(goal, MeetBudget) else ()
         found = sorted([*found, *_proposals(judge, relaxed), *tight], key=lambda p: p.score)
         best = min(_improved(judge, found, small=small), key=lambda p: p.score)
+        searched = found[:_TURNS] if small and not judge.exhausted else ()
         best = kicks(judge, best) if small else best
     best = windows(judge, best)
     if not best.feasible and isinstance(goal, MeetBudget):
         judge.budget += judge.count
-        best = improve(judge, min(_tight(judge, max(0, judge.limit_bytes)), key=lambda p: p.score), small=small)
+        start = min(_tight(judge, max(0, judge.limit_bytes)), key=lambda p: p.score)
+        best = best if start in searched else improve(judge, start, small=small)
     if not best.feasible and isinstance(goal, MeetBudget):
         _raise_infeasible(judge, goal, relaxed)
     return _solution(judge, best, relaxed)

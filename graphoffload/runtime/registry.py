@@ -73,6 +73,7 @@ class RunPlan:
 _ON, _OFF = ("", "1", "true", "on"), ("0", "false", "off")
 _LOCK = threading.Lock()
 _PLANS: dict[str, Plan] = {}
+_EXPLAINED: dict[str, Plan] = {}
 _RUN: dict[str, RunPlan] = {}
 _BASES: dict[str, Plan] = {}
 
@@ -107,6 +108,15 @@ def register(plan: Plan, *, store: bool = True) -> None:
         _write(plan, plan.key)
 
 
+def only_explained(key: str) -> Plan | None:
+    """The plan with this key, which nothing is compiled under: last_plans() does not show it. None where there is none."""
+    with _LOCK:
+        plan = _PLANS.pop(key, None)
+        if plan is not None:
+            _EXPLAINED[key] = plan
+    return plan
+
+
 def remember(base: str, plan: Plan) -> None:
     """Store a plan under the key of what it was made for: the next process uses the same plan key and hits torch's cache.
 
@@ -135,8 +145,8 @@ def stored(key: str) -> Plan | None:
 
 
 def of_key(key: str) -> Plan | None:
-    """The plan that was made or loaded in this process under exactly this key."""
-    return _PLANS.get(key)
+    """The plan that was made, explained or loaded in this process under exactly this key."""
+    return _PLANS.get(key) or _EXPLAINED.get(key)
 
 
 def run_plan(key: str) -> RunPlan:
@@ -148,7 +158,10 @@ def run_plan(key: str) -> RunPlan:
 
 
 def last_plans() -> tuple[Plan, ...]:
-    """Plans of everything compiled in this process, oldest first, also those that came from a compile-cache hit."""
+    """Plans of everything compiled in this process, oldest first, also those that came from a compile-cache hit.
+
+    What explain() plans is in its report, and not here: nothing is compiled under it.
+    """
     with _LOCK:
         return tuple(_PLANS.values())
 
@@ -157,3 +170,4 @@ def forget() -> None:
     """Drop what last_plans() shows. Compiled functions keep working."""
     with _LOCK:
         _PLANS.clear()
+        _EXPLAINED.clear()

@@ -100,9 +100,9 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
     from gpu import measure
     from gpu.runner import Options, Runner
 
-    from graphoffload import pipeline
+    from graphoffload import drafts
 
-    pipeline.kernel_times = _alone(folder, pipeline.kernel_times)
+    drafts.kernel_times = _alone(folder, drafts.kernel_times)
     measure.alternate = _alone(folder, _with_memory(measure.alternate))
     model, sizes, steps, variants = parse_process(text)
     out = given.out / f"{number}-{model}"

@@ -24,7 +24,7 @@ import torch  # noqa: E402
 from gpu import measure, variants  # noqa: E402
 from gpu.models import MODELS, build  # noqa: E402
 
-from graphoffload import pipeline  # noqa: E402
+from graphoffload import drafts  # noqa: E402
 from graphoffload.plan.program import Program  # noqa: E402
 from graphoffload.plan.simulator import Timeline  # noqa: E402
 
@@ -33,14 +33,14 @@ Planned = tuple[Program, list[str], Timeline]
 
 def watch_plans(found: list[Planned]) -> None:
     """Note the program, the actions and the timeline of everything that is scheduled from now on."""
-    schedule = pipeline._schedule
+    schedule = drafts._schedule
 
     def noting(work: Any, instance: Any, actions: dict[str, Any], decided: Any) -> Timeline:
         timeline = schedule(work, instance, actions, decided)
         found.append((instance.program, [actions[tensor.name] for tensor in work.table.tensors], timeline))
         return timeline
 
-    pipeline._schedule = noting
+    drafts._schedule = noting
 
 
 def predicted_live(planned: Planned) -> list[tuple[int, str]]:

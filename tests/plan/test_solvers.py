@@ -9,11 +9,12 @@ import pytest
 
 from graphoffload.errors import BudgetError
 from graphoffload.hardware import PROFILES
+from graphoffload.plan import solvers
 from graphoffload.plan.arrays import arrays_of
 from graphoffload.plan.bound import lower_bound_peak_bytes, lower_bound_s
 from graphoffload.plan.greedy import greedy_moves
-from graphoffload.plan.judge import Judge
-from graphoffload.plan.local import without_stalled
+from graphoffload.plan.judge import Judge, Proposal
+from graphoffload.plan.local import improve, without_stalled
 from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.plan.simulator import simulate
 from graphoffload.plan.solvers import MeetBudget, WithinSlowdown, least_budget_bytes, solve
@@ -173,6 +174,25 @@ def test_fixed_actions_and_the_host_budget_bind() -> None:
     assert found.timeline.host_bytes <= 2
     within = solve(program, toy(2.0), WithinSlowdown(0.0))
     assert within.timeline.time_s == pytest.approx(12.5), "a binding tag is paid even where no slowdown is allowed"
+
+
+def test_before_an_error_nothing_is_searched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits early for memory was among the first proposals of a small instance; another start is still tried."""
+    starts: list[tuple[int, Proposal]] = []
+    judges: list[Judge] = []  # alive, so that no two have one identity
+
+    def counting(judge: Judge, start: Proposal, *, small: bool) -> Proposal:
+        judges.append(judge)
+        starts.append((id(judge), start))
+        return improve(judge, start, small=small)
+
+    monkeypatch.setattr(solvers, "improve", counting)
+    for budget in (12, 14):
+        starts.clear()
+        with pytest.raises(BudgetError, match="no plan"):
+            solve(ladder(), toy(), MeetBudget(budget))
+        assert starts
+        assert len(set(starts)) == len(starts)
 
 
 def test_more_fixed_to_offload_than_the_host_holds_is_an_error() -> None:

@@ -1,0 +1,308 @@
+"""Drafts of a plan: each is one way to decide, partitioned again and simulated; the best of them is the plan.
+
+    decide for a goal ──▶ partition again where something is recomputed ──▶ decide keep or offload ──▶ simulate ──▶ score
+          ▲                                                                                              │
+          └──────────────── a smaller budget or slowdown, or without recomputation, where it misses ─────┘
+
+What recomputation does to memory and time is known once torch has partitioned with it; a decision is a draft until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graphoffload import compat
+from graphoffload.analysis.chains import Chain
+from graphoffload.analysis.costs import Measured
+from graphoffload.analysis.program import Instance, build_program
+from graphoffload.analysis.saved_values import GraphPair, returned_bytes, saved_table
+from graphoffload.analysis.symbols import without_unknown_sizes
+from graphoffload.analysis.timing import kernel_times, signature
+from graphoffload.config import OffloadConfig
+from graphoffload.decide import (
+    Decided,
+    Limits,
+    actions_again,
+    decide_actions,
+    decide_again,
+    saved_all_the_same,
+    table_again,
+    without_recomputation,
+)
+from graphoffload.errors import BudgetError
+from graphoffload.folders import cache_dir
+from graphoffload.fragments import WHOLE, Fragment
+from graphoffload.hardware import HardwareProfile
+from graphoffload.joint import tagged_copy
+from graphoffload.modules import Resolution
+from graphoffload.passes.tag import tag_joint
+from graphoffload.plan.ahead import with_slack
+from graphoffload.plan.simulator import Timeline, simulate
+from graphoffload.saved import Action, SavedTable
+from graphoffload.units import format_bytes
+from graphoffload.wishes import Wish, wishes_for
+
+_ATTEMPTS = 4
+_SEARCHES = 2
+_AS_SMALL = 0.002  # plans whose peaks differ by less than this share of keep-all's are as small as each other
+_WORTH = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a partitioner is asked: the joint graph, the arguments for torch's own partitioner, and the identity of the plan."""
+
+    joint: GraphModule
+    joint_inputs: Any
+    arguments: dict[str, Any]
+    config: OffloadConfig
+    key: str
+    name: str
+    limits: Limits
+    fragment: Fragment = WHOLE
+
+    @property
+    def num_fwd_outputs(self) -> int:
+        """How many forward outputs are the model's own."""
+        return int(self.arguments["num_fwd_outputs"])
+
+
+@dataclass(slots=True)
+class Work:
+    """What is known about one joint graph while it is planned."""
+
+    request: Request
+    hardware: HardwareProfile
+    pair: GraphPair
+    table: SavedTable
+    chains: dict[str, Chain]
+    wanted: tuple[Wish, ...]
+    resolution: Resolution
+    notes: list[str]
+    outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One way to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
+
+    work: Work
+    original: SavedTable
+    actions: dict[str, Action]
+    reasons: dict[str, str]
+    decided: Decided
+    instance: Instance
+    timeline: Timeline
+    excess: float
+
+    @property
+    def score(self) -> tuple[float, int, float]:
+        """Less is better: what misses its goal least, then what is fastest; for a slowdown the fastest of the smallest."""
+        size = 0
+        if self.work.request.config.max_slowdown is not None:
+            size = round(self.timeline.peak_bytes / (_AS_SMALL * self.decided.keep_timeline.peak_bytes))
+        return max(0.0, self.excess), size, self.timeline.time_s
+
+
+def feasible_draft(work: Work) -> Draft:
+    """The best draft. Where there is none because the caller may hold what the model returns, one for a caller who does not.
+
+    Raises:
+        BudgetError: no draft meets the budget either way.
+    """
+    try:
+        return _best_draft(work)
+    except BudgetError:
+        returned = returned_bytes(work.pair)
+        if returned < max(1, int(work.request.config.min_tensor_bytes)):
+            raise
+        note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
+        with contextlib.suppress(BudgetError):
+            return _best_draft(replace(work, outputs_stay=False, notes=[*work.notes, note]))
+        raise
+
+
+def _best_draft(work: Work) -> Draft:
+    """Plan, and where recomputation turns out to need more memory than was planned, plan again for less, at last without it.
+
+    Raises:
+        BudgetError: no draft meets the budget.
+    """
+    instance = _instance(work)
+    limits, config, best = work.request.limits, work.request.config, None
+    for _ in range(_ATTEMPTS):
+        try:
+            draft = _draft(work, instance, limits, config)
+        except BudgetError:
+            if best is None:
+                raise
+            break
+        best = draft if best is None or draft.score < best.score else best
+        if draft.excess <= 0 or not draft.decided.planned:
+            break
+        if config.max_slowdown is not None:
+            over = draft.excess / draft.decided.keep_timeline.time_s
+            config = config.with_slowdown(max(0.0, config.max_slowdown - 1.1 * over))
+        elif limits.device_budget_bytes is not None:
+            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - int(draft.excess) - 1)
+    assert best is not None
+    if best.decided.planned and config.max_slowdown is not None:
+        return _smaller(work, instance, best)
+    if best.decided.planned and best.excess > 0:
+        best = _or_without_recomputation(work, instance, best)
+    if best.decided.planned and best.excess > 0:
+        budget = work.request.limits.device_budget_bytes or 0
+        slowdown = best.timeline.time_s / best.decided.keep_timeline.time_s - 1.0
+        raise BudgetError(
+            f"device_budget {format_bytes(budget)}: no plan was found that meets it. The least feasible one found is "
+            f"{format_bytes(budget + int(best.excess))} ({budget + int(best.excess)} bytes) at {slowdown:+.1%} "
+            "time. Raise device_budget to that, or make the batch or sequence smaller."
+        )
+    return best
+
+
+def _or_without_recomputation(work: Work, instance: Instance, best: Draft) -> Draft:
+    """`best`, or a draft in which nothing is recomputed that nobody asked to, if that is better."""
+    with contextlib.suppress(BudgetError):
+        kept = replace(work, wanted=without_recomputation(work.wanted))
+        return min(best, _draft(kept, instance, work.request.limits, work.request.config), key=lambda draft: draft.score)
+    return best
+
+
+def _smaller(work: Work, instance: Instance, best: Draft) -> Draft:
+    """A smaller plan within the slowdown, or one as small and faster, of drafts for half the slowdown and for budgets below
+    `best`'s peak: what was recomputed for the least peak as it was estimated need not give the least once torch has partitioned
+    again."""
+    bound = best.decided.lower_bound_peak_bytes or 0
+    if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
+        half = work.request.config.with_slowdown((work.request.config.max_slowdown or 0.0) / 2)
+        best = min(best, _draft(work, instance, work.request.limits, half), key=lambda draft: draft.score)
+        best = _or_without_recomputation(work, instance, best)
+    low, peak = bound, best.timeline.peak_bytes
+    for _ in range(_SEARCHES):
+        if peak - low <= _WORTH * peak:
+            break
+        low = (low + peak) // 2
+        budget = low + work.request.limits.reserve_bytes
+        limits = replace(work.request.limits, device_budget_bytes=budget)
+        config = replace(work.request.config, max_slowdown=None, device_budget=budget)
+        with contextlib.suppress(BudgetError):
+            draft = _draft(work, instance, limits, config)
+            if draft.score < best.score:
+                decided = replace(draft.decided, lower_bound_s=None, lower_bound_peak_bytes=bound)
+                low = bound if draft.score[:2] < best.score[:2] else low
+                best, peak = replace(draft, decided=decided), draft.timeline.peak_bytes
+    return best
+
+
+def _draft(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Draft:
+    """Decide for `limits` and `config`; what is left after partitioning again is decided for the request's own."""
+    request = work.request
+    decided = decide_actions(instance.program, work.table, work.wanted, config, limits, work.hardware)
+    work = replace(work, notes=[*work.notes, *decided.notes])
+    original = work.table
+    names = [tensor.name for tensor in original.tensors]
+    actions, reasons = dict(zip(names, decided.actions, strict=True)), dict(zip(names, decided.reasons, strict=True))
+    if "recompute" in decided.actions:
+        actions, reasons = _partition_again(work, actions, reasons)
+        instance = _instance(work)
+        if decided.planned:
+            wanted = wishes_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
+            with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
+                decided = decide_again(decided, instance.program, wanted, request.config, request.limits, work.hardware)
+                names = [tensor.name for tensor in work.table.tensors]
+                actions = dict(zip(names, decided.actions, strict=True))
+                reasons.update(zip(names, decided.reasons, strict=True))
+        work.notes.extend(saved_all_the_same(work.table, actions))
+    timeline = _schedule(work, instance, actions, decided)
+    return Draft(work, original, actions, reasons, decided, instance, timeline, _excess(request, decided, timeline))
+
+
+def _excess(request: Request, decided: Decided, timeline: Timeline) -> float:
+    """Bytes above the budget, or seconds above the slowdown; negative below."""
+    if request.config.max_slowdown is not None:
+        return timeline.time_s - (1.0 + request.config.max_slowdown) * decided.keep_timeline.time_s * (1.0 + 1e-9)
+    budget = request.limits.device_budget_bytes
+    return -1.0 if budget is None else float(timeline.peak_bytes + request.limits.reserve_bytes - budget)
+
+
+def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
+    """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came, but
+    for advice to recompute where a number was given."""
+    pair = GraphPair(*compat.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
+    table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
+    if request.limits.explicit:
+        table = SavedTable(tuple(replace(t, tag=None) if t.tag == "prefer_recompute" else t for t in table.tensors))
+    return pair, table
+
+
+def device_name(table: SavedTable) -> str:
+    """The device of the activations; "cpu" where they are nowhere else."""
+    return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
+
+
+def _instance(work: Work) -> Instance:
+    times: dict[str, Measured] = {}
+    if work.hardware.source == "measured":
+        graphs = (work.pair.forward.graph, work.pair.backward.graph)
+        times = kernel_times(graphs, torch.device(device_name(work.table)), cache_dir())
+
+    def measured(node: Node) -> Measured | None:
+        name = signature(node) if times else None
+        return times.get(name) if name is not None else None
+
+    return build_program(
+        work.pair,
+        work.table,
+        work.hardware,
+        fuses=work.request.config.inner == "inductor",
+        static_bytes=work.request.limits.static_bytes,
+        chains=work.chains,
+        reserve_bytes=work.request.limits.reserve_bytes,
+        outputs_stay=work.outputs_stay,
+        measured=measured,
+    )
+
+
+def _partition_again(
+    work: Work, actions: dict[str, Action], reasons: dict[str, str]
+) -> tuple[dict[str, Action], dict[str, str]]:
+    """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.
+
+    An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so.
+    """
+    joint = tagged_copy(work.request.joint, relax=work.request.limits.explicit, notes=[])
+    members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
+    again = [name for name, action in actions.items() if action == "recompute"]
+    recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}
+    save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute
+    tag_joint(joint, save=save, recompute=recompute)
+    work.pair, table = partition(work.request, joint)
+    new = [tensor for tensor in table.tensors if tensor.name not in actions]
+    if new:
+        total = sum(tensor.planned_bytes for tensor in new)
+        work.notes.append(f"recomputing {len(again)} activations saves {len(new)} others ({format_bytes(total)})")
+    work.table = table_again(work.table, actions, table)
+    work.chains = {}
+    return actions_again(actions, reasons, work.table)
+
+
+def _schedule(work: Work, instance: Instance, actions: dict[str, Action], decided: Decided) -> Timeline:
+    chosen, window = [actions[tensor.name] for tensor in work.table.tensors], decided.max_inflight_bytes
+
+    def simulated(reload_by: Mapping[int, int]) -> Timeline:
+        return simulate(instance.program, chosen, work.hardware, max_inflight_bytes=window, reload_by=reload_by)
+
+    timeline = simulated({})
+    limit_bytes = timeline.peak_bytes
+    if decided.planned and work.request.config.max_slowdown is None:
+        limits = work.request.limits
+        limit_bytes = max(limit_bytes, (limits.device_budget_bytes or 0) - limits.reserve_bytes)
+    late = not isinstance(work.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
+    return with_slack(instance.program, timeline, simulated, limit_bytes=limit_bytes, late=late)
