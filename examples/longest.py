@@ -100,7 +100,7 @@ class ChunkedLoss(nn.Module):
 
 def workload_of(tokens: int, device: str, given: argparse.Namespace) -> Workload:
     """The model with one sequence of this length."""
-    workload = build(given.model, device, tiny=given.tiny, tokens=tokens, batch=1)
+    workload = build(given.model, device, tiny=given.tiny, **{**given.size, "tokens": tokens, "batch": 1})
     if workload.hugging_face:
         import transformers
 
@@ -303,6 +303,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sequences = sorted(name for name, spec in MODELS.items() if "tokens" in spec.real)
     parser.add_argument("--model", choices=sequences, default="llama4k")
+    parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N", help="change single sizes of the model")
     parser.add_argument("--methods", default="keep,checkpoint,auto", help="variants, separated by commas; auto is graphoffload")
     parser.add_argument("--gib", type=float, default=80.0, help="device memory that the process may use")
     parser.add_argument("--host-gib", type=float, default=0.0, help="host memory for graphoffload; 0: what it finds")
@@ -319,9 +320,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, one length")
     parser.add_argument("--out", type=Path, default=None, help="JSON file, written after each attempt")
     given = parser.parse_args(argv)
+    given.size = {name: int(value) for name, value in (size.split("=") for size in given.size)}
     if given.tiny:
         given.start = given.longest = given.grain = 64
-        given.steps, given.loss_chunk = min(given.steps, 2), min(given.loss_chunk, 32)
+        given.steps, given.loss_chunk = min(given.steps, 2), min(given.loss_chunk, 1024)
     return given
 
 
