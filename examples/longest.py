@@ -135,19 +135,23 @@ def foresee(method: str, tokens: int, given: argparse.Namespace) -> Foreseen:
     return Foreseen(method, tokens, report.predicted_peak_bytes + gradients, step_s)
 
 
-def cross(peak: Callable[[int], int], cap: int, *, first: int, grain: int, limit: int) -> int:
-    """The multiple of `grain` in [grain, limit] at which a line through two peaks meets `cap`.
+def cross(peak: Callable[[int], int], cap: int, *, first: int, grain: int, limit: int, looks: int = 4) -> int:
+    """The multiple of `grain` in [grain, limit] at which `peak` meets `cap`, by the secant method in at most `looks` calls.
 
-    The second length is where bytes in proportion to tokens would meet it, so that the line is read near the cap: a peak is
-    linear only where the same moment of the step is the highest.
+    The second length is where bytes in proportion to tokens would meet it. A peak is linear only where the same moment of the
+    step is the highest and host memory lasts, so lines are read between the two lengths whose peaks are nearest the cap.
     """
-    near = _fitted(first * cap / peak(first), grain, limit)
-    if near == first:
-        near = first + grain
-    slope = (peak(near) - peak(first)) / (near - first)
-    if slope <= 0:
-        return near
-    return _fitted(near + (cap - peak(near)) / slope, grain, limit)
+    known = {first: peak(first)}
+    place = _fitted(first * cap / known[first], grain, limit)
+    place = place if place != first else first + grain
+    while place not in known and len(known) < looks:
+        known[place] = peak(place)
+        near, far = sorted(known, key=lambda tokens: abs(known[tokens] - cap))[:2]
+        slope = (known[near] - known[far]) / (near - far)
+        if slope <= 0:
+            return near
+        place = _fitted(near + (cap - known[near]) / slope, grain, limit)
+    return place
 
 
 def _fitted(tokens: float, grain: int, limit: int) -> int:
