@@ -1,11 +1,15 @@
 """The longest sequence that trains on one GPU of a given size, and how fast: keep-all, full checkpointing, graphoffload.
 
     python examples/longest.py --tiny                               # a CPU: one length for each method, shows that it runs
-    python examples/longest.py --model llama4k --gib 80             # on a GPU; the process is held to that much memory
-    python examples/longest.py --model qwen --gib 80 --methods keep,checkpoint,auto --longest 131072
+    python examples/longest.py --model llama4k --gib 24 --predict   # a CPU: where to begin, from plans alone
+    python examples/longest.py --model llama4k --gib 24 --guess keep=8192,checkpoint=40960,auto=57344 --out out.json
 
-Lengths are doubled until one fails, then bisected in steps of --grain tokens, each with a fresh model and batch 1. A length
-that fails is one that runs out of memory, or (for graphoffload) one whose plan says that it cannot fit.
+A search begins at the length that a plan made on the meta device predicts (see `foresee`), or at --guess, and goes up or down
+from there until a length that trains and the next --grain that does not are both seen. Each attempt is a fresh model, batch 1,
+in a process held to --gib of device memory; one fails that runs out of it, or whose plan says that it cannot fit.
+
+All methods train the same thing: no sequence is packed, so attention is causal without a mask of (tokens, tokens), which
+Transformers gives a model compiled whole; and the loss is taken --loss-chunk tokens at a time.
 """
 
 from __future__ import annotations
@@ -15,20 +19,29 @@ import json
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the measuring tools are the tests' own
 
 from gpu import measure  # noqa: E402
-from gpu.models import MODELS, build  # noqa: E402
-from gpu.variants import Eligible, apply, parse  # noqa: E402
+from gpu.models import MODELS, Workload, build  # noqa: E402
+from gpu.variants import Eligible, apply, parse, wrap_blocks  # noqa: E402
 
-from graphoffload.errors import BudgetError, HostMemoryError  # noqa: E402
+import graphoffload  # noqa: E402
+from graphoffload.errors import BudgetError, GraphOffloadError, HostMemoryError, LargeSlowdownWarning  # noqa: E402
+
+MARGIN = 0.02  # of the device, left by graphoffload's plans: what device_budget="auto" leaves
+ANY_TIME = 1e6  # max_slowdown of a plan that is to be small at any price
 
 
 @dataclass(frozen=True)
@@ -39,38 +52,177 @@ class Tried:
     tokens: int
     tokens_per_s: float | None
     step_ms: float | None = None
+    steps: int = 0
     peak_bytes: int | None = None
     why: str = ""
     seconds: float = 0.0
 
 
-def attempt(model: str, method: str, tokens: int, given: argparse.Namespace) -> Tried:
-    """Train a few steps at this length."""
+@dataclass(frozen=True)
+class Foreseen:
+    """What plans say of one method: its longest sequence, and the peak and step time there."""
+
+    method: str
+    tokens: int
+    peak_bytes: int
+    step_s: float
+
+
+class OutOfTime(Exception):
+    """The next length would not be done within the method's time."""
+
+
+# What is trained
+
+
+class ChunkedLoss(nn.Module):
+    """A Hugging Face causal model that returns its loss alone, taken `chunk` tokens at a time.
+
+    A chunk's logits are made again in backward. The model's own forward makes all logits at once and returns them, so that
+    backward is also given a gradient of zeros for them: at 131072 tokens and 32000 words 8.4 GB each, whatever the method.
+    """
+
+    def __init__(self, model: Any, chunk: int) -> None:
+        super().__init__()
+        self.model, self.chunk = model, chunk
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """Mean cross entropy of (batch, tokens) on the next token."""
+        hidden = self.model.base_model(input_ids=input_ids, **options).last_hidden_state[:, :-1]
+        parts = zip(hidden.split(self.chunk, dim=1), labels[:, 1:].split(self.chunk, dim=1), strict=True)
+        total = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
+        return total / labels[:, 1:].numel()
+
+    def _summed(self, hidden: Tensor, target: Tensor) -> Tensor:
+        logits = self.model.get_output_embeddings()(hidden).float()
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def workload_of(tokens: int, device: str, given: argparse.Namespace) -> Workload:
+    """The model with one sequence of this length."""
+    workload = build(given.model, device, tiny=given.tiny, **{**given.size, "tokens": tokens, "batch": 1})
+    if workload.hugging_face:
+        import transformers
+
+        transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None  # docs/training.md: no mask
+        if given.loss_chunk:
+            module, blocks = ChunkedLoss(workload.module, given.loss_chunk), tuple(f"model.{path}" for path in workload.blocks)
+            workload = replace(workload, module=module.train(), blocks=blocks, hugging_face=False)  # returns the loss itself
+    return workload
+
+
+# What plans say before anything runs
+
+
+def foresee(method: str, tokens: int, given: argparse.Namespace) -> Foreseen:
+    """Peak and step time at one length, traced on the meta device; for graphoffload the least peak that any plan has.
+
+    Peaks count gradients, which live between steps. Times are a rough guide: nothing is counted for attention that
+    checkpointing runs again, and a plan of least peak takes longer than one for a budget.
+    """
+    workload = workload_of(tokens, "meta", given)
+    if method == "checkpoint":
+        wrap_blocks(workload, selective=False)
+    options: dict[str, Any] = {"max_slowdown": ANY_TIME} if method == "auto" else {"policy": "keep"}
+    if method == "auto" and given.host_gib:
+        options["host_budget"] = f"{given.host_gib}GiB"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LargeSlowdownWarning)
+        config = graphoffload.OffloadConfig(hardware=given.hardware, reserve=0, **options)
+        report = graphoffload.explain(workload.module, config)(**workload.batch, **workload.constants)
+    gradients = sum(p.numel() * p.element_size() for p in workload.module.parameters() if p.requires_grad)
+    step_s = sum(plan.prediction.predicted_time_s for plan in report.plans)
+    return Foreseen(method, tokens, report.predicted_peak_bytes + gradients, step_s)
+
+
+def cross(peak: Callable[[int], int], cap: int, *, first: int, grain: int, limit: int, looks: int = 4) -> int:
+    """The multiple of `grain` in [grain, limit] at which `peak` meets `cap`, by the secant method in at most `looks` calls.
+
+    The second length is where bytes in proportion to tokens would meet it. A peak is linear only where the same moment of the
+    step is the highest and host memory lasts, so lines are read between the two lengths whose peaks are nearest the cap.
+    """
+    known = {first: peak(first)}
+    place = _fitted(first * cap / known[first], grain, limit)
+    place = place if place != first else first + grain
+    while place not in known and len(known) < looks:
+        known[place] = peak(place)
+        near, far = sorted(known, key=lambda tokens: abs(known[tokens] - cap))[:2]
+        slope = (known[near] - known[far]) / (near - far)
+        if slope <= 0:
+            return near
+        place = _fitted(near + (cap - known[near]) / slope, grain, limit)
+    return place
+
+
+def _fitted(tokens: float, grain: int, limit: int) -> int:
+    return max(grain, int(min(tokens, limit)) // grain * grain)
+
+
+def guessed(method: str, given: argparse.Namespace) -> int:
+    """Where to begin: as given, or from plans; --start where nothing can be planned."""
+    if method in given.guess:
+        return int(given.guess[method])
+    if given.tiny or method not in ("keep", "checkpoint", "auto"):
+        return int(given.start)
+    seen: dict[int, Foreseen] = {}
+
+    def peak(tokens: int) -> int:
+        if tokens not in seen:
+            seen[tokens] = foresee(method, tokens, given)
+            planned = f"{seen[tokens].peak_bytes / 1e9:.1f} GB, {seen[tokens].step_s:.1f} s a step"
+            print(f"  {method}: {tokens} tokens: planned {planned}", flush=True)
+        return seen[tokens].peak_bytes
+
+    cap = int(given.gib * 2**30 * (1 - (MARGIN if method == "auto" else 0)))
+    try:
+        tokens = cross(peak, cap, first=given.start, grain=given.grain, limit=given.longest)
+    except GraphOffloadError as error:
+        print(f"  {method}: no plan ({error}); begins at {given.start}", flush=True)
+        return int(given.start)
+    print(f"  {method}: begins at {tokens} tokens", flush=True)
+    return tokens
+
+
+# What is measured
+
+
+def attempt(method: str, tokens: int, given: argparse.Namespace) -> Tried:
+    """Train a few steps at this length: fewer than --steps once they have taken --attempt-s."""
     torch._dynamo.reset()
     measure.tidy()
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     session = None
     try:
-        workload = build(model, device, tiny=given.tiny, tokens=tokens, batch=1)
+        workload = workload_of(tokens, device, given)
         measure.materialise_gradients(workload.module)
-        name = f"auto:{given.gib}GiB+reserve=0" if method == "auto" and device == "cuda" else method
-        session = measure.Session(workload, apply(parse(name), workload, Eligible()))
-        measure.warm_up(session, 2)
-        samples = [session.step() for _ in range(given.steps)]
+        session = measure.Session(workload, apply(parse(variant_of(method, device, given)), workload, Eligible()))
+        session.step()  # compiles; what does not fit fails here
+        warm = time.perf_counter()
+        session.step()
+        samples = [session.step()]
+        while len(samples) < given.steps and time.perf_counter() - warm < given.attempt_s:
+            samples.append(session.step())
         step_ms = statistics.median(sample.step_ms for sample in samples)
         peaks = [sample.static_bytes + sample.peak_bytes for sample in samples if sample.static_bytes and sample.peak_bytes]
-        return Tried(
-            method, tokens, tokens / step_ms * 1e3, step_ms, max(peaks, default=None), seconds=time.perf_counter() - began
-        )
+        took = time.perf_counter() - began
+        return Tried(method, tokens, tokens / step_ms * 1e3, step_ms, len(samples), max(peaks, default=None), seconds=took)
     except Exception as error:
         if not _out_of_room(error):
             raise
-        return Tried(method, tokens, None, why=f"{type(error).__name__}", seconds=time.perf_counter() - began)
+        return Tried(method, tokens, None, why=type(error).__name__, seconds=time.perf_counter() - began)
     finally:
         if session is not None:
             session.close()
         measure.tidy()
+
+
+def variant_of(method: str, device: str, given: argparse.Namespace) -> str:
+    """The method's name with its options, as variants.parse reads it."""
+    if method != "auto" or device != "cuda":
+        return method
+    budget = f"auto:{given.gib * (1 - MARGIN):.2f}GiB+reserve=0"
+    return f"{budget}+host_budget={given.host_gib}GiB" if given.host_gib else budget
 
 
 def _out_of_room(error: BaseException | None) -> bool:
@@ -83,48 +235,71 @@ def _out_of_room(error: BaseException | None) -> bool:
     return False
 
 
-def longest(fits: Callable[[int], bool], *, start: int, limit: int, grain: int) -> int:
+# The search
+
+
+def longest(fits: Callable[[int], bool], *, guess: int, limit: int, grain: int) -> int:
     """The largest multiple of `grain` up to `limit` that fits, assuming that what is shorter fits as well; 0 when none does.
 
-    Doubles from `start`, then bisects.
+    Begins at `guess`, goes up or down by a grain, then by twice as much each time, until the answer lies between; then
+    bisects. A guess that is right or a grain too low takes two or three calls of `fits`, one a grain too high two.
     """
-    low, high = 0, start
-    while high <= limit and fits(high):
-        low, high = high, high * 2
-    if high > limit:
-        if low == limit or fits(limit):
-            return limit
-        high = limit
+    low, high = 0, limit // grain * grain + grain  # nothing always fits; what is above the limit is not asked for
+    top, place = high - grain, _fitted(guess, grain, limit)
+    first = place
     while high - low > grain:
-        middle = (low + high) // 2 // grain * grain
-        if middle <= low:
-            break
-        if fits(middle):
-            low = middle
+        if fits(place):
+            low = place
         else:
-            high = middle
+            high = place
+        if low and high <= top:
+            place = (low + high) // 2 // grain * grain
+        elif low:
+            place = min(low + max(grain, low - first), top)
+        else:
+            place = max(high - max(grain, first - high), grain)
     return low
 
 
-def search(method: str, given: argparse.Namespace) -> Tried:
-    """The longest length for one method, with its speed. Past --limit-s nothing longer is tried."""
-    best = Tried(method, 0, None, why="nothing fits")
-    began = time.perf_counter()
+def search(method: str, given: argparse.Namespace, note: Callable[[Tried], None]) -> None:
+    """Try lengths of one method until its longest is known; each is noted when it is done. Stops early past --limit-s."""
+    guess = guessed(method, given)
+    began, slowest = time.perf_counter(), 0.0
 
     def fits(tokens: int) -> bool:
-        nonlocal best
-        if time.perf_counter() - began > given.limit_s:
-            print(f"  {method}: out of time, {tokens} was not tried", flush=True)
-            return False
-        tried = attempt(given.model, method, tokens, given)
-        found = f"{tried.tokens_per_s:.0f} tokens/s" if tried.tokens_per_s else f"does not fit ({tried.why})"
-        print(f"  {method}: {tokens} tokens: {found} [{tried.seconds:.0f} s]", flush=True)
-        if tried.tokens_per_s and tokens > best.tokens:
-            best = tried
+        nonlocal slowest
+        if time.perf_counter() - began + slowest > given.limit_s:
+            raise OutOfTime(tokens)
+        tried = attempt(method, tokens, given)
+        slowest = max(slowest, tried.seconds)
+        note(tried)
         return tried.tokens_per_s is not None
 
-    longest(fits, start=given.start, limit=given.longest, grain=given.grain)
-    return best
+    try:
+        longest(fits, guess=guess, limit=given.longest, grain=given.grain)
+    except OutOfTime as stop:
+        print(f"  {method}: out of time, {stop} tokens were not tried", flush=True)
+
+
+# What is shown
+
+
+def row(method: str, attempts: Sequence[Tried]) -> str:
+    """One method's line of the table, from all attempts of a call."""
+    own = [tried for tried in attempts if tried.method == method]
+    best = max((tried for tried in own if tried.tokens_per_s), key=lambda tried: tried.tokens, default=None)
+    missed = min((tried for tried in own if not tried.tokens_per_s), key=lambda tried: tried.tokens, default=None)
+    beyond = f"{missed.tokens}: {missed.why}" if missed else "-"
+    if best is None:
+        return f"{method:<16}{0:>9}{'-':>11}{'-':>11}{'-':>7}{'-':>9}  {beyond}"
+    peak = f"{best.peak_bytes / 1e9:.1f}" if best.peak_bytes else "-"
+    speed = f"{best.tokens_per_s or 0:>11.0f}{best.step_ms or 0:>11.0f}{best.steps:>7}"
+    return f"{method:<16}{best.tokens:>9}{speed}{peak:>9}  {beyond}"
+
+
+def _guess(text: str) -> dict[str, int]:
+    pairs = (part.split("=") for part in text.split(",") if part)
+    return {method: int(tokens) for method, tokens in pairs}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -132,43 +307,58 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sequences = sorted(name for name, spec in MODELS.items() if "tokens" in spec.real)
     parser.add_argument("--model", choices=sequences, default="llama4k")
+    parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N", help="change single sizes of the model")
     parser.add_argument("--methods", default="keep,checkpoint,auto", help="variants, separated by commas; auto is graphoffload")
     parser.add_argument("--gib", type=float, default=80.0, help="device memory that the process may use")
-    parser.add_argument("--start", type=int, default=8192)
-    parser.add_argument("--longest", type=int, default=2**18)
-    parser.add_argument("--grain", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--host-gib", type=float, default=0.0, help="host memory for graphoffload; 0: what it finds")
+    parser.add_argument("--guess", type=_guess, default={}, metavar="METHOD=TOKENS,...", help="where to begin")
+    parser.add_argument("--predict", action="store_true", help="print where each method would begin, and stop")
+    parser.add_argument("--hardware", default="h200-sxm", help="profile that plans are made for before anything runs")
+    parser.add_argument("--start", type=int, default=65536, help="first length planned; tried where nothing can be planned")
+    parser.add_argument("--longest", type=int, default=2**19)
+    parser.add_argument("--grain", type=int, default=8192)
+    parser.add_argument("--loss-chunk", type=int, default=16384, help="tokens; 0: a Transformers model's own loss, all at once")
+    parser.add_argument("--steps", type=int, default=3, help="measured, after two more")
+    parser.add_argument("--attempt-s", type=float, default=30.0, help="no further step is begun past these; one is timed")
     parser.add_argument("--limit-s", type=float, default=1200.0, help="for one method")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, one length")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file, written after each attempt")
     given = parser.parse_args(argv)
+    given.size = {name: int(value) for name, value in (size.split("=") for size in given.size)}
     if given.tiny:
         given.start = given.longest = given.grain = 64
-        given.steps = min(given.steps, 2)
+        given.steps, given.loss_chunk = min(given.steps, 2), min(given.loss_chunk, 1024)
     return given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Search for each method and print the table."""
     given = arguments(argv)
+    methods, attempts = given.methods.split(","), []
+    if given.predict:
+        for method in methods:
+            guessed(method, given)
+        return 0
+
+    def note(tried: Tried) -> None:
+        attempts.append(tried)
+        found = f"{tried.tokens_per_s:.0f} tokens/s" if tried.tokens_per_s else f"does not fit ({tried.why})"
+        print(f"  {tried.method}: {tried.tokens} tokens: {found} [{tried.seconds:.0f} s]", flush=True)
+        if given.out is not None:
+            given.out.write_text(json.dumps([asdict(each) for each in attempts], indent=1))
+
     if torch.cuda.is_available():
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(given.gib * 2**30 / whole, 1.0))
-    results = []
     with measure.many_variants():
-        for method in given.methods.split(","):
+        for method in methods:
             print(f"{given.model}, {method}:", flush=True)
-            results.append(search(method, given))
-            if given.out is not None:
-                given.out.write_text(json.dumps([asdict(result) for result in results], indent=1))
+            search(method, given, note)
     cap = f"{given.gib:g} GiB" if torch.cuda.is_available() else "a CPU, not capped"
     print(f"\nlongest sequence of {given.model}, batch 1, on {cap}")
-    print(f"{'method':<16}{'tokens':>9}{'tokens/s':>11}{'step ms':>11}{'peak GB':>9}")
-    for result in results:
-        speed = f"{result.tokens_per_s:.0f}" if result.tokens_per_s else result.why
-        step = f"{result.step_ms:.0f}" if result.step_ms else "-"
-        peak = f"{result.peak_bytes / 1e9:.1f}" if result.peak_bytes else "-"
-        print(f"{result.method:<16}{result.tokens:>9}{speed:>11}{step:>11}{peak:>9}")
+    print(f"{'method':<16}{'tokens':>9}{'tokens/s':>11}{'step ms':>11}{'steps':>7}{'peak GB':>9}  the next that does not fit")
+    for method in methods:
+        print(row(method, attempts))
     return 0
 
 

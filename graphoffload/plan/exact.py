@@ -28,7 +28,7 @@ def search_exactly(judge: Judge) -> tuple[Proposal | None, bool]:
         count *= len(choice)
         if count > _MOST:
             return None, False
-    index: Ints = np.indices([len(choice) for choice in choices]).reshape(len(choices), -1)
+    index = _assignments([len(choice) for choice in choices], count)
     seconds, peaks, hosts = _bounds(arrays, choices, index)
     budget_goal = isinstance(judge.goal, MeetBudget)
     possible = peaks <= judge.limit_bytes if budget_goal else seconds <= judge.limit_s
@@ -47,6 +47,14 @@ def search_exactly(judge: Judge) -> tuple[Proposal | None, bool]:
         if best is None or found.score < best.score:
             best = found
     return best, best is not None and best.feasible
+
+
+def _assignments(sizes: list[int], count: int) -> Ints:
+    """All `count` assignments as columns, the last choice changing fastest. np.indices stops at 64 candidates."""
+    index, rest = np.empty((len(sizes), count), dtype=np.int64), np.arange(count)
+    for row in reversed(range(len(sizes))):
+        rest, index[row] = np.divmod(rest, sizes[row])
+    return index
 
 
 def _bounds(arrays: Arrays, choices: list[tuple[Action, ...]], index: Ints) -> tuple[Floats, Ints, Ints]:

@@ -195,6 +195,17 @@ def test_before_an_error_nothing_is_searched_twice(monkeypatch: pytest.MonkeyPat
         assert len(set(starts)) == len(starts)
 
 
+def test_hardly_any_choice_among_many_tensors() -> None:
+    """Most tensors too small to move: few assignments, but of more tensors than an array of numpy has dimensions."""
+    program = ladder(80)
+    kept = tuple(dataclasses.replace(c, fixed="keep") for c in program.candidates[2:])
+    program = dataclasses.replace(program, candidates=(*program.candidates[:2], *kept))
+    found = solve(program, toy(2.0), MeetBudget(10 + 160 + 3 - 4))
+    assert found.timeline.peak_bytes <= 169
+    assert found.actions == ("offload", "offload", *("keep",) * 78)
+    assert found.timeline.slowdown == 0.0
+
+
 def test_more_fixed_to_offload_than_the_host_holds_is_an_error() -> None:
     program = ladder()
     program = dataclasses.replace(
