@@ -36,8 +36,8 @@ POLICIES = {
     "mapping": {"*": "offload"},
     "scattered": Scattered(seed=1),
 }
-ALIKE = {"auto", "mapping"}
-"""On a CPU "auto" decides what "keep" does, and this mapping what "offload" does: a few cases show that they do."""
+ALIKE = {"keep", "auto", "mapping"}
+"""On a CPU "auto" decides what "keep" does, nothing, and this mapping what "offload" does: a few cases show that they do."""
 FEW = ("three_blocks", "checkpoint", "dynamic_views", "graph_break", "double_use", "block_autocast")
 INDUCTOR = (
     "attention", "sdpa_dropout", "fused_qkv_unbind", "conv_net", "embedding_loss", "double_use", "small_slice", "dynamic_views",
