@@ -41,6 +41,7 @@ import graphoffload  # noqa: E402
 from graphoffload.errors import BudgetError, GraphOffloadError, HostMemoryError, LargeSlowdownWarning  # noqa: E402
 
 MARGIN = 0.02  # of the device, left by graphoffload's plans: what device_budget="auto" leaves
+IGNORED = -100  # a target that cross entropy leaves out
 ANY_TIME = 1e6  # max_slowdown of a plan that is to be small at any price
 
 
@@ -87,15 +88,16 @@ class ChunkedLoss(nn.Module):
         self.model, self.chunk = model, chunk
 
     def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """Mean cross entropy of (batch, tokens) on the next token."""
-        hidden = self.model.base_model(input_ids=input_ids, **options).last_hidden_state[:, :-1]
-        parts = zip(hidden.split(self.chunk, dim=1), labels[:, 1:].split(self.chunk, dim=1), strict=True)
+        """Mean cross entropy of (batch, tokens) on the next token; the last token has none."""
+        hidden = self.model.base_model(input_ids=input_ids, **options).last_hidden_state
+        targets = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
+        parts = zip(hidden.split(self.chunk, dim=1), targets.split(self.chunk, dim=1), strict=True)
         total = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
         return total / labels[:, 1:].numel()
 
     def _summed(self, hidden: Tensor, target: Tensor) -> Tensor:
         logits = self.model.get_output_embeddings()(hidden).float()
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
 def workload_of(tokens: int, device: str, given: argparse.Namespace) -> Workload:
@@ -117,8 +119,8 @@ def workload_of(tokens: int, device: str, given: argparse.Namespace) -> Workload
 def foresee(method: str, tokens: int, given: argparse.Namespace) -> Foreseen:
     """Peak and step time at one length, traced on the meta device; for graphoffload the least peak that any plan has.
 
-    Peaks count gradients, which live between steps. Times are a rough guide: nothing is counted for attention that
-    checkpointing runs again, and a plan of least peak takes longer than one for a budget.
+    Peaks count gradients, which live between steps. Times are a rough guide: a plan of least peak takes longer than one for a
+    budget.
     """
     workload = workload_of(tokens, "meta", given)
     if method == "checkpoint":
@@ -317,7 +319,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=65536, help="first length planned; tried where nothing can be planned")
     parser.add_argument("--longest", type=int, default=2**19)
     parser.add_argument("--grain", type=int, default=8192)
-    parser.add_argument("--loss-chunk", type=int, default=16384, help="tokens; 0: a Transformers model's own loss, all at once")
+    parser.add_argument("--loss-chunk", type=int, default=8192, help="tokens, best a divisor of all lengths; 0: a Transformers model's own loss, all at once")
     parser.add_argument("--steps", type=int, default=3, help="measured, after two more")
     parser.add_argument("--attempt-s", type=float, default=30.0, help="no further step is begun past these; one is timed")
     parser.add_argument("--limit-s", type=float, default=1200.0, help="for one method")

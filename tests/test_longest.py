@@ -137,7 +137,7 @@ def options(example: ModuleType, *given: str) -> Any:
 def test_chunks_of_the_loss_change_nothing(example: ModuleType) -> None:
     torch.manual_seed(0)
     found = []
-    for chunk in ("0", "24"):  # the last chunk of 63 targets is shorter
+    for chunk in ("0", "24"):  # the last chunk of 64 tokens is shorter
         workload = example.workload_of(64, "cpu", options(example, "--loss-chunk", chunk))
         workload.module.double()
         loss = workload.loss()
