@@ -210,9 +210,10 @@ def attempt(method: str, tokens: int, given: argparse.Namespace) -> Tried:
         took = time.perf_counter() - began
         return Tried(method, tokens, tokens / step_ms * 1e3, step_ms, len(samples), max(peaks, default=None), seconds=took)
     except Exception as error:
-        if not _out_of_room(error):
+        why = _out_of_room(error)
+        if not why:
             raise
-        return Tried(method, tokens, None, why=type(error).__name__, seconds=time.perf_counter() - began)
+        return Tried(method, tokens, None, why=why, seconds=time.perf_counter() - began)
     finally:
         if session is not None:
             session.close()
@@ -227,17 +228,17 @@ def variant_of(method: str, device: str, given: argparse.Namespace) -> str:
     return f"{budget}+host_budget={given.host_gib}GiB" if given.host_gib else budget
 
 
-def _out_of_room(error: BaseException | None) -> bool:
+def _out_of_room(error: BaseException | None) -> str:
+    """What an attempt ran out of, as the first of an error's causes that says so does; "" where it is another error."""
     while error is not None:
-        if isinstance(error, (torch.cuda.OutOfMemoryError, BudgetError, HostMemoryError)):
-            return True
-        if "out of memory" in str(error).lower() or "BudgetError" in str(error):  # Dynamo wraps what a backend raises
-            return True
+        text = str(error)
+        known = isinstance(error, (torch.cuda.OutOfMemoryError, BudgetError, HostMemoryError))
+        if known or "out of memory" in text.lower() or "BudgetError" in text:  # Dynamo wraps what a backend raises
+            lines = text.splitlines() or [""]
+            line = next((line for line in lines if "BudgetError" in line or "memory" in line), lines[0])
+            return f"{type(error).__name__}: {line.strip()[:200]}"
         error = error.__cause__ or error.__context__
-    return False
-
-
-# The search
+    return ""
 
 
 def longest(fits: Callable[[int], bool], *, guess: int, limit: int, grain: int) -> int:
@@ -319,7 +320,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=65536, help="first length planned; tried where nothing can be planned")
     parser.add_argument("--longest", type=int, default=2**19)
     parser.add_argument("--grain", type=int, default=8192)
-    parser.add_argument("--loss-chunk", type=int, default=8192, help="tokens, best a divisor of all lengths; 0: a Transformers model's own loss, all at once")
+    parser.add_argument("--loss-chunk", type=int, default=8192, help="tokens, a divisor of lengths; 0: the model's own loss")
     parser.add_argument("--steps", type=int, default=3, help="measured, after two more")
     parser.add_argument("--attempt-s", type=float, default=30.0, help="no further step is begun past these; one is timed")
     parser.add_argument("--limit-s", type=float, default=1200.0, help="for one method")

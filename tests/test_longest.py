@@ -14,6 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphoffload.errors import BudgetError
+
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "longest.py"
 GRAIN = 8192
 
@@ -164,3 +166,14 @@ def test_budget_leaves_what_auto_leaves(example: ModuleType) -> None:
     given = options(example, "--gib", "80", "--host-gib", "100")
     assert example.variant_of("auto", "cuda", given) == "auto:78.40GiB+reserve=0+host_budget=100.0GiB"
     assert example.variant_of("keep", "cuda", given) == "keep"
+
+
+def test_what_an_attempt_ran_out_of_is_said(example: ModuleType) -> None:
+    """Through what Dynamo wraps it in, number and all; another error is none of it."""
+    budget = BudgetError("device_budget 23.5 GiB: no plan can meet it.")
+    wrapped = RuntimeError("backend='graphoffload' raised:\nBudgetError: device_budget 23.5 GiB: no plan can meet it.")
+    wrapped.__cause__ = budget
+    assert example._out_of_room(wrapped) == "RuntimeError: BudgetError: device_budget 23.5 GiB: no plan can meet it."
+    assert example._out_of_room(budget).startswith("BudgetError: device_budget 23.5 GiB")
+    assert example._out_of_room(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")).endswith("2 GiB")
+    assert example._out_of_room(ValueError("shapes")) == ""
