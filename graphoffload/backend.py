@@ -190,7 +190,7 @@ def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
     if may_link(config):
         window = config.max_inflight_bytes
         run = registry.run_plan(plan.key)
-        run.link(window if isinstance(window, int) else None, budget_of(limits), last_stays=is_one_of_many(config, limits))
+        run.link(window if isinstance(window, int) else None, budget_of(limits), behind=is_one_of_many(config, limits))
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:

@@ -118,7 +118,7 @@ def decide_actions(
         if config.max_inflight_bytes is None:
             inflight = _window_bytes(program, hardware)
         wished = _as_wished(wanted, "", keep, warnings, inflight)
-        return replace(wished, notes=(_FOR_THE_NEXT,), release_late=True) if is_one_of_many(config, limits) else wished
+        return replace(wished, notes=(_FOR_THE_NEXT,)) if is_one_of_many(config, limits) else wished
     budget = limits.device_budget_bytes
     if config.max_slowdown is None and budget is None:
         return _as_wished(wanted, "nothing to fit: no device budget on a CPU", keep, warnings, inflight)

@@ -221,17 +221,6 @@ def test_the_last_graphs_tensors_stay(lazy: LazyStreams) -> None:
         assert (counted("stays") > 0) == (window != 1)
 
 
-def test_a_graph_behind_others_leaves_all_its_releases_to_the_next(lazy: LazyStreams) -> None:
-    """Its plan says so; the first graph of a forward, whose link is idle, releases where its copies end."""
-    step(per_block(inner="aot_eager", hardware=dataclasses.replace(SLOW_LINK, d2h_bytes_per_s=1e13)), 0)
-    plans = graphoffload.last_plans()[-2:]
-    behind = [any("runs behind other graphs" in note for note in plan.notes) for plan in plans]
-    assert behind == [False, True]
-    at_end = [[transfer.release_after is None for transfer in plan.transfers] for plan in plans]
-    assert not all(at_end[0])
-    assert all(at_end[1])
-
-
 def test_the_last_graph_of_a_goal_does_as_planned(lazy: LazyStreams) -> None:
     """A plan that was made for a number counts on its copies."""
     fast = dataclasses.replace(SLOW_LINK, name="fast link", d2h_bytes_per_s=1e14, h2d_bytes_per_s=1e14)

@@ -47,26 +47,21 @@ class Call:
     """One call of a compiled forward, and later of its backward.
 
     entries: those that live, by id. before: the call before it in the same forward, while it has entries. followed: another
-    call is expected behind it. last: none is, behind others. as_before: up to here the forward is as the last two. reloading:
-    ids in the order of its latest backward's reloads.
+    call is expected behind it. last: none is, behind others. as_before: up to here the forward is as the last two. left: bytes
+    of `nbytes` that were left to the calls behind. stayed: bytes; those of earlier forwards that still do are in a last call's.
+    reloading: ids in the order of its latest backward's reloads.
     """
 
     __slots__ = (
-        "as_before", "before", "entries", "followed", "last", "nbytes", "reloading", "run", "seen", "stayed", "track",
+        "as_before", "before", "entries", "followed", "last", "left", "nbytes", "reloading", "run", "seen", "stayed", "track",
     )  # fmt: skip
 
-    def __init__(
-        self, run: RunPlan, track: Track, before: Call | None, *, followed: bool, last: bool, as_before: bool
-    ) -> None:
-        self.run = run
-        self.track = track
-        self.before = before
-        self.followed = followed
-        self.last = last
-        self.as_before = as_before
+    def __init__(self, run: RunPlan, track: Track, before: Call | None, *, followed: bool, last: bool, as_before: bool) -> None:
+        self.run, self.track, self.before = run, track, before
+        self.followed, self.last, self.as_before = followed, last, as_before
         self.entries: dict[int, Entry] = {}
         self.seen: set[int] = set()
-        self.nbytes = self.stayed = 0
+        self.nbytes = self.left = self.stayed = 0
         self.reloading: list[int] = []
 
 
@@ -74,8 +69,8 @@ class Track:
     """The calls of one thread's forwards on one device: their order, what is pending, what is prefetched, what stays."""
 
     __slots__ = (
-        "_as_before", "_calls", "_last", "_now", "_second_last", "ahead", "backward", "call", "largest_bytes", "pending",
-        "pending_bytes", "staying",
+        "_as_before", "_calls", "_last", "_now", "_second_last", "ahead", "backward", "call", "kept", "largest_bytes",
+        "pending", "pending_bytes", "staying",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -84,6 +79,7 @@ class Track:
         self.pending: deque[Entry] = deque()
         self.pending_bytes = 0
         self.ahead: list[Entry] = []
+        self.kept: list[Entry] = []  # what stayed in last calls; those that still do have a source
         self.largest_bytes = 0
         self.staying = Staying()
         self._calls: list[Call] = []
@@ -111,6 +107,9 @@ class Track:
         if at < _LONGEST:
             self._now.append(run.key)
         self.call = Call(run, self, self.call, followed=followed, last=last, as_before=self._as_before)
+        if last:  # several forwards may wait for their backwards, or were dropped: together they have one window
+            self.kept = [entry for entry in self.kept if entry.source is not None]
+            self.call.stayed = sum(entry.layout.nbytes for entry in self.kept)
         if at < _LONGEST:
             self._calls.append(self.call)
         return self.call
@@ -170,11 +169,13 @@ def offloaded(entry: Entry) -> None:
         return
     if entry.stays:
         call.stayed += entry.layout.nbytes
+        if call.track.staying.budget is None:
+            call.track.kept.append(entry)
     else:
         call.nbytes += entry.layout.nbytes
     track = call.track
     if track.pending:
-        room = max(track.window_bytes(call.run) - call.stayed, track.staying.left_bytes()) - call.nbytes
+        room = max(track.window_bytes(call.run) - call.stayed, track.staying.left_bytes()) - call.nbytes + call.left
         with LOCK:
             while track.pending and track.pending_bytes > room:
                 _settle(track, 1)
@@ -183,7 +184,7 @@ def offloaded(entry: Entry) -> None:
 def stays(entry: Entry) -> bool:
     """Whether an offload is left out: a budget that several graphs share has room for its source, or it is needed at once."""
     call, nbytes = entry.call, entry.layout.nbytes
-    if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.last and call.run.last_stays)):
+    if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.last and call.run.behind)):
         return False
     streams = streams_of(entry.layout.device)
     if streams is None or streams.capturing():
@@ -203,7 +204,7 @@ def stays(entry: Entry) -> bool:
 def defers(entry: Entry) -> bool:
     """Whether a release is left to the graphs that follow; if so, it is pending from now on."""
     call = entry.call
-    if call is None or not call.followed or entry.id not in entry.run.at_end or entry.d2h_done is None:
+    if call is None or not call.followed or entry.d2h_done is None or not (entry.id in entry.run.at_end or entry.run.behind):
         return False
     streams, track = streams_of(entry.layout.device), call.track
     assert streams is not None
@@ -212,6 +213,7 @@ def defers(entry: Entry) -> bool:
         entry.pending = True
         track.pending.append(entry)
         track.pending_bytes += entry.layout.nbytes
+        call.left += entry.layout.nbytes
         COUNTERS.deferred += 1
         while track.pending_bytes > max(track.window_bytes(call.run), track.staying.left_bytes()):
             _settle(track, 1)
@@ -219,9 +221,9 @@ def defers(entry: Entry) -> bool:
 
 
 def passed(entry: Entry) -> None:
-    """The release of a source that stays: at the end of the last call, where memory is fullest, nothing is pending any more."""
+    """The release of a source that stays: behind all offloads of the last call, where memory is fullest, nothing pends."""
     call = entry.call
-    if call is not None and call.track.pending and not call.followed and entry.id in entry.run.at_end:
+    if call is not None and call.track.pending and not call.followed and len(call.seen) == call.run.transfers:
         with LOCK:
             _settle(call.track, len(call.track.pending))
 

@@ -26,12 +26,13 @@ class RunPlan:
 
     at_end: ids that are released at the end of forward. asked: size, stride and type that backward reloads an id with.
     order: ids in the order in which backward reloads them. capturable: forward was compiled to be captured with its copies.
-    last_stays: where this graph's call is the last of a forward, what it offloads stays on the device (see between.py).
+    behind: this graph runs behind others, and for no goal: all its releases may be left to the next one, and where its call is
+    the last of a forward, what it offloads stays on the device (see between.py).
     strides: what the compiler lays an id's source out as, where that is known.
     """
 
     __slots__ = (
-        "_names", "asked", "at_end", "budget", "capturable", "checksum", "key", "last_stays", "layouts", "linked", "order",
+        "_names", "asked", "at_end", "behind", "budget", "capturable", "checksum", "key", "layouts", "linked", "order",
         "strides", "transfers", "window_bytes",
     )  # fmt: skip
 
@@ -43,20 +44,20 @@ class RunPlan:
         self.checksum = plan.checksum if plan is not None else False
         self.transfers = len(transfers)
         self.at_end = frozenset(t.id for t in transfers if t.release_after is None)
-        self.linked = self.capturable = self.last_stays = False
+        self.linked = self.capturable = self.behind = False
         self.window_bytes: int | None = None
         self.budget: Budget | None = None
         self.asked: dict[int, tuple[Sequence[int], Sequence[int], torch.dtype]] = {}
         self.order: tuple[int, ...] = ()
         self.strides: dict[int, tuple[int, ...]] = {}
 
-    def link(self, window_bytes: int | None, budget: Budget | None = None, *, last_stays: bool = False) -> None:
+    def link(self, window_bytes: int | None, budget: Budget | None = None, *, behind: bool = False) -> None:
         """Let this plan's copies outlive its graphs (see between.py): nothing in them reuses a source that was released.
 
         `window_bytes`: what may be outstanding across graphs; None: what the largest of them offloads. `budget`: shared with
-        other graphs; what it has room for stays on the device. `last_stays`: as the attribute.
+        other graphs; what it has room for stays on the device. `behind`: as the attribute.
         """
-        self.linked, self.window_bytes, self.budget, self.last_stays = True, window_bytes, budget, last_stays
+        self.linked, self.window_bytes, self.budget, self.behind = True, window_bytes, budget, behind
 
     def name(self, id: int) -> str:
         """A transfer's tensor and module, for messages."""
