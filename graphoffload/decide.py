@@ -29,7 +29,7 @@ _NO_GAIN = "recomputing it would not pay"
 _SAVED_ALL_THE_SAME = "torch's partitioner saves it, though it was to be recomputed"
 _FOR_THE_NEXT = (
     "runs behind other graphs: copies are left to the next one, and where this one is the last of a forward its tensors stay; "
-    "both as far as max_inflight_bytes allows (None: what the largest graph offloads)"
+    "both as far as max_inflight_bytes allows (None: what the largest graph offloads, up to a quarter of all)"
 )
 _CHEAP = 0.25  # recomputation that takes less than this share of the copy's time
 _HINT = 0.01  # the slowdown that a hint speaks of, where it saves at least this share of the peak:

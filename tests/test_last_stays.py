@@ -187,3 +187,19 @@ def test_what_stays_goes_with_a_forward_that_is_dropped(lazy: LazyStreams) -> No
     step(module, 0)
     ENTRIES.sweep()
     assert staying_bytes() == len(ENTRIES) == 0
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_without_a_number_a_quarter_is_outstanding_at_most(lazy: LazyStreams, count: int) -> None:
+    """Of a model of two graphs, half would be: of what was asked to be offloaded, most is."""
+    module = compiled(*(Blocks(1) for _ in range(count)), max_inflight_bytes=None)
+    expected = references(module)
+    between._TRACKS.of.clear()
+    for seed in SEEDS:
+        graphoffload.reset_stats()
+        assert_equal_bits(step(module, seed), expected[seed])
+    stats = graphoffload.stats()
+    whole = stats["d2h_bytes"] + stats["stayed_bytes"]
+    assert 0 < stats["stayed_bytes"] <= whole / 4
+    if count == 8:
+        assert stats["stayed_bytes"] >= 0.9 * whole / count, "all of the last block"

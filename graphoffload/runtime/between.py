@@ -12,9 +12,9 @@ forwards. What is guessed wrong costs time, or memory up to the window, never a 
 reload at the latest, a prefetched tensor that nobody took goes when the backward of another graph or the next forward starts.
 Neither memory is given up before the stream that it belongs to waits for the copy.
 
-What the last graph offloads stays as far as it fits into the window, and reload hands its memory back: its copies would hide
-behind nothing. Not where there is a goal: where graphs share a budget, what fits stays (see staying.py), and a plan for another
-one counts on its copies. A graph that runs behind no other is the whole model, and waits at its end as it always does.
+What the last graph offloads stays, as far as it fits into the window: its copies would hide behind nothing. Reload hands its
+memory back. Not where a goal was given: where graphs share a budget, what fits stays (see staying.py), and a plan for another
+goal counts on its copies. Nor in a graph that runs behind no other: it is the whole model.
 
 Only plans that the backend linked take part: there Inductor reuses no buffer within a graph, and captures no CUDA graph.
 """
@@ -41,27 +41,27 @@ LOCK = threading.RLock()
 """Guards handles and all that is pending: forward, backward and whoever clears dead handles are different threads."""
 
 _LONGEST = 4096  # calls of one forward whose order is learnt
+_SHARE = 4  # of what a forward offloads: the most that is outstanding between its graphs, unless the user gave a number
 
 
 class Call:
     """One call of a compiled forward, and later of its backward.
 
     entries: those that live, by id. before: the call before it in the same forward, while it has entries. followed: another
-    call is expected behind it. last: none is, behind others. as_before: up to here the forward is as the last two. left: bytes
-    of `nbytes` that were left to the calls behind. stayed: bytes; those of earlier forwards that still do are in a last call's.
-    reloading: ids in the order of its latest backward's reloads.
+    call is expected behind it. as_before: up to here the forward is as the last two. left: bytes of `nbytes` that were left to
+    the calls behind. stayed: bytes; in the last call with those of earlier forwards that still do. room: what may stay in the
+    last call without a budget. reloading: ids in the order of its latest backward's reloads.
     """
 
     __slots__ = (
-        "as_before", "before", "entries", "followed", "last", "left", "nbytes", "reloading", "run", "seen", "stayed", "track",
+        "as_before", "before", "entries", "followed", "left", "nbytes", "reloading", "room", "run", "seen", "stayed", "track",
     )  # fmt: skip
 
-    def __init__(self, run: RunPlan, track: Track, before: Call | None, *, followed: bool, last: bool, as_before: bool) -> None:
-        self.run, self.track, self.before = run, track, before
-        self.followed, self.last, self.as_before = followed, last, as_before
+    def __init__(self, run: RunPlan, track: Track, before: Call | None, *, followed: bool, as_before: bool) -> None:
+        self.run, self.track, self.before, self.followed, self.as_before = run, track, before, followed, as_before
         self.entries: dict[int, Entry] = {}
         self.seen: set[int] = set()
-        self.nbytes = self.left = self.stayed = 0
+        self.nbytes = self.left = self.stayed = self.room = 0
         self.reloading: list[int] = []
 
 
@@ -69,8 +69,8 @@ class Track:
     """The calls of one thread's forwards on one device: their order, what is pending, what is prefetched, what stays."""
 
     __slots__ = (
-        "_as_before", "_calls", "_last", "_now", "_second_last", "ahead", "backward", "call", "kept", "largest_bytes",
-        "pending", "pending_bytes", "staying",
+        "_as_before", "_calls", "_last", "_now", "_second_last", "ahead", "backward", "call", "forward_bytes", "kept",
+        "largest_bytes", "pending", "pending_bytes", "staying",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Track:
         self.pending_bytes = 0
         self.ahead: list[Entry] = []
         self.kept: list[Entry] = []  # what stayed in last calls; those that still do have a source
-        self.largest_bytes = 0
+        self.largest_bytes = self.forward_bytes = 0
         self.staying = Staying()
         self._calls: list[Call] = []
         self._now: list[str] = []
@@ -103,13 +103,14 @@ class Track:
         self._count_largest()
         self._as_before = self._as_before and at < len(self._last) and self._last[at] == run.key
         known = self._as_before and run.linked and streams is not None and not streams.capturing()
-        followed, last = known and at + 1 < len(self._last), known and 0 < at == len(self._last) - 1
+        followed = known and at + 1 < len(self._last)
         if at < _LONGEST:
             self._now.append(run.key)
-        self.call = Call(run, self, self.call, followed=followed, last=last, as_before=self._as_before)
-        if last:  # several forwards may wait for their backwards, or were dropped: together they have one window
+        self.call = Call(run, self, self.call, followed=followed, as_before=self._as_before)
+        if known and at and not followed:  # forwards that wait for their backwards, or were dropped, have one window together
             self.kept = [entry for entry in self.kept if entry.source is not None]
             self.call.stayed = sum(entry.layout.nbytes for entry in self.kept)
+            self.call.room = self.window_bytes(run)
         if at < _LONGEST:
             self._calls.append(self.call)
         return self.call
@@ -117,6 +118,7 @@ class Track:
     def turn(self) -> None:
         """The first reload: forward is over."""
         self._second_last, self._last, self._now = self._last, tuple(self._now), []
+        self.forward_bytes = sum(entry.layout.nbytes for call in self._calls for entry in call.entries.values())
         self.staying.end_forward()
         self._count_largest()
         self.call = None
@@ -131,8 +133,8 @@ class Track:
         return bool(self._now)
 
     def window_bytes(self, run: RunPlan) -> int:
-        """What may be outstanding across calls: max_inflight_bytes, else what the largest call offloads."""
-        return run.window_bytes if run.window_bytes is not None else self.largest_bytes
+        """What may be outstanding across calls: max_inflight_bytes, else what the largest offloads, up to a share of all."""
+        return run.window_bytes if run.window_bytes is not None else min(self.largest_bytes, self.forward_bytes // _SHARE)
 
 
 class _Tracks(threading.local):
@@ -184,7 +186,7 @@ def offloaded(entry: Entry) -> None:
 def stays(entry: Entry) -> bool:
     """Whether an offload is left out: a budget that several graphs share has room for its source, or it is needed at once."""
     call, nbytes = entry.call, entry.layout.nbytes
-    if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.last and call.run.behind)):
+    if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.room and call.run.behind)):
         return False
     streams = streams_of(entry.layout.device)
     if streams is None or streams.capturing():
@@ -194,7 +196,7 @@ def stays(entry: Entry) -> bool:
     if call.track.staying.budget is not None:
         may_stay = call.track.staying.offer(nbytes, may_stay=whole and call.as_before and call.run.budget is not None)
     else:
-        may_stay = whole and call.stayed + nbytes <= call.track.window_bytes(call.run)
+        may_stay = whole and call.stayed + nbytes <= call.room
     if not may_stay:
         return False
     entry.stays, entry.stream = True, streams.compute()
