@@ -20,6 +20,13 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "longest.py"
 GRAIN = 8192
 
 
+@pytest.fixture(autouse=True)
+def masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example switches Transformers' mask off for its process, which here runs other tests as well."""
+    masking = pytest.importorskip("transformers").masking_utils
+    monkeypatch.setattr(masking, "find_packed_sequence_indices", masking.find_packed_sequence_indices)
+
+
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("_longest", EXAMPLE)
@@ -151,7 +158,7 @@ def test_chunks_of_the_loss_change_nothing(example: ModuleType) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plans_know_the_order_of_the_methods(example: ModuleType) -> None:
     """Checkpointing is foreseen from its own graph, graphoffload by its least peak; all count the gradients."""
     given = options(example, "--loss-chunk", "1024")

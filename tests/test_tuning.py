@@ -61,6 +61,7 @@ def test_real_steps_run_the_plan_stays_and_gradients_are_keep_alls() -> None:
         torch.testing.assert_close(parameter.grad, wanted)
 
 
+@pytest.mark.long
 def test_plans_are_found_behind_a_compile_cache() -> None:
     """The second time torch's cache answers, and no partitioner runs: the report is the same, and so is the one line."""
     net, x = Net(), torch.randn(32, 64)

@@ -44,7 +44,7 @@ INDUCTOR = (
     "block_autocast", "checkpoint",
 )  # fmt: skip
 """Where compilers change layouts, fuse, or draw random numbers of their own. Each costs several compiles."""
-LONG = ("block_autocast", "checkpoint")
+LONG = ("block_autocast", "checkpoint", "sdpa_dropout")
 
 FLOOR = 1e-8
 """Gradient errors below this are the float64 reference's own rounding."""
