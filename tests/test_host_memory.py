@@ -83,7 +83,7 @@ def step(memory: HostPool, sizes: list[int]) -> None:
 SIZES = st.lists(st.integers(1, 64).map(lambda n: n * 64 * KIB // 16), min_size=1, max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(base=SIZES, scales=st.permutations([1, 2, 3, 5]))
 def test_shape_buckets_share_their_memory(base: list[int], scales: list[int]) -> None:
     """Batches of several lengths: never more page-locked than 1.05 of the largest set in flight, and nothing is page-locked
@@ -107,7 +107,7 @@ def test_shape_buckets_share_their_memory(base: list[int], scales: list[int]) ->
     assert memory.snapshot().held_bytes == memory.snapshot().pinned_bytes == memory.snapshot().buffers == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(buckets=st.lists(SIZES, min_size=2, max_size=4))
 def test_unlike_sets_come_to_rest(buckets: list[list[int]]) -> None:
     """Sets of quite different sizes that nobody announced: page-locking ends, and little is held beyond what they need."""
