@@ -112,14 +112,7 @@ def compile_graph(
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
     known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
-    partitioner = OffloadPartitioner(
-        config,
-        key=key,
-        name=f"graph{next(_graphs)}",
-        fragment=_fragment(gm, config),
-        shared=limits.shared,
-        behind=limits.behind,
-    )
+    partitioner = _partitioner(gm, config, key, behind=behind)
     before = registry.of_key(key)
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
@@ -138,15 +131,7 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
-    behind = runs_behind(example_inputs)
-    partitioner = OffloadPartitioner(
-        config,
-        key=key,
-        name=f"graph{next(_graphs)}",
-        fragment=_fragment(gm, config),
-        shared=behind and may_share_budget(config),
-        behind=behind,
-    )
+    partitioner = _partitioner(gm, config, key, behind=runs_behind(example_inputs))
     if config.inner == "aot_eager":
         compiled: Any = _aot_eager(gm, example_inputs, partitioner)
     else:
@@ -155,6 +140,18 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
         patches = {**_inductor_patches(config), "custom_partitioner_fn": partitioner, "force_disable_caches": True}
         compiled = compile_fx(gm, list(example_inputs), inner_compile=_run_as_it_is, config_patches=patches)
     return registry.only_explained(key), compiled
+
+
+def _partitioner(gm: GraphModule, config: OffloadConfig, key: str, *, behind: bool) -> OffloadPartitioner:
+    """The partitioner of one Dynamo graph; `behind`: as in decide.Limits."""
+    return OffloadPartitioner(
+        config,
+        key=key,
+        name=f"graph{next(_graphs)}",
+        fragment=_fragment(gm, config),
+        shared=behind and may_share_budget(config),
+        behind=behind,
+    )
 
 
 def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_introspect import Tanhs
 
 import graphoffload
 from graphoffload import unused
@@ -17,18 +18,6 @@ from graphoffload.errors import GraphOffloadWarning, NotOffloadedWarning
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}
 Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Tanhs(torch.nn.Module):
-    """Two layers with something to save between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x).tanh())
-        return out
 
 
 def of_class() -> Call:
