@@ -9,7 +9,7 @@ from there until a length that trains and the next --grain that does not are bot
 in a process held to --gib of device memory; one fails that runs out of it, or whose plan says that it cannot fit.
 
 All methods train the same thing: no sequence is packed, so attention is causal without a mask of (tokens, tokens), which
-Transformers gives a model compiled whole; and the loss is taken --loss-chunk tokens at a time.
+Transformers gives a model compiled whole (docs/training.md); and the loss is taken --loss-chunk tokens at a time.
 """
 
 from __future__ import annotations
@@ -100,13 +100,23 @@ class ChunkedLoss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
+def without_mask(model: Any) -> None:
+    """Give a Transformers model its own scaled dot product attention, always without a mask: causal, no padding, no packing."""
+    import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value, None, **options)
+
+    transformers.AttentionInterface.register("sdpa_without_mask", attend)  # of a name it knows no mask for, none is made
+    model.set_attn_implementation("sdpa_without_mask")
+
+
 def workload_of(tokens: int, device: str, given: argparse.Namespace) -> Workload:
     """The model with one sequence of this length."""
     workload = build(given.model, device, tiny=given.tiny, **{**given.size, "tokens": tokens, "batch": 1})
     if workload.hugging_face:
-        import transformers
-
-        transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None  # docs/training.md: no mask
+        without_mask(workload.module)
         if given.loss_chunk:
             module, blocks = ChunkedLoss(workload.module, given.loss_chunk), tuple(f"model.{path}" for path in workload.blocks)
             workload = replace(workload, module=module.train(), blocks=blocks, hugging_face=False)  # returns the loss itself
@@ -201,10 +211,10 @@ def attempt(method: str, tokens: int, given: argparse.Namespace) -> Tried:
         session = measure.Session(workload, apply(parse(variant_of(method, device, given)), workload, Eligible()))
         session.step()  # compiles; what does not fit fails here
         warm = time.perf_counter()
-        session.step()
         samples = [session.step()]
-        while len(samples) < given.steps and time.perf_counter() - warm < given.attempt_s:
+        while len(samples) <= given.steps and time.perf_counter() - warm < given.attempt_s:
             samples.append(session.step())
+        samples = samples[1:] or samples  # the first warms up, unless one step takes all the time
         step_ms = statistics.median(sample.step_ms for sample in samples)
         peaks = [sample.static_bytes + sample.peak_bytes for sample in samples if sample.static_bytes and sample.peak_bytes]
         took = time.perf_counter() - began
@@ -236,7 +246,7 @@ def _out_of_room(error: BaseException | None) -> str:
         if known or "out of memory" in text.lower() or "BudgetError" in text:  # Dynamo wraps what a backend raises
             lines = text.splitlines() or [""]
             line = next((line for line in lines if "BudgetError" in line or "memory" in line), lines[0])
-            return f"{type(error).__name__}: {line.strip()[:200]}"
+            return f"{type(error).__name__}: {line.strip()[:400]}"
         error = error.__cause__ or error.__context__
     return ""
 

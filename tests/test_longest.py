@@ -20,13 +20,6 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "longest.py"
 GRAIN = 8192
 
 
-@pytest.fixture(autouse=True)
-def masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example switches Transformers' mask off for its process, which here runs other tests as well."""
-    masking = pytest.importorskip("transformers").masking_utils
-    monkeypatch.setattr(masking, "find_packed_sequence_indices", masking.find_packed_sequence_indices)
-
-
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("_longest", EXAMPLE)
@@ -156,6 +149,21 @@ def test_chunks_of_the_loss_change_nothing(example: ModuleType) -> None:
     assert len(whole) == len(chunked) > 10
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_attention_has_no_mask(example: ModuleType) -> None:
+    """One of (tokens, tokens) outgrows all else: 4.5 GiB at 49152 tokens. Transformers makes one where it is traced."""
+    calls: list[dict[str, Any]] = []
+
+    def look(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        calls.extend(node.kwargs for node in module.graph.nodes if "scaled_dot_product" in str(node.target))
+        return module
+
+    workload = example.workload_of(64, "cpu", options(example))
+    plain = workload.loss()
+    workload.module.compile(backend=look)
+    torch.testing.assert_close(workload.loss(), plain)
+    assert [(call["attn_mask"], call["is_causal"]) for call in calls] == [(None, True)] * workload.sizes["layers"]
 
 
 @pytest.mark.long
