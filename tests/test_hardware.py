@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from graphoffload import hardware
+from graphoffload.analysis.timing import repeats_of
 from graphoffload.errors import ConfigError, HardwareWarning
 from graphoffload.hardware import PROFILES, HardwareProfile, cache_path, cached, fit_link, resolve_hardware
 
@@ -155,3 +158,12 @@ def test_an_unmeasurable_device_falls_back_to_the_profile_of_its_name() -> None:
         profile = hardware._fallback("NVIDIA A100-SXM4-40GB", 40 * 2**30, "only 1 MiB of it is free")
     assert profile.source == "datasheet"
     assert profile.memory_bytes == 40 * 2**30
+
+
+@given(once_s=st.floats(1e-6, 100.0))
+def test_timing_a_kernel_takes_a_second_at_most(once_s: float) -> None:
+    """Behind the two runs that every kernel has. Nine times attention over 327680 tokens took more than four minutes."""
+    repeats, between_s = repeats_of(once_s)
+    assert repeats * (once_s + between_s) <= 1.0
+    assert repeats == 9 or once_s > 0.01, "a short one is repeated as often as a median wants"
+    assert repeats >= 1 or once_s >= 0.5, "one that is not repeated has run long enough to be timed by the clock"

@@ -25,8 +25,10 @@ from graphoffload.folders import write_whole
 from graphoffload.log import log
 
 _REPEATS = 9
+_TOTAL_S = 1.0
 _HEAT_S = 0.3
 _BETWEEN_S = 4e-3
+_BETWEEN_MOST_S = 0.1
 _LOAD_SHARE = 3.0
 _MEMORY_SHARE = 0.5
 _known: dict[str, Measured] = {}
@@ -146,17 +148,33 @@ def _run(node: Node, device: torch.device, load: _Load, output_bytes: int) -> Me
     allocated = _allocated_so_far(device) - before
     torch.cuda.synchronize(device)
     once_s = time.perf_counter() - began
+    repeats, between_s = repeats_of(once_s)
+    workspace_bytes = max(0, allocated - output_bytes)
+    if not repeats:
+        return Measured(once_s, workspace_bytes)
     laps = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        load.run(max(_BETWEEN_S, _LOAD_SHARE * once_s))
+        load.run(between_s)
         start.record(stream)
         target(*args, **kwargs)
         end.record(stream)
         laps.append((start, end))
     torch.cuda.synchronize(device)
     seconds: list[float] = sorted(start.elapsed_time(end) / 1e3 for start, end in laps)
-    return Measured(seconds[_REPEATS // 2], max(0, allocated - output_bytes))
+    return Measured(seconds[repeats // 2], workspace_bytes)
+
+
+def repeats_of(once_s: float) -> tuple[int, float]:
+    """How often a kernel that takes `once_s` is repeated, and how many seconds of products run before each time.
+
+    All of it takes a second, and no time at all for a kernel that took half of that: attention over 300 thousand tokens runs
+    for seconds, brings the device to its clocks by itself, and was repeated for minutes.
+    """
+    between_s = min(max(_BETWEEN_S, _LOAD_SHARE * once_s), _BETWEEN_MOST_S)
+    if 2 * once_s >= _TOTAL_S:
+        return 0, 0.0
+    return min(_REPEATS, max(1, int(_TOTAL_S / (once_s + between_s)))), between_s
 
 
 def _allocated_so_far(device: torch.device) -> int:
