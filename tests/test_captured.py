@@ -180,7 +180,8 @@ def test_every_replay_copies_its_own_bytes(side: Recorder) -> None:
     assert len(side.joined) == 2
     for value in (1.0, 2.0, 3.0):
         assert torch.equal(both.step(value), torch.full((64,), value))
-    (entry,) = captured._LEDGERS[CPU].entries.values()
+    (forward,) = captured._LEDGERS[CPU].forwards.values()
+    (entry,) = forward.entries.values()
     assert entry.source is None
     assert entry.target is None
 
@@ -197,6 +198,82 @@ def test_captures_have_buffers_of_their_own(side: Recorder) -> None:
     for both, value in ((one, 1.0), (two, 2.0)):
         replay(both.backward)
         assert torch.equal(both.y, torch.full((64,), value))
+
+
+class Several:
+    """A forward that offloads three tensors, and the backward that reads them last first."""
+
+    def __init__(self, side: Recorder) -> None:
+        side.captures = True
+        self.xs = [torch.zeros(64) for _ in range(3)]
+        self.handles = [OURS.offload_captured(x, KEY, id) for id, x in enumerate(self.xs)]
+        for id, (x, handle) in enumerate(zip(self.xs, self.handles, strict=True)):
+            OURS.release_captured(x, handle, KEY, id)
+        self.forward = side.taken()
+        replay(self.forward)
+        self.ys: dict[int, torch.Tensor] = {}
+        self.capture_backward(side)
+
+    def capture_backward(self, side: Recorder) -> None:
+        for id in (2, 1, 0):
+            self.ys[id] = OURS.reload_captured(self.handles[id], KEY, id, (64,), (1,), torch.float32)
+        for id in (2, 1, 0):
+            OURS.wait_captured(self.ys[id], self.handles[id], KEY, id)
+        self.backward = side.taken()
+
+    def run_forward(self, value: float) -> None:
+        for id, x in enumerate(self.xs):
+            x.fill_(value + id)
+        replay(self.forward)
+
+    def run_backward(self) -> list[float]:
+        replay(self.backward)
+        return [float(self.ys[id].mean()) for id in range(3)]
+
+
+def test_transfers_of_a_capture_are_counted_and_compared_once(side: Recorder) -> None:
+    """Each further kernel beside a small model's costs more than its copies; handles of one replay are of one number."""
+    one, two = Several(side), Several(side)
+    assert len(captured._LEDGERS[CPU].forwards) == 2
+    assert [len(one.forward), len(one.backward)] == [6, 4], "a number for every handle, one comparison before three copies"
+    numbers = [{int(handle) for handle in each.handles} for each in (one, two)]
+    assert [len(each) for each in numbers] == [1, 1]
+    assert numbers[0] != numbers[1]
+    one.run_forward(10.0)
+    two.run_forward(20.0)
+    assert one.run_backward() == [10.0, 11.0, 12.0]
+    assert two.run_backward() == [20.0, 21.0, 22.0]
+
+
+def test_every_capture_of_a_backward_compares(side: Recorder) -> None:
+    """Also one that is captured again, as torch does for other addresses; handles of another replay stop it at the first."""
+    both = Several(side)
+    first = both.backward
+    both.capture_backward(side)
+    assert len(both.backward) == len(first) == 4
+    old = [handle.clone() for handle in both.handles]
+    both.run_forward(1.0)
+    for handle, earlier in zip(both.handles, old, strict=True):
+        handle.copy_(earlier)
+    both.ys[2].fill_(-1.0)
+    for backward in (first, both.backward):
+        with pytest.raises(RuntimeError, match="later forward has written to"):
+            replay(backward)
+    assert float(both.ys[2].mean()) == -1.0, "nothing was copied behind the check"
+
+
+def test_a_capture_is_no_part_of_one_that_is_gone(side: Recorder) -> None:
+    """A model that is compiled again where its host buffers were given back; one that was given up in the middle."""
+    Several(side)
+    captured.give_back(KEY)
+    again = Several(side)
+    again.run_forward(5.0)
+    assert again.run_backward() == [5.0, 6.0, 7.0]
+    side.captures = True
+    OURS.offload_captured(torch.ones(64), KEY, 0)  # torch gives a capture up without telling
+    after = Several(side)
+    after.run_forward(8.0)
+    assert (after.run_backward(), again.run_backward()) == ([8.0, 9.0, 10.0], [5.0, 6.0, 7.0])
 
 
 def test_a_buffer_that_was_written_again_stops_the_device(side: Recorder) -> None:
@@ -240,7 +317,7 @@ def test_warm_up_runs_the_plain_ops(side: Recorder) -> None:
     y = OURS.reload_captured(handle, KEY, 0, (64,), (1,), torch.float32)
     OURS.wait_captured(y, handle, KEY, 0)
     assert torch.equal(y, x)
-    assert not captured._LEDGERS[CPU].entries
+    assert not captured._LEDGERS[CPU].forwards
     del handle
     ops.ENTRIES.sweep()
     assert POOL.snapshot().in_use_bytes == 0
@@ -355,14 +432,14 @@ def test_a_plan_has_several_owners(side: Recorder) -> None:
     side.captures = False
     while owners:
         captured.collect()
-        assert captured._LEDGERS[CPU].entries
+        assert captured._LEDGERS[CPU].forwards
         owners.pop()
     side.captures = True
     captured.collect()
-    assert captured._LEDGERS[CPU].entries, "not while something is being captured"
+    assert captured._LEDGERS[CPU].forwards, "not while something is being captured"
     side.captures = False
     captured.collect()
-    assert not captured._LEDGERS[CPU].entries
+    assert not captured._LEDGERS[CPU].forwards
     assert both.x.numel() == 64
 
 
@@ -424,7 +501,7 @@ def test_an_error_in_a_capture(side: Recorder, fails: Callable[[Captured], None]
     assert POOL.snapshot().in_use_bytes == held
     assert not captured._OPEN.offloads
     assert not captured._OPEN.reloads
-    assert [entry.id for entry in captured._LEDGERS[CPU].entries.values()] == [0]
+    assert [list(forward.entries) for forward in captured._LEDGERS[CPU].forwards.values()] == [[0]]
 
 
 def test_hooks_while_a_graph_is_captured(side: Recorder) -> None:

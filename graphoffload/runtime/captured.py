@@ -4,11 +4,12 @@
               D2H         \\= sign, copy =========/
     replay    no Python: kernels and copies as captured, to and from the host buffer of the capture
 
-The host buffer belongs to one capture of a forward, as its saved activations do, and torch keeps those apart (microbatches
+The host buffers belong to one capture of a forward, as its saved activations do, and torch keeps those apart (microbatches
 in flight are captured one behind the other, each with memory of its own). A handle that somebody else copied is not kept
-apart: so each replay of an offload counts up a number on the device and writes it to the handle, and each replay of a
-reload compares, before it copies, its handle with the number of the offload that its buffer belongs to. Where they differ,
-the buffer holds another step's bytes, and the device stops.
+apart: so each replay of a forward counts up a number on the device and writes it to its handles, and each replay of a
+backward compares, before its first copy, the handle with the number of the forward that its buffers belong to. Where they
+differ, the buffers hold another step's bytes, and the device stops. One number and one comparison serve all transfers of a
+capture: the handles of a backward are of one forward, and tiny kernels beside large ones cost a small model more than copies.
 
 The number is also how a reload finds its buffer: while it is captured, or where torch calls it without a graph. What runs
 before a capture (torch's warm-up), or instead of one, runs as the ops of ops.py.
@@ -38,7 +39,7 @@ from graphoffload.runtime.streams import DeviceStreams, capture_streams_of, stre
 TAGS = (torch.Tag.flexible_layout,)
 NAMES = ("offload", "release", "reload", "wait")
 _ROWS = 1 << 18
-"""Offloads that may be captured on a device, over all shapes and microbatches in flight."""
+"""Forwards that may be captured on a device, over all shapes and microbatches in flight."""
 _SHIFT = 32  # replays are counted in the lower half of a number; the upper half is the capture's
 _GONE = "graphoffload: a forward was replayed from a CUDA graph whose host buffers were given back. Please report this."
 _STALE = (
@@ -47,27 +48,37 @@ _STALE = (
 )
 
 
+class Forward:
+    """One capture of a forward: its number, the row that counts its replays, and the entries of its offloads by id."""
+
+    __slots__ = ("entries", "number", "plan", "row")
+
+    def __init__(self, plan: str, number: int, row: int) -> None:
+        self.plan, self.number, self.row = plan, number, row
+        self.entries: dict[int, Entry] = {}
+
+
 class Ledger:
-    """The offloads captured on one device: what counts their replays, and their entries by the upper half of their numbers.
+    """The forwards captured on one device, by the upper half of their numbers, and what counts their replays.
 
     counts, flags, alive: by row. A row is of one capture, and is not used again.
     """
 
-    __slots__ = ("_next", "alive", "counts", "entries", "flags", "rows", "streams")
+    __slots__ = ("_next", "alive", "counts", "flags", "forwards", "rows", "streams")
 
     def __init__(self, device: torch.device, streams: DeviceStreams | None) -> None:
         self.streams = streams
         self.counts = torch.zeros(_ROWS, dtype=torch.int64, device=device)
         self.flags = torch.ones(_ROWS, dtype=torch.bool, device=device)
         self.alive = torch.ones(_ROWS, dtype=torch.bool, device=device)
-        self.entries: dict[int, Entry] = {}
+        self.forwards: dict[int, Forward] = {}
         first = secrets.randbits(30)
         torch.add(self.counts, torch.arange(first, first + _ROWS, device=device) << _SHIFT, out=self.counts)
         self.rows = range(first, first + _ROWS)
         self._next = first
 
-    def add(self, entry: Entry) -> int:
-        """A row for a captured offload.
+    def add(self, plan: str) -> Forward:
+        """A row for a captured forward.
 
         Raises:
             CaptureError: more was captured than there are rows.
@@ -75,25 +86,55 @@ class Ledger:
         with _LOCK:
             if self._next not in self.rows:
                 raise CaptureError(
-                    f"{entry.name}: {_ROWS} offloads were captured in CUDA graphs of this process, and no more can be. "
+                    f"{_ROWS} forwards with offloads were captured in CUDA graphs of this process, and no more can be. "
                     "Shapes that are captured anew again and again cost memory each time: pad them to a few sizes."
                 )
             number = self._next
             self._next += 1
-            self.entries[number] = entry
-        return self.rows.index(number)
+            forward = self.forwards[number] = Forward(plan, number, self.rows.index(number))
+        return forward
 
-    def count(self, row: int) -> torch.Tensor:
-        """The number of a row, on the device."""
-        return self.counts[row : row + 1]
+    def count(self, forward: Forward) -> torch.Tensor:
+        """The number of a forward with its replays, on the device."""
+        return self.counts[forward.row : forward.row + 1]
+
+    def entry(self, number: int, id: int) -> tuple[Forward, Entry] | tuple[None, None]:
+        """The capture that a handle's number belongs to, and the entry of this transfer in it."""
+        forward = self.forwards.get(number >> _SHIFT)
+        entry = forward.entries.get(id) if forward is not None else None
+        return (forward, entry) if forward is not None and entry is not None else (None, None)
 
 
 class _Open(threading.local):
-    """Offloads and reloads of this thread's capture that were not released or waited for yet, by plan and id."""
+    """This thread's captures: offloads and reloads that were not released or waited for yet, by plan and id; the forward and
+    the backward that the next one may be part of.
+
+    A graph captures each of its transfers once and always in the same order, also one whose capture was given up. So one that
+    is there already begins another capture.
+    """
 
     def __init__(self) -> None:
         self.offloads: dict[tuple[str, int], Entry] = {}
         self.reloads: dict[tuple[str, int], tuple[Entry, int, Any]] = {}
+        self.forward: Forward | None = None
+        self.checked: tuple[Forward | None, set[int]] = None, set()
+
+    def forward_of(self, ledger: Ledger, plan: str, id: int) -> tuple[Forward, bool]:
+        """The capture that an offload is part of, and whether it is the first there."""
+        forward = self.forward
+        known = forward is not None and ledger.forwards.get(forward.number) is forward  # on this device, and not given back
+        if forward is None or not known or forward.plan != plan or id in forward.entries:
+            self.forward = ledger.add(plan)
+            return self.forward, True
+        return forward, False
+
+    def begins_backward(self, forward: Forward, id: int) -> bool:
+        """Whether a reload is the first of a capture of `forward`'s backward; notes it."""
+        of, ids = self.checked
+        if first := of is not forward or id in ids:
+            ids = set()
+        self.checked = forward, ids | {id}
+        return first
 
 
 _LEDGERS: dict[torch.device, Ledger] = {}
@@ -150,18 +191,19 @@ def _capture_offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
             "told apart in replays. Compile under the hooks, or with mode=None."
         )
     handle = torch.empty(1, dtype=ops.HANDLE_DTYPE, device=layout.device)
+    forward, first = _OPEN.forward_of(ledger, plan, id)
     entry = Entry(x, layout, run, id)
     if layout.nbytes:
         with relaxed_capture():
             ENTRIES.sweep(settled=True)  # those of the warm-up
             entry.buffer = POOL.acquire_for_good(layout.nbytes, name=entry.name, device=streams.index)
-    _OPEN.offloads[plan, id] = entry
-    row = ledger.add(entry)
-    count, alive = ledger.count(row), ledger.alive[row : row + 1]
+    _OPEN.offloads[plan, id] = forward.entries[id] = entry
+    count, alive = ledger.count(forward), ledger.alive[forward.row : forward.row + 1]
 
     def sign() -> None:
-        torch._assert_async(alive, _GONE)
-        count.add_(1)
+        if first:
+            torch._assert_async(alive, _GONE)
+            count.add_(1)
         handle.copy_(count)
 
     entry.d2h_done = streams.copy("d2h", entry, (), *ops.copy_to_host(x, entry), first=sign)
@@ -198,9 +240,8 @@ def _capture_reload(
 ) -> torch.Tensor:
     run = run_plan(plan)
     ledger, streams = _ledger(torch.device(handle.device), run.name(id))
-    number = streams.read(handle) >> _SHIFT
-    entry = ledger.entries.get(number)
-    if entry is None or entry.id != id or entry.run.key != plan:
+    forward, entry = ledger.entry(streams.read(handle), id)
+    if entry is None or forward is None or forward.plan != plan:
         raise CaptureError(
             f"{run.name(id)}: its backward is being captured in a CUDA graph, but its forward was not: torch ran it without "
             f"one, as it does behind too many re-recordings, or a saved-tensors hook copied its handle (plan {plan}). Every "
@@ -208,14 +249,14 @@ def _capture_reload(
         )
     as_it_lies = ops.checked_layout(entry, size, stride, dtype)
     y = torch.empty_strided(size, stride, dtype=dtype, device=handle.device)
-    row = ledger.rows.index(number)
-    count, flag = ledger.count(row), ledger.flags[row : row + 1]
+    count, flag = ledger.count(forward), ledger.flags[forward.row : forward.row + 1]
 
     def check() -> None:
         torch.eq(handle, count, out=flag)
         torch._assert_async(flag, _STALE)
 
-    done = streams.copy("h2d", entry, (), *ops.copy_to_device(y, entry, as_it_lies=as_it_lies), first=check)
+    first = check if _OPEN.begins_backward(forward, id) else None
+    done = streams.copy("h2d", entry, (), *ops.copy_to_device(y, entry, as_it_lies=as_it_lies), first=first)
     _OPEN.reloads[plan, id] = entry, y.data_ptr(), done
     return y
 
@@ -233,18 +274,18 @@ def _wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     streams.compute_waits(done)
 
 
-def find(handle: torch.Tensor) -> Entry | None:
-    """The entry of a captured offload whose handle came out of a replay, for a reload outside of a graph.
+def find(handle: torch.Tensor, id: int) -> Entry | None:
+    """The entry of captured offload `id` whose handle came out of a replay, for a reload outside of a graph.
 
     Raises:
         RuntimeStateError: a later replay has written to its host buffer.
     """
     ledger = _LEDGERS.get(handle.device)
-    if ledger is None or not ledger.entries:
+    if ledger is None or not ledger.forwards:
         return None
     value = int(handle.item())
-    entry = ledger.entries.get(value >> _SHIFT)
-    if entry is not None and int(ledger.count(ledger.rows.index(value >> _SHIFT)).item()) != value:
+    forward, entry = ledger.entry(value, id)
+    if entry is not None and forward is not None and int(ledger.count(forward).item()) != value:
         raise RuntimeStateError(
             f"{entry.name}: its host copy was overwritten by a later replay of its forward's graph (plan {entry.run.key}). "
             "Call torch.compiler.cudagraph_mark_step_begin() only between steps, and keep no old loss for another backward."
@@ -254,7 +295,8 @@ def find(handle: torch.Tensor) -> Entry | None:
 
 def living() -> list[Entry]:
     """Entries of every capture of an offload that may still be replayed."""
-    return [entry for ledger in list(_LEDGERS.values()) for entry in list(ledger.entries.values())]
+    forwards = [forward for ledger in list(_LEDGERS.values()) for forward in list(ledger.forwards.values())]
+    return [entry for forward in forwards for entry in list(forward.entries.values())]
 
 
 def _other_memory(op: str, first: str, plan: str, id: int) -> RuntimeStateError:
@@ -277,16 +319,19 @@ def _abandon() -> None:
     """An error in a capture: its open branches join, as they must for torch to end it, and its host buffers are free again."""
     entries = list(_OPEN.offloads.values())
     events = [(entry, entry.d2h_done) for entry in entries] + [(entry, done) for entry, _, done in _OPEN.reloads.values()]
+    forward, _OPEN.forward, _OPEN.checked = _OPEN.forward, None, (None, set())
     _OPEN.offloads, _OPEN.reloads = {}, {}
     with contextlib.suppress(Exception):  # the first error counts
         for entry, done in events:
             if done is not None:
                 _ledger(entry.layout.device, entry.name)[1].compute_waits(done)
     for entry in entries:
-        ledger = _LEDGERS.get(entry.layout.device)
-        if ledger is not None:
-            ledger.entries = {number: other for number, other in ledger.entries.items() if other is not entry}
+        if forward is not None:
+            forward.entries.pop(entry.id, None)
         _free(entry)
+    if forward is not None and not forward.entries:
+        for ledger in list(_LEDGERS.values()):
+            ledger.forwards = {number: other for number, other in ledger.forwards.items() if other is not forward}
 
 
 def _free(entry: Entry) -> None:
@@ -319,16 +364,18 @@ def collect() -> None:
 def give_back(plan: str) -> None:
     """The captures of a plan are gone, and their host buffers are free again. A replay that came all the same would stop."""
     for ledger in list(_LEDGERS.values()):
-        gone = [number for number, entry in list(ledger.entries.items()) if entry.run.key == plan]
-        rows = [ledger.rows.index(number) for number in gone]
+        gone = [forward for forward in list(ledger.forwards.values()) if forward.plan == plan]
+        rows = [forward.row for forward in gone]
         if rows:
             with unset_fake_temporarily():
                 ledger.alive[rows] = False
                 ledger.counts[rows] += 1
             if ledger.streams is not None:
                 torch.cuda.synchronize(ledger.streams.device)
-        for number in gone:
-            _free(ledger.entries.pop(number))
+        for forward in gone:
+            del ledger.forwards[forward.number]
+            for entry in forward.entries.values():
+                _free(entry)
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {"offload": _offload, "release": _release, "reload": _reload, "wait": _wait}

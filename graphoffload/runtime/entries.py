@@ -93,7 +93,7 @@ class Entries:
         self._by_ticket: dict[int, Entry] = {}
         self._copied: dict[tuple[str, int], deque[Entry]] = defaultdict(deque)
         self.reloaded = False
-        self.captured: Callable[[torch.Tensor], Entry | None] | None = None
+        self.captured: Callable[[torch.Tensor, int], Entry | None] | None = None
         self._last: Entry | None = None
         self._turns = 0
         self._forwards_dropped = 0
@@ -164,7 +164,7 @@ class Entries:
                     return entries[identity]
         entry = self._by_ticket.get(int(handle.item())) if self._by_ticket else None
         if entry is None and self.captured is not None:
-            entry = self.captured(handle)
+            entry = self.captured(handle, id)
         if entry is None:
             raise RuntimeStateError(
                 f"The host copy of {run_plan(plan).name(id)} is gone (plan {plan}): its handle was dropped, or copied by a "
