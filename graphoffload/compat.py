@@ -106,6 +106,13 @@ def _described(desc: Any) -> Any:
     return desc
 
 
+def is_pointwise_use(node: Node) -> bool:
+    """Whether Inductor counts what reads a value as pointwise, through views."""
+    from torch._inductor import utils
+
+    return bool(utils.is_pointwise_use(node))
+
+
 def most_reads(device_type: str) -> int:
     """Buffers that a value may be computed from where it is read; what takes more Inductor stores. CPUs differ from 2.13 on."""
     from torch._inductor import config as inductor_config

@@ -16,7 +16,7 @@ import torch
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
-from graphoffload.analysis.fusion import FARTHEST
+from graphoffload.analysis.fusion import CRUMBS, FARTHEST
 from graphoffload.joint import copy_graph
 from graphoffload.passes.capture import make_capturable
 from graphoffload.passes.strides import reload_as_laid_out
@@ -32,10 +32,13 @@ AS_PLANNED = {
     "triton.reorder_for_reducing_graph_partitions": False,
 }
 """Settings of torch._inductor.config without which Inductor would move what was planned."""
+KEPT = {"score_fusion_memory_threshold": 64}
+"""Settings for a plan that changes nothing: no fusion for scalars, as under `planned_fusions`. torch's compile cache knows by
+them that this is not what Inductor alone would make."""
 
 
 def compile_as_planned(key: str | None) -> Callable[..., Any]:
-    """Inductor's inner compile for the graphs of the plan `key`; a plan that keeps everything changes nothing.
+    """Inductor's inner compile for the graphs of the plan `key`; for a plan that keeps everything only fusions for crumbs go.
 
     reorder_for_peak_memory moves every release next to its offload and every reload next to its wait. Buffer reuse holds the
     memory of a dead buffer for a later one of the same size, as long as Inductor's own estimate of the peak allows it, which
@@ -50,12 +53,13 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
     def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         plan = registry.of_key(key) if key else None
         if plan is None or not plan.changes_anything:
-            return compile_fx_inner(gm, example_inputs, **kwargs)
+            with inductor_config.patch(KEPT), planned_fusions(farthest=None):
+                return compile_fx_inner(gm, example_inputs, **kwargs)
         disabled = ",".join(filter(None, (inductor_config.disabled_passes, "remove_noop_ops")))
         run = registry.run_plan(plan.key)
         if kwargs.get("is_backward"):
             reload_as_laid_out(gm, plan.key, run.strides)
-        with inductor_config.patch({**AS_PLANNED, "disabled_passes": disabled}), only_near_fusions(), noting_strides(run):
+        with inductor_config.patch({**AS_PLANNED, "disabled_passes": disabled}), planned_fusions(), noting_strides(run):
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return compile_fx_inner(gm, example_inputs, **kwargs)
             why_not = _why_cut(plan, kwargs)
@@ -120,13 +124,17 @@ def _mutates_inputs(compiled: Any, kwargs: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def only_near_fusions() -> Iterator[None]:
-    """Operations are fused only where at most FARTHEST others stand between them.
+def planned_fusions(farthest: int | None = FARTHEST) -> Iterator[None]:
+    """Operations are fused only where at most `farthest` others stand between them, and not for crumbs.
 
-    Inductor's own limit for two that read the same data is 64, about one transformer layer: it fused what two layers recompute
-    from the same rotary table, so that the next layer's activations were needed a layer too early, before their reloads could
-    arrive. For one that reads the other's result it has none, and a kernel runs where its earliest part does: for the sum of a
-    shared parameter's two gradients all layers between them ran first, while their weight gradients waited (+1.07 GB).
+    Near: Inductor's own limit for two that read the same data is 64, about one transformer layer: it fused what two layers
+    recompute from the same rotary table, so that the next layer's activations were needed a layer too early, before their
+    reloads could arrive. For one that reads the other's result it has none, and a kernel runs where its earliest part does:
+    for the sum of a shared parameter's two gradients all layers between them ran first, while their weight gradients waited
+    (+1.07 GB).
+
+    Crumbs: of two that neither needs the other Inductor makes one kernel for ten bytes that both read. A loss that is taken
+    in chunks to save memory has all chunks' logits alive at once then, since all read the same three scalars.
     """
     from torch._inductor.virtualized import V
 
@@ -134,18 +142,20 @@ def only_near_fusions() -> Iterator[None]:
 
     def near(node1: Any, node2: Any) -> bool:
         distance: int = max(abs(node1.min_order - node2.max_order), abs(node2.min_order - node1.max_order))
-        return distance <= FARTHEST
+        return farthest is None or distance <= farthest
 
-    class Near(own):  # type: ignore[misc]  # whatever class the user configured
+    class Planned(own):  # type: ignore[misc]  # whatever class the user configured
         @staticmethod
         def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            return near(node1, node2) and bool(own.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
+            if not near(node1, node2) or not own.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
+                return False
+            return bool(shared_data_score > CRUMBS * min(node.get_read_write_buffers_sizes() for node in (node1, node2)))
 
         @staticmethod
         def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             return near(node1, node2) and bool(own.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
 
-    with V.set_choices_handler(Near()):
+    with V.set_choices_handler(Planned()):
         yield
 
 

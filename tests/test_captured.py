@@ -613,7 +613,7 @@ def compile_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Inner, 
         id=0, tensor="y", nbytes=NBYTES, offload_after="y", release_after=None, reload_before="z", wait_before="z", module="m"
     )
     monkeypatch.setattr(inner_compile, "prepare", lambda device: True)
-    monkeypatch.setattr(inner_compile, "only_near_fusions", mock.MagicMock())
+    monkeypatch.setattr(inner_compile, "planned_fusions", mock.MagicMock())
 
     def run(*parts: int, backward: bool = False, checksum: bool = False, mutated: frozenset[int] = frozenset()) -> Any:
         plan = Plan(

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import post_grad
 from torch._inductor.scheduler import Scheduler
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphoffload.analysis import fusion as rules
 from graphoffload.analysis.costs import Measured, node_costs
 from graphoffload.analysis.fusion import FARTHEST, Fusion, fusion_of
 from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.compat import most_reads
 from graphoffload.hardware import PROFILES
-from graphoffload.inner_compile import AS_PLANNED, only_near_fusions
+from graphoffload.inner_compile import AS_PLANNED, planned_fusions
 
 
 def traced(function: Callable[..., object], *shapes: tuple[int, ...], decomposed: bool = False) -> Graph:
@@ -123,7 +125,7 @@ def products_before_marks(graph: Graph) -> dict[int, list[str]]:
         module = GraphModule({}, marked)
         inputs = [fake(node) for node in nodes if node.op == "placeholder"]
         settings = torch._inductor.config.patch({**AS_PLANNED, "fx_graph_cache": False})
-        with settings, only_near_fusions(), mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception):
+        with settings, planned_fusions(), mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception):
             compile_fx_inner(module, inputs)
     return found
 
@@ -245,18 +247,64 @@ def test_a_sum_of_many_values_is_stored_in_parts() -> None:
     count = 2 * most_reads("cpu")
 
     def function(x: Tensor, w: Tensor) -> Tensor:
-        total = x @ w
+        total = torch.bmm(x, w)  # a sum with a product of matrices is stored with it, each
         for number in range(1, count):
-            total = total + (x * number) @ w
+            total = total + torch.bmm(x * number, w)
         return total
 
-    graph = traced(function, (32, 32), (32, 32))
+    graph = traced(function, (1, 32, 32), (1, 32, 32))
     fusion = fusion_of(graph, fuses=True)
     sums = [node for node in graph.nodes if node.name.startswith("add")]
     assert [node for node in sums if exists(fusion, node)] == [sums[most_reads("cpu") - 1], sums[-1]]
-    first = fake(named(graph, "mm"))
+    first = fake(named(graph, "bmm"))
     assert first is not None
     assert fusion.readers[storage_id(first)] == [sums[most_reads("cpu") - 1]]
+
+
+def shared_weight(x: Tensor, y: Tensor, z: Tensor, d: Tensor) -> Tensor:
+    """The gradient of a weight that was used three times; something pointwise reads no sum of it."""
+    return x.t() @ d + y.t() @ d + z.t() @ d
+
+
+def test_a_sum_runs_with_the_product_that_it_adds() -> None:
+    """As addmm: where it stands, not at the end of the graph, and the product's own result does not exist."""
+    graph = traced(shared_weight, (16, 8), (16, 8), (16, 8), (16, 4))
+    fusion = fusion_of(graph, fuses=True)
+    sums, products = ([node for node in graph.nodes if node.name.startswith(name)] for name in ("add", "mm"))
+    assert [exists(fusion, node) for node in (*sums, *products)] == [True, True, True, False, False]
+    assert [fusion.added[node] for node in sums] == products[1:]
+    order = [node.name for node in fusion.order if node in sums or node in products]
+    assert order == ["mm", "mm_1", "add", "mm_2", "add_1"]
+    costs = node_costs(fusion, PROFILES["h200-sxm"])
+    charged = dict(zip(fusion.order, costs, strict=True))
+    assert [charged[node].moved_bytes for node in sums] == [8 * 4 * 4] * 2, "the summand alone: the product is charged the rest"
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda x, w, b: torch.relu(x @ w + b), {"cpu": 1, "cuda": 0}),  # a GPU leaves it to the relu
+        (lambda x, w, b: (x @ w + b) @ w, {"cpu": 1, "cuda": 1}),
+        (lambda x, w, b: (x @ w + b).t() @ x, {"cpu": 1, "cuda": 1}),
+        (lambda x, w, b: torch.relu((x @ w + b).t()), {"cpu": 1, "cuda": 0}),
+        (lambda x, w, b: b[:1] + x @ w, {"cpu": 1, "cuda": 1}),
+        (lambda x, w, b: (x @ w)[:1] + b, {"cpu": 0, "cuda": 0}),
+        (lambda x, w, b: ((y := x @ w) + b, y), {"cpu": 0, "cuda": 0}),
+        (lambda x, w, b: x @ w + 1, {"cpu": 0, "cuda": 0}),
+        (lambda x, w, b: (x @ w + b + x @ b) @ w, {"cpu": 2, "cuda": 2}),  # the second is a product now, and so is the first
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_which_sums_inductor_makes_part_of_products(
+    function: Callable[..., object], found: dict[str, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = traced(function, (8, 8), (8, 8), (8, 8), decomposed=True)
+    monkeypatch.setattr(rules, "_is_on_gpu", lambda value: device == "cuda")
+    assert len(fusion_of(graph, fuses=True).added) == found[device]
+    if device == "cpu":  # and Inductor's own pass on the same graph
+        patterns = post_grad.pass_patterns[2]
+        patterns.apply(graph)
+        assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)) == found[device]
 
 
 def test_inductor_is_held_to_the_same_distance() -> None:
@@ -268,12 +316,24 @@ def test_inductor_is_held_to_the_same_distance() -> None:
         return SimpleNamespace(min_order=order, max_order=order)
 
     before = type(V.choices)
-    with only_near_fusions():
+    with planned_fusions():
         assert not V.choices.can_fuse_horizontal(None, node(0), node(FARTHEST + 1), 10**9)
         assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1), 10**9)
         assert V.choices.can_fuse_vertical(None, node(0), node(FARTHEST), 10**9)
         assert isinstance(V.choices, before)
     assert type(V.choices) is before
+
+
+def test_crumbs_are_no_reason_for_one_kernel() -> None:
+    """Chunks of a loss read the same scalar, and are to follow each other; a row that both read is worth a kernel of its size."""
+
+    def chunks(x: Tensor, y: Tensor, shared: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return (x.exp() * shared) @ w, (y.exp() * shared) @ w
+
+    for shape, together in (((1,), False), ((64, 32), True)):
+        graph = traced(chunks, (64, 32), (64, 32), shape, (32, 16))
+        fusion = fusion_of(graph, fuses=True)
+        assert (fusion.spans[named(graph, "mul")] == fusion.spans[named(graph, "mul_1")]) is together
 
 
 def norm_backward(x: Tensor, d: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ def node_costs(
         if kind == "kernel":
             seen_in_cluster = set()
         first = not seen_in_cluster
-        moved = _moved_bytes(node, fusion, sizes, seen_in_cluster if kind == "fused" else set())
+        moved = _moved_bytes(node, fusion, sizes, seen_in_cluster if kind == "fused" else _moved_before(node, fusion))
         called = operation_of(node)
         flops = _flops(called) if kind == "kernel" else 0
         known = measured(node) if measured is not None and kind == "kernel" else None
@@ -115,6 +115,12 @@ def _workspace_bytes(node: Operation) -> int:
     rows = 4 * counts[1] // max(1, concrete(query.shape[-1]) or 1)
     expanded = 2 * counts[1] * query.element_size() if counts[2] < counts[1] and key.shape[1] != query.shape[1] else 0
     return 4 * counts[1] + rows + expanded
+
+
+def _moved_before(node: Node, fusion: Fusion) -> set[int]:
+    """What the product has been charged with that a sum is one kernel with: what it reads, and the result."""
+    product, value = fusion.added.get(node), fake(node)
+    return {*fusion.read_by(product), storage_id(value)} if product is not None and value is not None else set()
 
 
 def _moved_bytes(node: Node, fusion: Fusion, sizes: dict[int, int], seen: set[int]) -> int:

@@ -6,6 +6,9 @@ A node is one of
     fused    pointwise operations and reductions. One that no kernel and not the graph's output reads need not exist: it is
              computed where it is read. Those that exist and share data run as one kernel as long as nothing must run in between
 
+A sum of a matrix product and something else is one kernel with the product (addmm), and runs where it stands, if anything but
+pointwise operations reads it: the sums of a weight's gradients do, one for each time that the weight is used.
+
     gate ─┬─▶ silu ─▶ mul ──▶ mm            silu is computed where it is read (twice); mul, dgate and dup are written by one
     up ───┤                                 kernel, so that all three are in memory at once, and gate, up and d until then
     d ────┴─▶ dgate ─▶ mm, dup ─▶ mm
@@ -25,7 +28,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, storage_id, with_views
-from graphoffload.compat import most_reads
+from graphoffload.compat import is_pointwise_use, most_reads
 
 Kind = Literal["view", "kernel", "fused", "none"]
 Axis = Literal["rows", "columns"]
@@ -47,6 +50,7 @@ _KERNEL_WORDS = (
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
 _INLINED_READS = 4  # Inductor computes a value again where it is read rather than store it, up to this many reads
 FARTHEST = 20  # operations between two that could be fused; further apart they are not under a plan
+CRUMBS = 0.01  # two that neither needs the other are fused for more than this share of the smaller one's bytes
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
 
 
@@ -81,6 +85,7 @@ class Fusion:
     Attributes:
         real: storages that exist in memory.
         sources: for a storage that does not exist, the existing ones it is computed from.
+        added: sums that are one kernel with a matrix product, and the product; its own result does not exist.
         order: the nodes in the order in which they run. A kernel's nodes stand together; what is no part of one stands near
             its place in the graph.
         spans: first and last position in `order` of the kernel that computes a node; only for nodes that are part of one.
@@ -92,6 +97,7 @@ class Fusion:
     kinds: dict[Node, Kind]
     real: set[int] = field(default_factory=set)
     sources: dict[int, frozenset[int]] = field(default_factory=dict)
+    added: dict[Node, Node] = field(default_factory=dict)
     order: list[Node] = field(default_factory=list)
     spans: dict[Node, tuple[int, int]] = field(default_factory=dict)
     readers: dict[int, list[Node]] = field(default_factory=dict)
@@ -117,17 +123,54 @@ def fusion_of(graph: Graph, *, fuses: bool) -> Fusion:
     """Follow a fusing compiler: a value exists when a kernel or the graph's output reads it, when it is the smaller result of a
     reduction, or when computing it where it is read would read too many others."""
     fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes})
+    fusion.added = _added_to_products(graph, fusion.kinds)
+    fusion.kinds.update(dict.fromkeys(fusion.added, "kernel"))
+    products = set(fusion.added.values())
     for node in graph.nodes:
         value = fake(node)
         if value is None or storage_id(value) in fusion.real or storage_id(value) in fusion.sources:
             continue
         sources = fusion.read_by(node)
-        if fusion.kinds[node] != "fused" or _exists(node, sources, fusion.kinds):
+        if node in products:
+            fusion.sources[storage_id(value)] = sources
+        elif fusion.kinds[node] != "fused" or _exists(node, sources, fusion.kinds):
             fusion.real.add(storage_id(value))
         else:
             fusion.sources[storage_id(value)] = sources
     _group(graph, fusion)
     return fusion
+
+
+def _added_to_products(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, Node]:
+    """Sums that Inductor makes part of a matrix product, the last first as it does, and the product; of two the second.
+
+    On a GPU a sum that only pointwise operations read is left to them.
+    """
+    found: dict[Node, Node] = {}
+    for node in reversed(graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)):
+        if kinds[node] != "fused" or len(node.args) != 2:
+            continue
+        for product, other in (node.args[::-1], node.args):
+            if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) != 1:
+                continue
+            value, summand = fake(product), fake(other) if isinstance(other, Node) else None
+            if value is None or summand is None or summand.dtype != value.dtype or not _expands_to(summand, value):
+                continue
+            if _is_on_gpu(value) and all(user not in found and is_pointwise_use(user) for user in node.users):
+                continue
+            found[node] = product
+            break
+    return found
+
+
+def _is_on_gpu(value: torch.Tensor) -> bool:
+    return value.device.type != "cpu"
+
+
+def _expands_to(summand: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a sum of both has the shape of `value`; sizes may be symbols, and comparing those would add guards."""
+    own, wanted = ([str(size) for size in tensor.shape[::-1]] for tensor in (summand, value))
+    return len(own) <= len(wanted) and all(size in ("1", into) for size, into in zip(own, wanted, strict=False))
 
 
 def _exists(node: Node, sources: frozenset[int], kinds: dict[Node, Kind]) -> bool:
@@ -161,6 +204,8 @@ class _Kernel:
 
     `space`: elements it iterates over; None: it runs alone.
 
+    `touched`: bytes of each storage that it reads or writes.
+
     `needs` are the numbers of the kernels it reads from, `ancestors` those and theirs as bits. `axes`: whether it reduces rows,
     columns, or both.
     """
@@ -170,6 +215,7 @@ class _Kernel:
     order: int
     space: int | None
     nodes: list[Node] = field(default_factory=list)
+    touched: dict[int, int] = field(default_factory=dict)
     needs: set[int] = field(default_factory=set)
     ancestors: int = 0
     axes: set[Axis] = field(default_factory=set)
@@ -195,8 +241,9 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         needs = {made_by[identity] for identity in reads if identity in made_by}
         space = _space(node) if kind == "fused" else None
         weights = {identity: sizes.get(identity, 0) for identity in reads}
+        outputs = {identity: sizes.get(identity, 0) for identity in map(storage_id, _tensors(node))}
         axis = _axis(node) if space else None
-        home = _home(kernels, touching, weights, needs, space, axis, order) if space else None
+        home = _home(kernels, touching, weights, sum(outputs.values()), needs, space, axis, order) if space else None
         turn = _turn(node, fusion, places, reads)
         if home is None:
             home = _Kernel(len(kernels), turn, order, space)
@@ -208,7 +255,7 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         home.needs |= needs - {home.number}
         for number in needs - {home.number}:
             home.ancestors |= kernels[number].ancestors | 1 << number
-        outputs = [storage_id(tensor) for tensor in _tensors(node)]
+        home.touched |= weights | outputs
         for identity in outputs:
             made_by.setdefault(identity, home.number)
         if kind == "fused":
@@ -221,13 +268,17 @@ def _home(
     kernels: list[_Kernel],
     touching: dict[int, list[int]],
     reads: dict[int, int],
+    written: int,
     needs: set[int],
     space: int,
     axis: Axis | None,
     order: int,
 ) -> _Kernel | None:
-    """The kernel that an operation joins: it touches the same data, has the same iteration space, is near, and nothing that the
-    operation needs must run after it. Reductions of rows and of columns share a kernel only if neither needs the other."""
+    """The kernel that an operation joins: it touches the same data, more than crumbs of it where the operation does not need
+    its results, has the same iteration space, is near, and nothing that the operation needs must run after it.
+
+    Reductions of rows and of columns share a kernel only if neither needs the other.
+    """
     shared: dict[int, int] = {}
     for identity, nbytes in reads.items():
         for number in set(touching.get(identity, ())):
@@ -237,6 +288,8 @@ def _home(
     for number in sorted(shared, key=lambda n: (not across[n], shared[n], n), reverse=True):
         kernel = kernels[number]
         if kernel.space != space or order - kernel.order > FARTHEST:
+            continue
+        if number not in needs and shared[number] <= CRUMBS * min(sum(reads.values()) + written, sum(kernel.touched.values())):
             continue
         if any(bits >> number & 1 for other, bits in after.items() if other != number):
             continue
