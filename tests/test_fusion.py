@@ -325,7 +325,7 @@ def test_inductor_is_held_to_the_same_distance() -> None:
 
 
 def test_crumbs_are_no_reason_for_one_kernel() -> None:
-    """Chunks of a loss read the same scalar, and are to follow each other; a row that both read is worth a kernel of its size."""
+    """Chunks of a loss read the same scalar, and are to follow each other; what is as large as they are is worth a kernel."""
 
     def chunks(x: Tensor, y: Tensor, shared: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return (x.exp() * shared) @ w, (y.exp() * shared) @ w
