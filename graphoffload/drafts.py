@@ -10,7 +10,7 @@ What recomputation does to memory and time is known once torch has partitioned w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,6 +86,7 @@ class Work:
     resolution: Resolution
     notes: list[str]
     outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
+    apart_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +112,44 @@ class Draft:
 
 
 def feasible_draft(work: Work) -> Draft:
-    """The best draft. Where there is none because the caller may hold what the model returns, one for a caller who does not.
+    """The best draft; where none meets the budget, one of `_other_ways`.
 
     Raises:
-        BudgetError: no draft meets the budget either way.
+        BudgetError: no draft meets the budget in any way. It names the least budget that holds whatever the caller does.
     """
-    try:
-        return _best_draft(work)
-    except BudgetError:
-        returned = returned_bytes(work.pair)
-        if returned < max(1, int(work.request.config.min_tensor_bytes)):
-            raise
-        note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
-        with contextlib.suppress(BudgetError):
-            return _best_draft(replace(work, outputs_stay=False, notes=[*work.notes, note]))
-        raise
+    error: BudgetError | None = None
+    for other in (work, *_other_ways(work)):
+        try:
+            draft = _best_draft(other)
+        except BudgetError as failed:
+            error = failed if error is None or other.outputs_stay else error
+            continue
+        return draft if other.apart_bytes is None else _against_fused(work, draft)
+    assert error is not None
+    raise error
+
+
+def _other_ways(work: Work) -> Iterator[Work]:
+    """Ways to need less memory: large operations that run apart, which costs time; a caller who does not hold what the model
+    returns, which is not ours to decide; both."""
+    least = max(1, int(work.request.config.min_tensor_bytes))
+    returned = returned_bytes(work.pair)
+    note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
+    not_held = replace(work, outputs_stay=False, notes=[*work.notes, note])
+    note = f"operations that write {format_bytes(least)} or more each are not fused with each other, to meet the budget"
+    fuses = work.request.config.inner == "inductor"
+    if fuses:
+        yield replace(work, apart_bytes=least, notes=[*work.notes, note])
+    if returned >= least:
+        yield not_held
+        if fuses:
+            yield replace(not_held, apart_bytes=least, notes=[*not_held.notes, note])
+
+
+def _against_fused(work: Work, draft: Draft) -> Draft:
+    """The draft beside keep-all as a compiler fuses it. No bound is known for all plans, so it is keep-all's time."""
+    keep = simulate(_instance(work).program, ["keep"] * len(work.table), work.hardware)
+    return replace(draft, decided=replace(draft.decided, keep_timeline=keep, lower_bound_s=keep.time_s))
 
 
 def _best_draft(work: Work) -> Draft:
@@ -266,6 +290,7 @@ def _instance(work: Work) -> Instance:
         chains=work.chains,
         reserve_bytes=work.request.limits.reserve_bytes,
         outputs_stay=work.outputs_stay,
+        apart_bytes=work.apart_bytes,
         measured=measured,
     )
 

@@ -32,9 +32,9 @@ AS_PLANNED = {
     "triton.reorder_for_reducing_graph_partitions": False,
 }
 """Settings of torch._inductor.config without which Inductor would move what was planned."""
-KEPT = {"score_fusion_memory_threshold": 64}
-"""Settings for a plan that changes nothing: no fusion for scalars, as under `planned_fusions`. torch's compile cache knows by
-them that this is not what Inductor alone would make."""
+KEPT, APART = {"score_fusion_memory_threshold": 64}, {"score_fusion_memory_threshold": 65}
+"""Settings for a plan that changes nothing, and for one with operations apart: no fusion for scalars, as under
+`planned_fusions`. torch's compile cache knows by them that this is not what Inductor alone would make, or fused."""
 
 
 def compile_as_planned(key: str | None) -> Callable[..., Any]:
@@ -53,13 +53,14 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
     def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         plan = registry.of_key(key) if key else None
         if plan is None or not plan.changes_anything:
-            with inductor_config.patch(KEPT), planned_fusions(farthest=None):
+            with inductor_config.patch(KEPT), planned_fusions(None, farthest=None):
                 return compile_fx_inner(gm, example_inputs, **kwargs)
         disabled = ",".join(filter(None, (inductor_config.disabled_passes, "remove_noop_ops")))
         run = registry.run_plan(plan.key)
         if kwargs.get("is_backward"):
             reload_as_laid_out(gm, plan.key, run.strides)
-        with inductor_config.patch({**AS_PLANNED, "disabled_passes": disabled}), planned_fusions(), noting_strides(run):
+        settings = {**AS_PLANNED, **(APART if plan.apart_bytes is not None else {}), "disabled_passes": disabled}
+        with inductor_config.patch(settings), planned_fusions(plan.apart_bytes), noting_strides(run):
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return compile_fx_inner(gm, example_inputs, **kwargs)
             why_not = _why_cut(plan, kwargs)
@@ -124,8 +125,9 @@ def _mutates_inputs(compiled: Any, kwargs: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def planned_fusions(farthest: int | None = FARTHEST) -> Iterator[None]:
-    """Operations are fused only where at most `farthest` others stand between them, and not for crumbs.
+def planned_fusions(apart_bytes: int | None, *, farthest: int | None = FARTHEST) -> Iterator[None]:
+    """Operations are fused only where at most `farthest` others stand between them, and not for crumbs; two that do not need
+    each other not where each writes `apart_bytes`.
 
     Near: Inductor's own limit for two that read the same data is 64, about one transformer layer: it fused what two layers
     recompute from the same rotary table, so that the next layer's activations were needed a layer too early, before their
@@ -135,6 +137,9 @@ def planned_fusions(farthest: int | None = FARTHEST) -> Iterator[None]:
 
     Crumbs: of two that neither needs the other Inductor makes one kernel for ten bytes that both read. A loss that is taken
     in chunks to save memory has all chunks' logits alive at once then, since all read the same three scalars.
+
+    Apart: of a gated MLP's backward one kernel writes three tensors of its width while it reads three. One after the other they
+    read more, and four or five are alive instead of six. A plan asks for it where nothing else meets its budget.
     """
     from torch._inductor.virtualized import V
 
@@ -148,6 +153,8 @@ def planned_fusions(farthest: int | None = FARTHEST) -> Iterator[None]:
         @staticmethod
         def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             if not near(node1, node2) or not own.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
+                return False
+            if apart_bytes is not None and min(node.get_write_buffer_sizes() for node in (node1, node2)) >= apart_bytes:
                 return False
             return bool(shared_data_score > CRUMBS * min(node.get_read_write_buffers_sizes() for node in (node1, node2)))
 

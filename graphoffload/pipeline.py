@@ -67,6 +67,7 @@ def rewrite(request: Request) -> Rewritten:
         notes=work.notes,
         device=device_name(work.table),
         checksum=request.config.verify == "checksum",
+        apart_bytes=work.apart_bytes,
     )
     before = _copies(work.pair) if request.config.dump_dir else None
     names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))

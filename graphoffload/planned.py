@@ -42,12 +42,13 @@ def make_plan(
     notes: Sequence[str],
     device: str,
     checksum: bool,
+    apart_bytes: int | None = None,
 ) -> Plan:
     """The plan of one pair of graphs.
 
     Args:
         actions, reasons: by SavedTensor name; what is only in `planned.original` is recomputed.
-        notes, device, checksum: as in Plan.
+        notes, device, checksum, apart_bytes: as in Plan.
     """
     original, table, timeline = planned.original, planned.table, planned.timeline
     places = _Places(planned)
@@ -71,6 +72,7 @@ def make_plan(
         torch_version=compat.torch_version(),
         device=device,
         checksum=checksum,
+        apart_bytes=apart_bytes,
     )
 
 

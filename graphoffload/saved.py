@@ -180,6 +180,7 @@ class Prediction:
 class Plan:
     """Decisions for one graph. `key` identifies graph, module names, annotations and configuration together.
 
+    `apart_bytes`: two operations that write so much each and do not need each other are not fused; None: they may be.
     `device`: that of the tensors; `hardware`: name of the profile that was planned for, "" where it is this device's own.
     """
 
@@ -195,6 +196,7 @@ class Plan:
     checksum: bool = False
     summary: str = ""
     hardware: str = ""
+    apart_bytes: int | None = None
 
     def action(self, name: str) -> Action:
         """Decision for a SavedTensor's name; "keep" when the plan does not mention it."""

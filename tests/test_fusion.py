@@ -125,7 +125,7 @@ def products_before_marks(graph: Graph) -> dict[int, list[str]]:
         module = GraphModule({}, marked)
         inputs = [fake(node) for node in nodes if node.op == "placeholder"]
         settings = torch._inductor.config.patch({**AS_PLANNED, "fx_graph_cache": False})
-        with settings, planned_fusions(), mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception):
+        with settings, planned_fusions(None), mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception):
             compile_fx_inner(module, inputs)
     return found
 
@@ -316,7 +316,7 @@ def test_inductor_is_held_to_the_same_distance() -> None:
         return SimpleNamespace(min_order=order, max_order=order)
 
     before = type(V.choices)
-    with planned_fusions():
+    with planned_fusions(None):
         assert not V.choices.can_fuse_horizontal(None, node(0), node(FARTHEST + 1), 10**9)
         assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1), 10**9)
         assert V.choices.can_fuse_vertical(None, node(0), node(FARTHEST), 10**9)
@@ -334,6 +334,18 @@ def test_crumbs_are_no_reason_for_one_kernel() -> None:
         graph = traced(chunks, (64, 32), (64, 32), shape, (32, 16))
         fusion = fusion_of(graph, fuses=True)
         assert (fusion.spans[named(graph, "mul")] == fusion.spans[named(graph, "mul_1")]) is together
+
+
+def test_large_operations_run_apart_where_a_plan_asks_for_it() -> None:
+    """Unless one needs the other: the three results of a gated MLP's backward, but not what a norm sums of its own result."""
+    graph = traced(gated, (64, 32), (64, 32), (64, 16), (16, 32))
+    for apart_bytes, kernels in ((None, 1), (64 * 32 * 4 + 1, 1), (64 * 32 * 4, 3)):
+        fusion = fusion_of(graph, fuses=True, apart_bytes=apart_bytes)
+        products = [node for node in graph.nodes if "mul" in node.name and exists(fusion, node)]
+        assert len({fusion.spans[node] for node in products}) == kernels
+    graph = traced(norm_backward, (64, 32), (64, 32), (64, 1))
+    together = [fusion_of(graph, fuses=True, apart_bytes=apart_bytes).spans for apart_bytes in (None, 1024)]
+    assert together[0] == together[1]
 
 
 def norm_backward(x: Tensor, d: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,7 @@ class Fusion:
             its place in the graph.
         spans: first and last position in `order` of the kernel that computes a node; only for nodes that are part of one.
         readers: of each storage that exists, the nodes whose kernels read it.
+        apart_bytes: two that write this many bytes each and do not need each other are not fused.
         begun: by position in the graph, how many of `order` have run when something runs that was put in front of that node;
             the last entry is for what was put at the end.
     """
@@ -101,6 +102,7 @@ class Fusion:
     order: list[Node] = field(default_factory=list)
     spans: dict[Node, tuple[int, int]] = field(default_factory=dict)
     readers: dict[int, list[Node]] = field(default_factory=dict)
+    apart_bytes: int | None = None
     begun: list[int] = field(default_factory=list)
 
     def read_by(self, node: Node) -> frozenset[int]:
@@ -119,10 +121,10 @@ def _tensors(node: Node) -> Iterable[torch.Tensor]:
     return [one for one in values if isinstance(one, torch.Tensor) and one.layout == torch.strided]
 
 
-def fusion_of(graph: Graph, *, fuses: bool) -> Fusion:
+def fusion_of(graph: Graph, *, fuses: bool, apart_bytes: int | None = None) -> Fusion:
     """Follow a fusing compiler: a value exists when a kernel or the graph's output reads it, when it is the smaller result of a
     reduction, or when computing it where it is read would read too many others."""
-    fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes})
+    fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, apart_bytes=apart_bytes)
     fusion.added = _added_to_products(graph, fusion.kinds)
     fusion.kinds.update(dict.fromkeys(fusion.added, "kernel"))
     products = set(fusion.added.values())
@@ -204,7 +206,7 @@ class _Kernel:
 
     `space`: elements it iterates over; None: it runs alone.
 
-    `touched`: bytes of each storage that it reads or writes.
+    `touched`: bytes of each storage that it reads or writes; `written`: of those that it writes.
 
     `needs` are the numbers of the kernels it reads from, `ancestors` those and theirs as bits. `axes`: whether it reduces rows,
     columns, or both.
@@ -216,6 +218,7 @@ class _Kernel:
     space: int | None
     nodes: list[Node] = field(default_factory=list)
     touched: dict[int, int] = field(default_factory=dict)
+    written: int = 0
     needs: set[int] = field(default_factory=set)
     ancestors: int = 0
     axes: set[Axis] = field(default_factory=set)
@@ -243,7 +246,7 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         weights = {identity: sizes.get(identity, 0) for identity in reads}
         outputs = {identity: sizes.get(identity, 0) for identity in map(storage_id, _tensors(node))}
         axis = _axis(node) if space else None
-        home = _home(kernels, touching, weights, sum(outputs.values()), needs, space, axis, order) if space else None
+        home = _home(kernels, touching, weights, sum(outputs.values()), needs, space, axis, order, fusion) if space else None
         turn = _turn(node, fusion, places, reads)
         if home is None:
             home = _Kernel(len(kernels), turn, order, space)
@@ -256,6 +259,7 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         for number in needs - {home.number}:
             home.ancestors |= kernels[number].ancestors | 1 << number
         home.touched |= weights | outputs
+        home.written += sum(outputs.values())
         for identity in outputs:
             made_by.setdefault(identity, home.number)
         if kind == "fused":
@@ -273,6 +277,7 @@ def _home(
     space: int,
     axis: Axis | None,
     order: int,
+    fusion: Fusion,
 ) -> _Kernel | None:
     """The kernel that an operation joins: it touches the same data, more than crumbs of it where the operation does not need
     its results, has the same iteration space, is near, and nothing that the operation needs must run after it.
@@ -290,6 +295,8 @@ def _home(
         if kernel.space != space or order - kernel.order > FARTHEST:
             continue
         if number not in needs and shared[number] <= CRUMBS * min(sum(reads.values()) + written, sum(kernel.touched.values())):
+            continue
+        if number not in needs and fusion.apart_bytes is not None and min(kernel.written, written) >= fusion.apart_bytes:
             continue
         if any(bits >> number & 1 for other, bits in after.items() if other != number):
             continue

@@ -60,6 +60,7 @@ def build_program(
     chains: Mapping[str, Chain],
     reserve_bytes: int = 0,
     outputs_stay: bool = True,
+    apart_bytes: int | None = None,
     measured: Callable[[Node], Measured | None] | None = None,
 ) -> Instance:
     """The planning instance of a pair.
@@ -69,9 +70,10 @@ def build_program(
         static_bytes: device bytes that live throughout: parameters, gradients, inputs, what lives outside the graph.
         reserve_bytes: device bytes to keep free.
         outputs_stay: the caller holds what the model returns until backward is over, not only until it begins.
+        apart_bytes: the compiler fuses no two operations that write so much each and do not need each other.
         measured: a kernel's time in seconds and its workspace in bytes where they were measured.
     """
-    runs = _runs(pair, fuses=fuses)
+    runs = _runs(pair, fuses=fuses, apart_bytes=apart_bytes)
     forward = node_costs(runs.forward, hardware, measured=measured)
     backward = node_costs(runs.backward, hardware, measured=measured)
     index = {tensor.name: at for at, tensor in enumerate(table.tensors)}
@@ -96,8 +98,10 @@ def build_program(
     return Instance(program, tuple(life.behind for life in lives), first, places)
 
 
-def _runs(pair: GraphPair, *, fuses: bool) -> _Runs:
-    forward, backward = (fusion_of(module.graph, fuses=fuses) for module in (pair.forward, pair.backward))
+def _runs(pair: GraphPair, *, fuses: bool, apart_bytes: int | None) -> _Runs:
+    forward, backward = (
+        fusion_of(module.graph, fuses=fuses, apart_bytes=apart_bytes) for module in (pair.forward, pair.backward)
+    )
     return _Runs(
         forward,
         backward,
