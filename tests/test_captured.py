@@ -504,6 +504,23 @@ def test_an_error_in_a_capture(side: Recorder, fails: Callable[[Captured], None]
     assert [list(forward.entries) for forward in captured._LEDGERS[CPU].forwards.values()] == [[0]]
 
 
+def test_an_error_behind_a_capture_that_was_given_up(side: Recorder) -> None:
+    """torch gives a capture up between an offload and its release, and tells nobody; then another plan's ends in an error.
+
+    What was open is of two captures: nothing is taken out of one because the other has the same id open.
+    """
+    side.captures = True
+    OURS.offload_captured(torch.ones(64), "other", 0)
+    x = torch.ones(64)
+    handle = OURS.offload_captured(x, KEY, 0)
+    OURS.release_captured(x, handle, KEY, 0)
+    with pytest.raises(HostMemoryError), mock.patch.object(POOL, "budget_bytes", 1):
+        OURS.offload_captured(torch.ones(1000), KEY, 4)
+    held = graphoffload.host_memory()
+    assert held.in_use_bytes == sum(held.by_tensor.values()) == NBYTES, "else nobody would give it back"
+    assert [forward.plan for forward in captured._LEDGERS[CPU].forwards.values()] == [KEY]
+
+
 def test_hooks_while_a_graph_is_captured(side: Recorder) -> None:
     """Those that were not there when it was compiled."""
     with (

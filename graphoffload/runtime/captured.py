@@ -98,6 +98,16 @@ class Ledger:
         """The number of a forward with its replays, on the device."""
         return self.counts[forward.row : forward.row + 1]
 
+    def forget(self, entries: list[Entry], begun: Forward | None) -> None:
+        """Take entries out of the captures that they are of, which need not be the one begun last; captures with none go."""
+        with _LOCK:
+            for number, forward in list(self.forwards.items()):
+                gone = [id for id, entry in forward.entries.items() if entry in entries]
+                for id in gone:
+                    del forward.entries[id]
+                if not forward.entries and (gone or forward is begun):
+                    del self.forwards[number]
+
     def entry(self, number: int, id: int) -> tuple[Forward, Entry] | tuple[None, None]:
         """The capture that a handle's number belongs to, and the entry of this transfer in it."""
         forward = self.forwards.get(number >> _SHIFT)
@@ -325,13 +335,10 @@ def _abandon() -> None:
         for entry, done in events:
             if done is not None:
                 _ledger(entry.layout.device, entry.name)[1].compute_waits(done)
+    for ledger in list(_LEDGERS.values()):
+        ledger.forget(entries, forward)
     for entry in entries:
-        if forward is not None:
-            forward.entries.pop(entry.id, None)
         _free(entry)
-    if forward is not None and not forward.entries:
-        for ledger in list(_LEDGERS.values()):
-            ledger.forwards = {number: other for number, other in ledger.forwards.items() if other is not forward}
 
 
 def _free(entry: Entry) -> None:
