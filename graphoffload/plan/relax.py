@@ -19,8 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_matrix
 
 from graphoffload.plan.arrays import Arrays, Floats
 from graphoffload.plan.folds import Fold, fold
@@ -192,6 +190,9 @@ class Relaxation:
 
     def solve(self) -> Relaxed:
         """Cutting planes; the value is valid after any number of rounds."""
+        from scipy.optimize import linprog  # late: a second to import, and a plan that needs no bound has none
+        from scipy.sparse import csr_matrix
+
         none = np.zeros(len(self.classes))
         value: float | None = None
         offload, recompute = none, none
