@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -69,6 +70,13 @@ def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def out_of_sight() -> None:
+    """What other modules left is no longer looked at: a million objects cost every collection of garbage most of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
