@@ -284,8 +284,8 @@ def asked_at_once(place: Place) -> dict[str, Any]:
     return {"profile": profile.to_json(), "source": profile.source}
 
 
-def spawned(function: Any, folder: Path, place: Place, *arguments: Any) -> list[dict[str, Any]]:
-    """What each rank wrote to its file.
+def spawned(function: Any, folder: Path, place: Place, *arguments: Any, method: str = "spawn") -> list[dict[str, Any]]:
+    """What each rank wrote to its file. `method`: of multiprocessing; forked processes begin with torch imported.
 
     Raises:
         Exception: that of the first rank to fail, or a TimeoutError; what the ranks had written until then can be `read`.
@@ -293,7 +293,9 @@ def spawned(function: Any, folder: Path, place: Place, *arguments: Any) -> list[
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = mp.spawn(function, args=(port, str(folder), place, *arguments), nprocs=RANKS, join=False)
+    started = mp.start_processes(
+        function, args=(port, str(folder), place, *arguments), nprocs=RANKS, join=False, start_method=method
+    )
     deadline = time.monotonic() + place.limit_s
     try:
         while not started.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=2.0):

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_script
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -229,6 +230,7 @@ def test_two_models_alive_at_once_keep_their_own_plans() -> None:
 SCRIPT = """
 import json
 import torch
+from forked import run_script
 from torch import nn
 from torch._dynamo.utils import counters
 import graphoffload
@@ -258,17 +260,8 @@ print(json.dumps({
 """
 
 
-def in_a_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
-    """What SCRIPT prints, in a process of its own with the caches of `own_cache`."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What SCRIPT says of its step."""
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -277,14 +270,19 @@ def in_a_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_second_process_hits_and_still_has_its_report(tmp_path: Path) -> None:
     """The plan comes from the store beside torch's cache; a lost store costs a compile, never a wrong step."""
-    first = in_a_process(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    first = printed(run_script(script, folder=tmp_path, environment=environment))
     assert first["hits"] == 0
     assert first["copied"] > 0
-    second = in_a_process(tmp_path)
+    # From scratch: Python hashes with another seed there.
+    second = printed(subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300))
     assert second["hits"] > 0
     for what in ("plans", "copied", "checked", "grad"):
         assert second[what] == first[what], what
-    lost = in_a_process(tmp_path, GRAPHOFFLOAD_CACHE_DIR=str(tmp_path / "empty"))
+    environment["GRAPHOFFLOAD_CACHE_DIR"] = str(tmp_path / "empty")
+    lost = printed(run_script(script, folder=tmp_path, environment=environment))
     for what in ("copied", "checked", "grad"):
         assert lost[what] == first[what], what
     assert [plan["decisions"] for plan in lost["plans"]] == [plan["decisions"] for plan in first["plans"]]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch is built without torch.distributed or gloo", allow_module_level=True)
 
+from forked import server
 from ranks import CASES, CPU, Place, check_case, check_profile, check_surroundings, in_a_group, spawned, train
 
 from graphoffload.hardware import PROFILES, cached
@@ -61,6 +62,7 @@ def write_and_read(rank: int, port: int, folder: str, place: Place) -> None:
 
 def test_caches_used_by_two_processes_at_once(tmp_path: Path) -> None:
     """A reader gets one of the two plans, whole; a profile is measured by one process, and the other waits for it."""
-    found = spawned(write_and_read, tmp_path, CPU)
+    server()
+    found = spawned(write_and_read, tmp_path, CPU, method="forkserver")
     assert [seen["broken"] for seen in found] == [0, 0]
     assert sum(seen["measured"] for seen in found) == 10

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python_path, run_script
 
 import graphoffload.report
 
@@ -33,17 +34,9 @@ ARGUMENTS: dict[str, list[str]] = {
 EXECUTED_DOCS = ["docs/one_tensor.md"]
 
 
-def python_path() -> str:
-    """This checkout before whatever the tests were started with."""
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def run_example(name: str, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::FutureWarning", EXAMPLES / name, *arguments],
-        cwd=ROOT.parent, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = run_script(EXAMPLES / name, *arguments, folder=ROOT.parent, environment=environment)
     assert done.returncode == 0, f"{name} {' '.join(arguments)}\n{done.stdout}\n{done.stderr[-4000:]}"
     return done.stdout
 
