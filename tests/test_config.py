@@ -123,22 +123,30 @@ def test_digests_tell_policies_apart() -> None:
     assert pickle.loads(pickle.dumps(OffloadConfig(policy=keep_everything))).policy is keep_everything
 
 
+DIGESTS = """
+import sys
+from graphoffload.config import OffloadConfig
+for folder in sys.argv[1:]:
+    sys.path.insert(0, folder)
+    import mine
+    print(OffloadConfig(policy=mine.policy, offload_modules="*.mlp").digest())
+    del sys.modules["mine"], sys.path[0]
+"""
+
+
 def test_a_digest_follows_the_source_of_a_policy(tmp_path: Path) -> None:
     """The same name with another body is another policy; another process agrees about the same body."""
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import mine; from graphoffload.config import OffloadConfig; "
-        "print(OffloadConfig(policy=mine.policy, offload_modules='*.mlp').digest())"
-    )
+    for name, body in (("first", "return 'keep'"), ("same", "return 'keep'"), ("other", "return 'offload'")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"def policy(tensor):\n    {body}\n")
+    root = Path(__file__).resolve().parent.parent
     found = []
-    for seed, body in (("1", "return 'keep'"), ("2", "return 'keep'"), ("1", "return 'offload'")):
-        folder = tmp_path / f"{len(found)}"
-        folder.mkdir()
-        (folder / "mine.py").write_text(f"def policy(tensor):\n    {body}\n")
-        root = Path(__file__).resolve().parent.parent
+    for seed, names in (("1", ["first", "other"]), ("2", ["same"])):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
-        command = [sys.executable, "-c", program, str(folder)]
-        found.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    assert found[0] == found[1] != found[2]
+        command = [sys.executable, "-c", DIGESTS, *(str(tmp_path / name) for name in names)]
+        found += subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    first, other, same = found
+    assert first == same != other
 
 
 def test_inductor_options_go_to_the_inner_compiler() -> None:
