@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphoffload
 from graphoffload import pipeline
@@ -30,39 +28,6 @@ from graphoffload.testing import (
     whole_gradient_error,
 )
 from graphoffload.testing.case import batches, of
-
-DYNAMIC = [name for name, case in ZOO.items() if case.dynamic]
-
-
-class Counted:
-    """A backend that counts the graphs it is given."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend, self.graphs = backend, 0
-
-    def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.graphs += 1
-        return self.backend(gm, inputs)
-
-
-@functools.cache
-def plain_graphs(name: str) -> int:
-    """How many graphs a dynamic case compiles without graphoffload."""
-    plain = CompileCounterWithBackend("aot_eager")
-    run_case(ZOO[name], plain, "cpu", seeds=(0, 1, 2))
-    return int(plain.frame_count)
-
-
-@pytest.mark.parametrize("policy", ["offload", "recompute", "auto"])
-@pytest.mark.parametrize("name", DYNAMIC)
-def test_no_size_is_guarded_on(name: str, policy: str) -> None:
-    """Planning looks at hints: a symbolic size that became an int would compile anew for every batch."""
-    options = {"inner": "aot_eager", "policy": policy, "min_tensor_bytes": 0}
-    if policy == "auto":
-        options |= {"max_slowdown": 10.0, "hardware": "h200-sxm"}
-    ours = Counted(graphoffload.OffloadBackend(**options))
-    run_case(ZOO[name], ours, "cpu", seeds=(0, 1, 2))
-    assert ours.graphs == plain_graphs(name)
 
 
 def steps(function: Any, backend: Any, *shapes: tuple[int, ...], count: int = 2) -> list[Any]:

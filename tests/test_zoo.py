@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import statistics
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphoffload
 from graphoffload.errors import ChecksumError
@@ -59,25 +61,46 @@ def seeds_of(case: Case) -> tuple[int, ...]:
     return (0, 1, 2) if case.dynamic else (0, 1)
 
 
+class Counted:
+    """A backend that counts the graphs it is given."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.graphs = backend, 0
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.graphs += 1
+        return self.backend(gm, inputs)
+
+
 @functools.cache
+def kept(name: str) -> tuple[list[Result], int]:
+    """The steps to be equal to, and how many graphs torch compiles for them without us; none where they run in eager."""
+    case = ZOO[name]
+    plain = CompileCounterWithBackend(keep_all("aot_eager"))
+    results = run_case(case, plain if case.reference == "keep_all" else None, "cpu", seeds=seeds_of(case))
+    return results, int(plain.frame_count)
+
+
 def reference(name: str) -> list[Result]:
     """The steps to be equal to."""
-    case = ZOO[name]
-    backend = keep_all("aot_eager") if case.reference == "keep_all" else None
-    return run_case(case, backend, "cpu", seeds=seeds_of(case))
+    return kept(name)[0]
 
 
 @pytest.mark.parametrize(
     ("name", "policy"), [(name, policy) for name in ZOO for policy in POLICIES if policy not in ALIKE or name in FEW]
 )
 def test_equal_to_keep_all(name: str, policy: str) -> None:
-    """To the bit: under aot_eager every operation runs as it is written, recomputed or not."""
-    case = ZOO[name]
+    """To the bit: under aot_eager every operation runs as it is written, recomputed or not.
+
+    With symbolic sizes torch compiles as often as without us: a size that became an int would compile anew for every batch.
+    """
+    case, ours = ZOO[name], Counted(graphoffload.OffloadBackend(config(POLICIES[policy])))
     with observe() as seen:
-        results = run_case(case, graphoffload.OffloadBackend(config(POLICIES[policy])), "cpu", seeds=seeds_of(case))
+        results = run_case(case, ours, "cpu", seeds=seeds_of(case))
     for got, expected in zip(results, reference(name), strict=True):
         assert_equal_bits(got, expected)
     assert seen.plans
+    assert not case.dynamic or ours.graphs == kept(name)[1] > 0
     if policy in ("offload", "mapping") and case.offloads:
         assert seen.copied_bytes > 0
         assert seen.counters["offloads"] == seen.counters["releases"]
@@ -85,6 +108,14 @@ def test_equal_to_keep_all(name: str, policy: str) -> None:
         assert case.dynamic or seen.copied_bytes == len(results) * seen.planned_bytes
     if policy in ("keep", "auto"):
         assert seen.copied_bytes == seen.planned_bytes == 0
+
+
+@pytest.mark.parametrize("name", [name for name, case in ZOO.items() if case.dynamic])
+def test_no_size_is_guarded_on_in_planning(name: str) -> None:
+    """Planning for a number looks at hints."""
+    ours = Counted(graphoffload.OffloadBackend(config("auto").with_options(max_slowdown=10.0, hardware="h200-sxm")))
+    run_case(ZOO[name], ours, "cpu", seeds=seeds_of(ZOO[name]))
+    assert ours.graphs == kept(name)[1] > 0
 
 
 def test_recompute_recomputes() -> None:
