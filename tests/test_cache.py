@@ -230,7 +230,6 @@ def test_two_models_alive_at_once_keep_their_own_plans() -> None:
 SCRIPT = """
 import json
 import torch
-from forked import run_script
 from torch import nn
 from torch._dynamo.utils import counters
 import graphoffload
