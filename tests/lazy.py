@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -141,16 +142,40 @@ def lazy_streams() -> Iterator[LazyStreams]:
         lazy.finish()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    """For a file that imports this and clean_slate: models with the same options are compiled once, in whichever test is first.
+
+    torch takes equal backends for the same one, so that a model hits what an equal one was compiled to, without any limit here.
+    """
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10_000):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def clean_slate() -> None:
+    """In place of the one for all tests: what is compiled stays, the random state does not."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def afresh() -> Iterator[None]:
+    """For a test that compiles something else out of the same options, by a variable or a patch, or looks at the plan made."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @contextlib.contextmanager
 def lazy_steps() -> Iterator[LazyStreams]:
     """The same for a test of whole training steps: nothing of one is left for the next, and no copy ran on free memory."""
     between._TRACKS.of.clear()
-    torch._dynamo.reset()
     with lazy_streams() as lazy:
         yield lazy
         gc.collect()
         ENTRIES.sweep()
-    torch._dynamo.reset()
     between._TRACKS.of.clear()
     assert lazy.complaints == []
     assert host_memory().in_use_bytes == 0

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lazy import LazyStreams, lazy_steps
+from lazy import LazyStreams, afresh, clean_slate, lazy_steps, once
 from torch import Tensor, nn
 
 import graphoffload
@@ -25,6 +25,7 @@ from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, diffe
 from graphoffload.testing.attention import HIDDEN, Block
 from graphoffload.testing.faults import Fails
 
+__all__ = ["afresh", "clean_slate", "once"]
 SEEDS = (0, 1, 2, 3, 4, 5)
 SLOW_LINK = HardwareProfile(
     name="slow link",
@@ -304,7 +305,7 @@ def test_microbatches_in_any_order(lazy: LazyStreams, order: tuple[int, ...]) ->
 
 
 @torch._functorch.config.patch("donated_buffer", False)
-def test_retained_graphs(lazy: LazyStreams) -> None:
+def test_retained_graphs(afresh: None, lazy: LazyStreams) -> None:
     """Two backwards of one forward prefetch twice; a dropped one leaves nothing."""
     module = per_block()
     expected = references(module)
@@ -505,7 +506,7 @@ def test_a_source_that_goes_without_a_wait_shows(lazy: LazyStreams) -> None:
 
 
 @torch._functorch.config.patch("donated_buffer", False)
-def test_a_prefetch_that_is_given_up_without_a_wait_shows(lazy: LazyStreams) -> None:
+def test_a_prefetch_that_is_given_up_without_a_wait_shows(afresh: None, lazy: LazyStreams) -> None:
     """The late copy writes to free memory."""
     module = per_block()
     for seed in range(3):
@@ -522,7 +523,7 @@ def test_a_prefetch_that_is_given_up_without_a_wait_shows(lazy: LazyStreams) -> 
     lazy.complaints.clear()
 
 
-def test_it_can_be_switched_off(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_switched_off(afresh: None, lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "0")
     module = per_block()
     graphoffload.reset_stats()

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lazy import LazyStreams
+from lazy import LazyStreams, clean_slate, once
 from test_between import SEEDS, Model, batch, lazy, per_block, track
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from graphoffload.runtime.entries import ENTRIES
 from graphoffload.testing import weighted_loss
 
 ORDERS = ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2, 1], [3], [0, 1, 2, 3, 4, 2, 1])
-__all__ = ["lazy"]
+__all__ = ["clean_slate", "lazy", "once"]
 
 
 class Loop:

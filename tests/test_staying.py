@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lazy import LazyStreams, lazy_steps
+from lazy import LazyStreams, afresh, clean_slate, lazy_steps, once
 from torch import Tensor, nn
 
 import graphoffload
@@ -22,6 +22,7 @@ from graphoffload.testing import Result, assert_equal_bits, run_step, weighted_l
 from graphoffload.testing.attention import HIDDEN, Block
 from graphoffload.testing.faults import Fails
 
+__all__ = ["afresh", "clean_slate", "once"]
 BUDGET = 2**30
 SEEDS = (0, 1, 2, 3, 4)
 
@@ -149,7 +150,7 @@ def test_without_a_shared_budget_only_the_last_graphs_tensors_stay(lazy: LazyStr
     assert counted("stays") * (len(module.layers) - 1) == counted("offloads") > 0
 
 
-def test_plan_and_its_note(lazy: LazyStreams) -> None:
+def test_plan_and_its_note(afresh: None, lazy: LazyStreams) -> None:
     """The plan says what it cannot know."""
     step(per_block(), 0)
     plan = graphoffload.last_plans()[-1]
@@ -160,7 +161,7 @@ def test_plan_and_its_note(lazy: LazyStreams) -> None:
     }
 
 
-def test_what_the_host_cannot_hold_is_kept(lazy: LazyStreams) -> None:
+def test_what_the_host_cannot_hold_is_kept(afresh: None, lazy: LazyStreams) -> None:
     """host_budget is the user's number as well: the rest of a graph is kept, and said, instead of failing in forward."""
     with pytest.warns(NotOffloadedWarning, match="host_budget"):
         step(per_block(host_budget="8KiB"), 0)
@@ -170,7 +171,7 @@ def test_what_the_host_cannot_hold_is_kept(lazy: LazyStreams) -> None:
 
 
 @torch._functorch.config.patch("donated_buffer", False)
-def test_retained_graphs_get_copies(lazy: LazyStreams) -> None:
+def test_retained_graphs_get_copies(afresh: None, lazy: LazyStreams) -> None:
     """What a second backward will need is not given away."""
     module = per_block()
     expected = references(module)
@@ -327,7 +328,7 @@ def test_memory_that_others_see_is_copied() -> None:
     assert not ops._owns_all_of_its_memory(torch.randn(16)[:8])
 
 
-def test_a_budget_that_cannot_be_met_is_said_once(lazy: LazyStreams) -> None:
+def test_a_budget_that_cannot_be_met_is_said_once(afresh: None, lazy: LazyStreams) -> None:
     """With everything offloaded the peak is above the budget."""
     module = per_block()
 
