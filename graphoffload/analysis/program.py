@@ -5,6 +5,7 @@ Every graph node is one step, in the order in which a fusing compiler will run t
 
 from __future__ import annotations
 
+import operator
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
@@ -105,9 +106,18 @@ def _runs(pair: GraphPair, *, fuses: bool, apart_bytes: int | None) -> _Runs:
     return _Runs(
         forward,
         backward,
-        {node: at for at, node in enumerate(forward.order)},
-        {node: at for at, node in enumerate(backward.order)},
+        _made_at(forward),
+        _made_at(backward),
     )
+
+
+def _made_at(fusion: Fusion) -> dict[Node, int]:
+    """The step at which each node's result is there: all results of a kernel that has several are there when it has run."""
+    found = {node: at for at, node in enumerate(fusion.order)}
+    for node in fusion.order:
+        if node.target is operator.getitem:
+            found[node] = found.get(node.all_input_nodes[0], found[node])
+    return found
 
 
 def _steps(fusion: Fusion, costs: list[NodeCost]) -> tuple[Step, ...]:
