@@ -52,6 +52,7 @@ _ATTEMPTS = 4
 _SEARCHES = 2
 _AS_SMALL = 0.002  # plans whose peaks differ by less than this share of keep-all's are as small as each other
 _WORTH = 0.03
+_UNUSED = 0.005  # of keep-all's time, left by a plan for a slowdown: operations that run apart take about as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +113,13 @@ class Draft:
 
 
 def feasible_draft(work: Work) -> Draft:
-    """The best draft; where none meets the budget, one of `_other_ways`.
+    """The best draft; where none meets the budget, or a slowdown is not used up, one of `_other_ways`.
 
     Raises:
         BudgetError: no draft meets the budget in any way. It names the least budget that holds whatever the caller does.
     """
+    if work.request.config.max_slowdown is not None:
+        return _smallest(work)
     error: BudgetError | None = None
     for other in (work, *_other_ways(work)):
         try:
@@ -132,24 +135,63 @@ def feasible_draft(work: Work) -> Draft:
 def _other_ways(work: Work) -> Iterator[Work]:
     """Ways to need less memory: large operations that run apart, which costs time; a caller who does not hold what the model
     returns, which is not ours to decide; both."""
-    least = max(1, int(work.request.config.min_tensor_bytes))
     returned = returned_bytes(work.pair)
     note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
     not_held = replace(work, outputs_stay=False, notes=[*work.notes, note])
-    note = f"operations that write {format_bytes(least)} or more each are not fused with each other, to meet the budget"
     fuses = work.request.config.inner == "inductor"
     if fuses:
-        yield replace(work, apart_bytes=least, notes=[*work.notes, note])
-    if returned >= least:
+        yield _apart(work, "to meet the budget")
+    if returned >= _least(work):
         yield not_held
         if fuses:
-            yield replace(not_held, apart_bytes=least, notes=[*not_held.notes, note])
+            yield _apart(not_held, "to meet the budget")
+
+
+def _least(work: Work) -> int:
+    return max(1, int(work.request.config.min_tensor_bytes))
+
+
+def _apart(work: Work, why: str) -> Work:
+    least = _least(work)
+    note = f"operations that write {format_bytes(least)} or more each are not fused with each other, {why}"
+    return replace(work, apart_bytes=least, notes=[*work.notes, note])
+
+
+def _smallest(work: Work) -> Draft:
+    """The best draft for a slowdown: of fused operations, or where those leave time unused, of operations apart."""
+    fused = _best_draft(work)
+    if not fused.decided.planned:
+        return fused
+    apart = _apart_within(work, fused)
+    if apart is None:
+        return _smaller(work, fused)
+    other = _best_draft(apart)
+    if (other.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
+        return _smaller(work, fused)
+    other = _against_fused(work, _smaller(apart, other))
+    return min(fused, other, key=lambda draft: draft.score)
+
+
+def _apart_within(work: Work, fused: Draft) -> Work | None:
+    """The same work with operations apart and a slowdown against their own keep-all, which is slower; None without the time."""
+    keep_s = fused.decided.keep_timeline.time_s
+    if work.request.config.inner != "inductor" or -fused.excess < _UNUSED * keep_s:
+        return None
+    apart = _apart(work, "which leaves less in memory at once")
+    keep_apart = simulate(_instance(apart).program, ["keep"] * len(work.table), work.hardware)
+    allowed = (1.0 + (work.request.config.max_slowdown or 0.0)) * keep_s / keep_apart.time_s - 1.0
+    if allowed <= 0.0:
+        return None
+    return replace(apart, request=replace(work.request, config=work.request.config.with_slowdown(allowed)))
 
 
 def _against_fused(work: Work, draft: Draft) -> Draft:
-    """The draft beside keep-all as a compiler fuses it. No bound is known for all plans, so it is keep-all's time."""
+    """The draft beside keep-all as a compiler fuses it. No bound of time is known for all plans, so it is keep-all's time."""
     keep = simulate(_instance(work).program, ["keep"] * len(work.table), work.hardware)
-    return replace(draft, decided=replace(draft.decided, keep_timeline=keep, lower_bound_s=keep.time_s))
+    bound_s = None if draft.decided.lower_bound_s is None else keep.time_s
+    decided = replace(draft.decided, keep_timeline=keep, lower_bound_s=bound_s)
+    draft = replace(draft, work=replace(draft.work, request=work.request), decided=decided)
+    return replace(draft, excess=_excess(work.request, decided, draft.timeline))
 
 
 def _best_draft(work: Work) -> Draft:
@@ -176,8 +218,8 @@ def _best_draft(work: Work) -> Draft:
         elif limits.device_budget_bytes is not None:
             limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - int(draft.excess) - 1)
     assert best is not None
-    if best.decided.planned and config.max_slowdown is not None:
-        return _smaller(work, instance, best)
+    if config.max_slowdown is not None:
+        return best
     if best.decided.planned and best.excess > 0:
         best = _or_without_recomputation(work, instance, best)
     if best.decided.planned and best.excess > 0:
@@ -199,11 +241,11 @@ def _or_without_recomputation(work: Work, instance: Instance, best: Draft) -> Dr
     return best
 
 
-def _smaller(work: Work, instance: Instance, best: Draft) -> Draft:
+def _smaller(work: Work, best: Draft) -> Draft:
     """A smaller plan within the slowdown, or one as small and faster, of drafts for half the slowdown and for budgets below
     `best`'s peak: what was recomputed for the least peak as it was estimated need not give the least once torch has partitioned
     again."""
-    bound = best.decided.lower_bound_peak_bytes or 0
+    instance, bound = _instance(work), best.decided.lower_bound_peak_bytes or 0
     if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
         half = work.request.config.with_slowdown((work.request.config.max_slowdown or 0.0) / 2)
         best = min(best, _draft(work, instance, work.request.limits, half), key=lambda draft: draft.score)
