@@ -21,27 +21,23 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the measuring tools are the tests' own
 
 from gpu import measure  # noqa: E402
-from gpu.models import MODELS, Workload, build  # noqa: E402
+from gpu.models import MODELS, Workload, build, lengthened  # noqa: E402
 from gpu.variants import Eligible, apply, parse, wrap_blocks  # noqa: E402
 
 import graphoffload  # noqa: E402
 from graphoffload.errors import BudgetError, GraphOffloadError, HostMemoryError, LargeSlowdownWarning  # noqa: E402
 
 MARGIN = 0.02  # of the device, left by graphoffload's plans: what device_budget="auto" leaves
-IGNORED = -100  # a target that cross entropy leaves out
 ANY_TIME = 1e6  # max_slowdown of a plan that is to be small at any price
 
 
@@ -76,51 +72,10 @@ class OutOfTime(Exception):
 # What is trained
 
 
-class ChunkedLoss(nn.Module):
-    """A Hugging Face causal model that returns its loss alone, taken `chunk` tokens at a time.
-
-    A chunk's logits are made again in backward. The model's own forward makes all logits at once and returns them, so that
-    backward is also given a gradient of zeros for them: at 131072 tokens and 32000 words 8.4 GB each, whatever the method.
-    """
-
-    def __init__(self, model: Any, chunk: int) -> None:
-        super().__init__()
-        self.model, self.chunk = model, chunk
-
-    def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """Mean cross entropy of (batch, tokens) on the next token; the last token has none."""
-        hidden = self.model.base_model(input_ids=input_ids, **options).last_hidden_state
-        targets = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
-        parts = zip(hidden.split(self.chunk, dim=1), targets.split(self.chunk, dim=1), strict=True)
-        total = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
-        return total / labels[:, 1:].numel()
-
-    def _summed(self, hidden: Tensor, target: Tensor) -> Tensor:
-        logits = self.model.get_output_embeddings()(hidden).float()
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=IGNORED)
-
-
-def without_mask(model: Any) -> None:
-    """Give a Transformers model its own scaled dot product attention, always without a mask: causal, no padding, no packing."""
-    import transformers
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
-        return sdpa_attention_forward(module, query, key, value, None, **options)
-
-    transformers.AttentionInterface.register("sdpa_without_mask", attend)  # of a name it knows no mask for, none is made
-    model.set_attn_implementation("sdpa_without_mask")
-
-
 def workload_of(tokens: int, device: str, given: argparse.Namespace) -> Workload:
     """The model with one sequence of this length."""
     workload = build(given.model, device, tiny=given.tiny, **{**given.size, "tokens": tokens, "batch": 1})
-    if workload.hugging_face:
-        without_mask(workload.module)
-        if given.loss_chunk:
-            module, blocks = ChunkedLoss(workload.module, given.loss_chunk), tuple(f"model.{path}" for path in workload.blocks)
-            workload = replace(workload, module=module.train(), blocks=blocks, hugging_face=False)  # returns the loss itself
-    return workload
+    return lengthened(workload, given.loss_chunk) if workload.hugging_face else workload
 
 
 # What plans say before anything runs

@@ -168,6 +168,13 @@ def materialise_gradients(module: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
+def share_parameters(module: nn.Module, other: nn.Module) -> None:
+    """Give a module the memory of another's parameters and gradients: whoever steps has its gradients there."""
+    for own, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        assert own.shape == theirs.shape
+        own.data, own.grad = theirs.data, theirs.grad
+
+
 def compare_gradients(found: list[Tensor], reference: list[Tensor]) -> tuple[float, float, float]:
     """(|found - reference|, |found|, |reference|) over all tensors as one vector, in float32, summed in float64."""
     assert len(found) == len(reference), (len(found), len(reference))
@@ -205,14 +212,29 @@ def warm_up(session: Session, steps: int = WARM_UP_STEPS) -> float:
 
 def alternate(row: Row, session: Session, baseline: Session | None, reference: list[Tensor], *, steps: int, block: int) -> None:
     """Measure `steps` steps of each side in blocks of `block`, baseline first; every step's gradients are compared."""
-    checks: list[GradientCheck] = []
-    while len(row.samples) < steps:
-        count = min(block, steps - len(row.samples))
+    in_turns([(row, session)], baseline, reference, steps=steps, block=block)
+
+
+def in_turns(
+    lanes: list[tuple[Row, Session]], baseline: Session | None, reference: list[Tensor], *, steps: int, block: int
+) -> None:
+    """The same for many at once: a block of the baseline, one of each lane, and again; all have the same baseline's steps."""
+    checks: list[list[GradientCheck]] = [[] for _ in lanes]
+    kept: list[Sample] = []
+    for done in range(0, steps, block):
+        count = min(block, steps - done)
         if baseline is not None:
-            row.baseline += [baseline.step() for _ in range(count)]
-        for _ in range(count):
-            row.samples.append(session.step())
-            checks.append(session.check(reference, row.samples[-1].loss))
+            kept += [baseline.step() for _ in range(count)]
+        for (row, session), seen in zip(lanes, checks, strict=True):
+            for _ in range(count):
+                row.samples.append(session.step())
+                seen.append(session.check(reference, row.samples[-1].loss))
+    for (row, _), seen in zip(lanes, checks, strict=True):
+        row.baseline += kept
+        _sum_up(row, seen)
+
+
+def _sum_up(row: Row, checks: list[GradientCheck]) -> None:
     worst = max(checks, key=lambda c: (c.error != c.error, c.error))
     row.gradient_error, row.gradient_norm, row.loss = worst.error, worst.norm, worst.loss
     peaks = [s.peak_bytes for s in row.samples if s.peak_bytes is not None]

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from gpu import nets
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 Sizes = dict[str, int]
+IGNORED = -100  # a target that cross entropy leaves out
 
 
 @dataclass(slots=True)
@@ -144,6 +147,55 @@ def _encdec(s: Sizes, device: torch.device) -> Workload:
     return Workload("", nets.EncoderDecoder(**sizes), batch, s, blocks=("encoder", "decoder"))
 
 
+class ChunkedLoss(nn.Module):
+    """A Hugging Face causal model that returns its loss alone, taken `chunk` tokens at a time.
+
+    A chunk's logits are made again in backward. The model's own forward makes all logits at once and returns them, so that
+    backward is also given a gradient of zeros for them: at 131072 tokens and 32000 words 8.4 GB each, whatever the method.
+    """
+
+    def __init__(self, model: Any, chunk: int) -> None:
+        super().__init__()
+        self.model, self.chunk = model, chunk
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """Mean cross entropy of (batch, tokens) on the next token; the last token has none."""
+        hidden = self.model.base_model(input_ids=input_ids, **options).last_hidden_state
+        targets = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
+        parts = zip(hidden.split(self.chunk, dim=1), targets.split(self.chunk, dim=1), strict=True)
+        total = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
+        return total / labels[:, 1:].numel()
+
+    def _summed(self, hidden: Tensor, target: Tensor) -> Tensor:
+        logits = self.model.get_output_embeddings()(hidden).float()
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def without_mask(model: Any) -> None:
+    """Give a Transformers model its own scaled dot product attention, always without a mask: causal, no padding, no packing."""
+    import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value, None, **options)
+
+    transformers.AttentionInterface.register("sdpa_without_mask", attend)  # of a name it knows no mask for, none is made
+    model.set_attn_implementation("sdpa_without_mask")
+
+
+def lengthened(workload: Workload, chunk: int) -> Workload:
+    """A Hugging Face workload for long sequences: no mask, and its loss `chunk` tokens at a time (0: as the model takes it)."""
+    without_mask(workload.module)
+    if not chunk:
+        return workload
+    blocks = tuple(f"model.{path}" for path in workload.blocks)
+    return replace(workload, module=ChunkedLoss(workload.module, chunk), blocks=blocks, hugging_face=False)
+
+
+def _long(make: Callable[[Sizes, torch.device], Workload]) -> Callable[[Sizes, torch.device], Workload]:
+    return lambda sizes, device: lengthened(make(sizes, device), sizes["chunk"])
+
+
 _LLAMA = {"layers": 8, "dim": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000}
 _TINY = {"layers": 2, "dim": 64, "hidden": 128, "heads": 4, "kv_heads": 2, "vocab": 256, "batch": 2, "tokens": 64}
 _TINY_GPT = {"layers": 2, "dim": 64, "heads": 4, "vocab": 256, "batch": 2, "tokens": 64}
@@ -153,6 +205,9 @@ MODELS: dict[str, Spec] = {
     "llama4k": Spec(_hf_llama, {**_LLAMA, "batch": 4, "tokens": 4096}, _TINY),
     "stack32k": Spec(_stack, {**_LLAMA, "batch": 1, "tokens": 32768}, _TINY),
     "qwen": Spec(_hf_qwen, {**_LLAMA, "batch": 1, "tokens": 8192}, _TINY),
+    "longllama": Spec(
+        _long(_hf_llama), {**_LLAMA, "batch": 1, "tokens": 65536, "chunk": 8192}, {**_TINY, "chunk": 24}
+    ),
     "small": Spec(_stack, _SMALL, _TINY),
     "gpt2": Spec(
         _hf_gpt2, {"layers": 24, "dim": 1024, "heads": 16, "vocab": 50304, "batch": 16, "tokens": 1024}, _TINY_GPT

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,15 @@ class Options:
     quiet: bool = False
 
 
+@dataclass(slots=True)
+class _Lane:
+    """A variant that is compiled and warm."""
+
+    variant: Variant
+    row: Row
+    session: Session
+
+
 class Runner:
     """One call: one model, one baseline, many variants."""
 
@@ -92,6 +102,8 @@ class Runner:
     def session(self, variant: Variant) -> Session:
         """A fresh model under a variant; gradients exist before anything is planned."""
         workload = self.fresh()
+        if self.baseline is not None:
+            measure.share_parameters(workload.module, self.baseline.workload.module)
         measure.materialise_gradients(workload.module)
         return Session(workload, apply(variant, workload, self.eligible))
 
@@ -151,57 +163,101 @@ class Runner:
 
     def run(self, text: str) -> Row:
         """Measure one variant; whatever goes wrong ends up in its row."""
+        return self.run_in_turns([text])[0]
+
+    def run_in_turns(self, texts: list[str]) -> list[Row]:
+        """Measure variants in turns, each alternating with the others and with keep-all, whose steps all of them share.
+
+        All have one copy of the weights and gradients, so that it takes no more memory than one of them does.
+        """
+        rows, lanes = [], []
+        with self._watched(texts):
+            for text in texts:
+                row, lane = self._prepare(text)
+                rows.append(row)
+                lanes += [lane] if lane is not None else []
+            try:
+                if lanes:
+                    measure.in_turns(
+                        [(lane.row, lane.session) for lane in lanes], self.baseline, self.reference,
+                        steps=self.options.steps, block=self.options.block,
+                    )  # fmt: skip
+            except Exception as error:
+                for lane in lanes:
+                    _failed(lane.row, error)
+            for lane in lanes:
+                self._look_closer(lane)
+        self._notice_dead_device()
+        for row in rows:
+            self._add(row)
+        return rows
+
+    @contextlib.contextmanager
+    def _watched(self, texts: list[str]) -> Iterator[None]:
+        limit_s = self.options.variant_limit_s * len(texts)
+        watchdog = threading.Timer(limit_s, self._hung, args=(", ".join(texts), limit_s))
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            yield
+        finally:
+            watchdog.cancel()
+
+    def _prepare(self, text: str) -> tuple[Row, _Lane | None]:
+        """A variant compiled and warm, or a row that says why not."""
         row = Row(text)
         if self.fatal or self.elapsed_s() > self.options.limit_s:
             row.status = f"SKIPPED: {self.fatal or 'out of time'}"
-            self._add(row)
-            return row
-        watchdog = threading.Timer(self.options.variant_limit_s, self._hung, args=(text,))
-        watchdog.daemon = True
-        watchdog.start()
-        began = time.perf_counter()
+            return row, None
+        began, session = time.perf_counter(), None
         try:
-            self._measure(parse(text), row)
-        except Exception as error:
-            row.status = f"FAILED: {type(error).__name__}: {_first_line(error)}"
-            row.ours["traceback"] = traceback.format_exc()[-6000:]
-            error.__traceback__ = None
-        finally:
-            watchdog.cancel()
-        row.total_s = time.perf_counter() - began
-        with contextlib.suppress(Exception):
-            measure.tidy()
-        self._notice_dead_device()
-        self._add(row)
-        return row
-
-    def _measure(self, variant: Variant, row: Row) -> None:
-        if self.options.solo:
-            torch._dynamo.reset()
-        forget_plans()
-        session = self.session(variant)
-        try:
+            variant = parse(text)
+            if self.options.solo:
+                torch._dynamo.reset()
+            forget_plans()
+            session = self.session(variant)
             graphs = measure.graphs_compiled()
             row.compile_s = measure.warm_up(session, self.options.warm_up)
             row.graphs = measure.graphs_compiled() - graphs
-            before = our_stats() if variant.ours else {}
-            measure.alternate(row, session, self.baseline, self.reference, steps=self.options.steps, block=self.options.block)
-            row.pinned_bytes = measure.pinned_bytes()
             if variant.ours:
-                self._measure_ours(variant, row, session, before)
-            self._judge(variant, row, session)
-        finally:
-            session.close()
+                self._note_plans(variant, row, session)
+            row.total_s = time.perf_counter() - began
+            return row, _Lane(variant, row, session)
+        except Exception as error:
+            _failed(row, error)
+            self._close(session)
+            return row, None
 
-    def _measure_ours(self, variant: Variant, row: Row, session: Session, before: dict[str, int]) -> None:
-        now = our_stats()
-        row.ours["per_step"] = {name: (now[name] - before.get(name, 0)) / self.options.steps for name in now}
+    def _note_plans(self, variant: Variant, row: Row, session: Session) -> None:
+        """What was planned, and what one step moves."""
         row.ours["plans"] = our_plans()
+        before = our_stats()
+        session.step()
+        row.ours["per_step"] = {name: value - before.get(name, 0) for name, value in our_stats().items()}
         row.ours["config"] = repr(session.workload.module._compiled_call_impl)[:200] if row.ours["plans"] == [] else ""
-        moved = int(row.ours["per_step"].get("d2h_bytes", 0))
         if variant.kind == "offload" and variant.argument == "all" and not variant.options and not variant.per_block:
-            self.eligible.note(session.workload, moved)
-        if moved:
+            self.eligible.note(session.workload, int(row.ours["per_step"].get("d2h_bytes", 0)))
+
+    def _look_closer(self, lane: _Lane) -> None:
+        """What takes steps of its own, after all were measured; then the lane is closed."""
+        try:
+            lane.row.pinned_bytes = measure.pinned_bytes()
+            if lane.row.samples and lane.variant.ours:
+                self._measure_ours(lane.row, lane.session)
+            if lane.row.status == "ok":
+                self._judge(lane.variant, lane.row, lane.session)
+        except Exception as error:
+            _failed(lane.row, error)
+        self._close(lane.session)
+
+    def _close(self, session: Session | None) -> None:
+        if session is not None:
+            session.close()
+        with contextlib.suppress(Exception):
+            measure.tidy()
+
+    def _measure_ours(self, row: Row, session: Session) -> None:
+        if row.ours["per_step"].get("d2h_bytes"):
             row.ours["twin_error"], row.ours["twin_noise"] = twin_error(session, self.reference) or (None, None)
         if self.options.trace and self.device.type == "cuda":
             self._trace(row, session)
@@ -242,10 +298,10 @@ class Runner:
             except Exception as error:
                 self.fatal = f"the device is unusable: {_first_line(error)}"
 
-    def _hung(self, text: str) -> None:
-        print(f"[{self.elapsed_s():6.1f} s] {text} took more than {self.options.variant_limit_s:.0f} s: giving up", flush=True)
+    def _hung(self, text: str, limit_s: float) -> None:
+        print(f"[{self.elapsed_s():6.1f} s] {text} took more than {limit_s:.0f} s: giving up", flush=True)
         faulthandler.dump_traceback(file=sys.stdout, all_threads=True)
-        row = Row(text, status=f"HUNG: more than {self.options.variant_limit_s:.0f} s")
+        row = Row(text, status=f"HUNG: more than {limit_s:.0f} s")
         self.rows.append(row)
         self.write()
         show_table(self.rows, self.facts)
@@ -284,6 +340,12 @@ class Runner:
         content = {**self.facts, "rows": [row.to_dict() for row in self.rows]}
         tiny = "_tiny" if self.options.tiny else ""
         (self.options.out / f"{self.model}{tiny}.json").write_text(json.dumps(content, indent=1, default=str))
+
+
+def _failed(row: Row, error: Exception) -> None:
+    row.status = f"FAILED: {type(error).__name__}: {_first_line(error)}"
+    row.ours["traceback"] = "".join(traceback.format_exception(error))[-6000:]
+    error.__traceback__ = None
 
 
 def _first_line(error: BaseException) -> str:
@@ -335,6 +397,7 @@ def twin_error(session: Session, reference: list[Tensor]) -> tuple[float, float]
     from graphoffload.runtime import twin_copies
 
     try:
+        session.step()  # another session may have left its gradients where this one's are
         found, errors = session.gradients(reference[0].device), []
         with twin_copies():
             for _ in range(REPEATS):

@@ -5,10 +5,10 @@
     python3 examples/pareto.py --model stack32k --gather DIR --out pareto                    # one table and figure of it
 
 Each argument is a process: a model, changed sizes, `steps` where it takes more or fewer than the others, and variants (bench.py
---list), each measured in turns with that process's own keep-all. Without variants: full checkpointing, and graphoffload with a
-budget of checkpointing's measured peak. Every process has its own caches, so that a stopped one holds no lock that another
-needs; the hardware's profile is measured before and copied. Memory is everybody's: no more processes than the GPU holds
-keep-all steps.
+--list), each measured in turns with that process's own keep-all, --at-once of them sharing its steps. Without variants: full
+checkpointing, and graphoffload with a budget of checkpointing's measured peak. Every process has its own caches, so that a
+stopped one holds no lock that another needs; the hardware's profile is measured before and copied. Memory is everybody's: no
+more processes than the GPU holds keep-all steps.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ def _alone(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _with_memory(alternate: Callable[..., None]) -> Callable[..., None]:
+def _with_memory(in_turns: Callable[..., None]) -> Callable[..., None]:
     """One step of each side first: others may have run in between, and what torch's allocator held was given back."""
 
-    @functools.wraps(alternate)
-    def run(row: Any, session: Any, baseline: Any, *args: Any, **kwargs: Any) -> None:
-        for side in (baseline, session):
+    @functools.wraps(in_turns)
+    def run(lanes: Any, baseline: Any, *args: Any, **kwargs: Any) -> None:
+        for side in (baseline, *(session for _, session in lanes)):
             if side is not None:
                 side.step()
-        alternate(row, session, baseline, *args, **kwargs)
+        in_turns(lanes, baseline, *args, **kwargs)
 
     return run
 
@@ -103,7 +103,7 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
     from graphoffload import drafts
 
     drafts.kernel_times = _alone(folder, drafts.kernel_times)
-    measure.alternate = _alone(folder, _with_memory(measure.alternate))
+    measure.in_turns = _alone(folder, _with_memory(measure.in_turns))
     model, sizes, steps, variants = parse_process(text)
     out = given.out / f"{number}-{model}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,8 +112,8 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
     (folder / str(os.getpid())).touch()
     try:
         runner.start()
-        for name in variants:
-            runner.run(name)
+        for first in range(0, len(variants), given.at_once):
+            runner.run_in_turns(variants[first : first + given.at_once])
         if not variants:
             row = runner.run("checkpoint")
             if row.peak_bytes is not None:
@@ -129,6 +129,7 @@ def main() -> int:
     parser.add_argument("models", nargs="+", metavar="MODEL[,SIZE=N...][,steps=N][@VARIANT...]")
     parser.add_argument("--steps", type=int, default=10, help="measured steps a side")
     parser.add_argument("--block", type=int, default=5, help="steps before the other side has its turn")
+    parser.add_argument("--at-once", type=int, default=1, help="variants of a process that take turns with one keep-all")
     parser.add_argument("--limit-s", type=float, default=170.0)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, where memory is not measured")
     parser.add_argument("--out", type=Path, default=Path("together"))
@@ -142,6 +143,7 @@ def main() -> int:
     subprocess.run([sys.executable, "-m", "graphoffload", "hardware"], cwd=ROOT, check=True)
     from graphoffload.folders import cache_dir
 
+    cache_dir().mkdir(parents=True, exist_ok=True)
     folder = given.out / "running"
     folder.mkdir(exist_ok=True)
     running = []
@@ -149,8 +151,8 @@ def main() -> int:
         cache = given.out / f"cache{number}"
         shutil.copytree(cache_dir(), cache / "graphoffload", dirs_exist_ok=True)
         own = {"GRAPHOFFLOAD_CACHE_DIR": str(cache / "graphoffload"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-        rest = ["--steps", given.steps, "--block", given.block, "--limit-s", given.limit_s, "--out", given.out]
-        rest += ["--folder", folder, "--number", number, *["--tiny"] * given.tiny]
+        rest = ["--steps", given.steps, "--block", given.block, "--at-once", given.at_once, "--limit-s", given.limit_s]
+        rest += ["--out", given.out, "--folder", folder, "--number", number, *["--tiny"] * given.tiny]
         running.append(subprocess.Popen([sys.executable, __file__, model, *map(str, rest)], env={**os.environ, **own}))
     return max(process.wait() for process in running)
 
