@@ -61,7 +61,6 @@ def record(row: Row) -> dict[str, Any]:
     """One line of the CSV."""
     plans = row.ours.get("plans") or []
     bounds = [plan["lower_bound_slowdown"] for plan in plans]
-    static = (row.samples[-1].static_bytes or 0) if row.samples else 0
     low, high = row.ratio_interval or (None, None)
     return {
         "method": row.variant,
@@ -71,7 +70,7 @@ def record(row: Row) -> dict[str, Any]:
         "ratio_low": low,
         "ratio_high": high,
         "peak_over_static_bytes": row.peak_bytes,
-        "predicted_peak_bytes": max((p["prediction"]["predicted_peak_bytes"] for p in plans), default=static) - static or None,
+        "predicted_peak_bytes": row.predicted_peak_bytes,
         "predicted_ms": sum(p["prediction"]["predicted_time_s"] for p in plans) * 1e3 or None,
         "bound_ratio": 1.0 + max(bounds) if bounds and None not in bounds else None,
         "gradient_error": row.gradient_error,

@@ -90,6 +90,13 @@ class Row:
         """Median host time of a step."""
         return statistics.median(s.host_ms for s in self.samples) if self.samples else None
 
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Of all plans, over what was allocated between steps when they were made; None without a plan."""
+        peaks = [plan["prediction"]["predicted_peak_bytes"] for plan in self.ours.get("plans") or []]
+        last = self.samples[-1].static_bytes if self.samples else None
+        return max(peaks) - (self.ours.get("static_bytes") or last or 0) if peaks else None
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON types, medians included."""
         return {**asdict(self), "step_ms": self.step_ms, "spread_ms": self.spread_ms, "host_ms": self.host_ms}

@@ -185,11 +185,14 @@ class Runner:
             except Exception as error:
                 for lane in lanes:
                     _failed(lane.row, error)
+            self.rows += rows
+            self.write()
             for lane in lanes:
                 self._look_closer(lane)
         self._notice_dead_device()
+        self.write()
         for row in rows:
-            self._add(row)
+            self.say(progress_line(row))
         return rows
 
     @contextlib.contextmanager
@@ -222,6 +225,7 @@ class Runner:
             if variant.ours:
                 self._note_plans(variant, row, session)
             row.total_s = time.perf_counter() - began
+            self.say(f"{text}: ready after {row.total_s:.1f} s")
             return row, _Lane(variant, row, session)
         except Exception as error:
             _failed(row, error)
@@ -232,7 +236,7 @@ class Runner:
         """What was planned, and what one step moves."""
         row.ours["plans"] = our_plans()
         before = our_stats()
-        session.step()
+        row.ours["static_bytes"] = session.step().static_bytes  # sessions that are compiled later bring their buffers
         row.ours["per_step"] = {name: value - before.get(name, 0) for name, value in our_stats().items()}
         row.ours["config"] = repr(session.workload.module._compiled_call_impl)[:200] if row.ours["plans"] == [] else ""
         if variant.kind == "offload" and variant.argument == "all" and not variant.options and not variant.per_block:

@@ -37,11 +37,9 @@ def _prediction(row: Row) -> tuple[str, str]:
     plans = row.ours.get("plans") or []
     if not plans:
         return "-", "-"
-    static = row.samples[-1].static_bytes or 0
-    peak = max(plan["prediction"]["predicted_peak_bytes"] for plan in plans) - static
     time_ms = sum(plan["prediction"]["predicted_time_s"] for plan in plans) * 1e3
     bounds = [plan["lower_bound_slowdown"] for plan in plans]
-    return f"{_gb(peak)}, {time_ms:.0f}", "-" if None in bounds else f"{max(bounds):+.3f}"
+    return f"{_gb(row.predicted_peak_bytes)}, {time_ms:.0f}", "-" if None in bounds else f"{max(bounds):+.3f}"
 
 
 def _cells(row: Row, keep_peak: int | None) -> tuple[str, ...]:
