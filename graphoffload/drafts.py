@@ -173,12 +173,16 @@ def _smallest(work: Work) -> Draft:
 
 
 def _apart_within(work: Work, fused: Draft) -> Work | None:
-    """The same work with operations apart and a slowdown against their own keep-all, which is slower; None without the time."""
+    """The same work with operations apart and a slowdown against their own keep-all, which is slower; None where there is no
+    time for that, or nothing to take apart."""
     keep_s = fused.decided.keep_timeline.time_s
     if work.request.config.inner != "inductor" or -fused.excess < _UNUSED * keep_s:
         return None
     apart = _apart(work, "which leaves less in memory at once")
-    keep_apart = simulate(_instance(apart).program, ["keep"] * len(work.table), work.hardware)
+    program = _instance(apart).program
+    if program == _instance(work).program:
+        return None
+    keep_apart = simulate(program, ["keep"] * len(work.table), work.hardware)
     allowed = (1.0 + (work.request.config.max_slowdown or 0.0)) * keep_s / keep_apart.time_s - 1.0
     if allowed <= 0.0:
         return None
