@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from gpu import measure, together, variants
 from gpu.measure import Row, Sample, bootstrap_ratio, compare_gradients
 from gpu.models import MODELS, build
+from gpu.runner import Options, Runner
 from gpu.table import progress_line, show_table
 from gpu.variants import parse, split_names
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def test_names_of_variants() -> None:
@@ -70,6 +79,73 @@ def test_models_train(name: str) -> None:
         losses.append(loss.item())
     assert losses[0] == losses[1]
     assert workload.tokens > 0
+
+
+class Uncompiled:
+    """In place of Inductor, whose compile takes longer than all of this."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        return graph
+
+
+def test_variants_in_turns_share_weights_and_a_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the other's gradients where its own were, so each steps before it is looked at; one that fails is a row."""
+    monkeypatch.setattr(variants, "Inductor", Uncompiled)
+    ours = 'ours:{"policy": "offload", "min_tensor_bytes": 0, "inner": "aot_eager"}'
+    runner = Runner("small", "cpu", Options(steps=4, block=2, tiny=True, dtype=torch.float32, quiet=True))
+    runner.start()
+    assert runner.baseline is not None
+    shared = {p.data_ptr() for p in runner.baseline.parameters} | {p.grad.data_ptr() for p in runner.baseline.parameters}
+    seen: list[str] = []
+    measured = measure.in_turns
+
+    def watch(session: measure.Session, name: str) -> None:
+        assert {p.data_ptr() for p in session.parameters} | {p.grad.data_ptr() for p in session.parameters} == shared
+        step = session.step
+
+        def noting() -> measure.Sample:
+            seen.append(name)
+            return step()
+
+        monkeypatch.setattr(session, "step", noting)
+
+    def watched(lanes: list[tuple[Row, measure.Session]], baseline: measure.Session, *args: Any, **kwargs: Any) -> None:
+        for row, session in lanes:
+            watch(session, row.variant[:4])
+        measured(lanes, baseline, *args, **kwargs)
+        for parameter in baseline.parameters:
+            parameter.grad.fill_(float("nan"))
+
+    monkeypatch.setattr(measure, "in_turns", watched)
+    keep, bad, offload = runner.run_in_turns(["keep", "slowdown:much", ours])
+    assert seen[:8] == ["keep", "keep", "ours", "ours"] * 2
+    assert (keep.status, offload.status) == ("ok", "ok")
+    assert bad.status.startswith("FAILED: ValueError")
+    assert [len(row.samples) for row in (keep, bad, offload)] == [4, 0, 4]
+    assert keep.baseline == offload.baseline
+    assert len(keep.baseline) == 4
+    assert offload.ours["per_step"]["d2h_bytes"] > 0
+    assert offload.ours["twin_error"] == 0.0, "against its own gradients, not those that another variant left"
+    assert keep.predicted_peak_bytes is None
+
+
+def test_kernels_that_were_timed_before_stop_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stops: list[int] = []
+
+    @contextlib.contextmanager
+    def alone(folder: Path) -> Iterator[None]:
+        stops.append(1)
+        yield
+
+    monkeypatch.setattr(together, "alone", alone)
+    times = together._alone_for_new(tmp_path, len)
+    with FakeTensorMode():
+        traced = {size: make_fx(torch.mm)(torch.empty(size, size), torch.empty(size, size)) for size in (8, 16)}
+    assert times(iter([traced[8].graph])) == 1
+    assert times([traced[8].graph, traced[8].graph]) == 2
+    assert len(stops) == 1
+    assert times([traced[8].graph, traced[16].graph]) == 2
+    assert len(stops) == 2
 
 
 def test_unknown_model_and_size() -> None:
