@@ -273,7 +273,7 @@ def _guess(text: str) -> dict[str, int]:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sequences = sorted(name for name, spec in MODELS.items() if "tokens" in spec.real)
+    sequences = sorted(name for name, spec in MODELS.items() if "tokens" in spec.real and "chunk" not in spec.real)
     parser.add_argument("--model", choices=sequences, default="llama4k")
     parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N", help="change single sizes of the model")
     parser.add_argument("--methods", default="keep,checkpoint,auto", help="variants, separated by commas; auto is graphoffload")

@@ -89,6 +89,11 @@ class Work:
     outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
     apart_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the inner compiler fuses operations."""
+        return self.request.config.inner == "inductor"
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -113,7 +118,7 @@ class Draft:
 
 
 def feasible_draft(work: Work) -> Draft:
-    """The best draft; where none meets the budget, or a slowdown is not used up, one of `_other_ways`.
+    """The best draft for a budget, where none meets it one of `_other_ways`; the smallest draft for a slowdown.
 
     Raises:
         BudgetError: no draft meets the budget in any way. It names the least budget that holds whatever the caller does.
@@ -123,11 +128,11 @@ def feasible_draft(work: Work) -> Draft:
     error: BudgetError | None = None
     for other in (work, *_other_ways(work)):
         try:
-            draft = _best_draft(other)
+            draft = _best_draft(other, _instance(other))
         except BudgetError as failed:
             error = failed if error is None or other.outputs_stay else error
             continue
-        return draft if other.apart_bytes is None else _against_fused(work, draft)
+        return draft if other.apart_bytes is None else _against_fused(draft, work.request, _keep_all(_instance(work), work))
     assert error is not None
     raise error
 
@@ -138,12 +143,11 @@ def _other_ways(work: Work) -> Iterator[Work]:
     returned = returned_bytes(work.pair)
     note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
     not_held = replace(work, outputs_stay=False, notes=[*work.notes, note])
-    fuses = work.request.config.inner == "inductor"
-    if fuses:
+    if work.fuses:
         yield _apart(work, "to meet the budget")
     if returned >= _least(work):
         yield not_held
-        if fuses:
+        if work.fuses:
             yield _apart(not_held, "to meet the budget")
 
 
@@ -159,52 +163,53 @@ def _apart(work: Work, why: str) -> Work:
 
 def _smallest(work: Work) -> Draft:
     """The best draft for a slowdown: of fused operations, or where those leave time unused, of operations apart."""
-    fused = _best_draft(work)
+    instance = _instance(work)
+    fused = _best_draft(work, instance)
     if not fused.decided.planned:
         return fused
-    apart = _apart_within(work, fused)
-    if apart is None:
-        return _smaller(work, fused)
-    other = _best_draft(apart)
-    if (other.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
-        return _smaller(work, fused)
-    other = _against_fused(work, _smaller(apart, other))
-    return min(fused, other, key=lambda draft: draft.score)
+    apart = _smallest_apart(work, instance, fused)
+    return _smaller(work, instance, fused) if apart is None else min(fused, apart, key=lambda draft: draft.score)
 
 
-def _apart_within(work: Work, fused: Draft) -> Work | None:
-    """The same work with operations apart and a slowdown against their own keep-all, which is slower; None where there is no
-    time for that, or nothing to take apart."""
-    keep_s = fused.decided.keep_timeline.time_s
-    if work.request.config.inner != "inductor" or -fused.excess < _UNUSED * keep_s:
+def _smallest_apart(work: Work, instance: Instance, fused: Draft) -> Draft | None:
+    """The smallest draft of operations apart; None where there is no time for that, nothing to take apart, or no memory to
+    gain. Their slowdown is against their own keep-all, which is slower, until they are drafts."""
+    keep = fused.decided.keep_timeline
+    if not work.fuses or -fused.excess < _UNUSED * keep.time_s:
         return None
     apart = _apart(work, "which leaves less in memory at once")
-    program = _instance(apart).program
-    if program == _instance(work).program:
+    instance_apart = _instance(apart)
+    if instance_apart.program == instance.program:
         return None
-    keep_apart = simulate(program, ["keep"] * len(work.table), work.hardware)
-    allowed = (1.0 + (work.request.config.max_slowdown or 0.0)) * keep_s / keep_apart.time_s - 1.0
+    ratio = keep.time_s / _keep_all(instance_apart, apart).time_s
+    allowed = (1.0 + (work.request.config.max_slowdown or 0.0)) * ratio - 1.0
     if allowed <= 0.0:
         return None
-    return replace(apart, request=replace(work.request, config=work.request.config.with_slowdown(allowed)))
+    apart = replace(apart, request=replace(work.request, config=work.request.config.with_slowdown(allowed)))
+    draft = _best_draft(apart, instance_apart)
+    if (draft.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
+        return None
+    return _against_fused(_smaller(apart, instance_apart, draft), work.request, keep)
 
 
-def _against_fused(work: Work, draft: Draft) -> Draft:
+def _keep_all(instance: Instance, work: Work) -> Timeline:
+    return simulate(instance.program, instance.program.keep_actions(), work.hardware)
+
+
+def _against_fused(draft: Draft, request: Request, keep: Timeline) -> Draft:
     """The draft beside keep-all as a compiler fuses it. No bound of time is known for all plans, so it is keep-all's time."""
-    keep = simulate(_instance(work).program, ["keep"] * len(work.table), work.hardware)
     bound_s = None if draft.decided.lower_bound_s is None else keep.time_s
     decided = replace(draft.decided, keep_timeline=keep, lower_bound_s=bound_s)
-    draft = replace(draft, work=replace(draft.work, request=work.request), decided=decided)
-    return replace(draft, excess=_excess(work.request, decided, draft.timeline))
+    excess = _excess(request, decided, draft.timeline)
+    return replace(draft, work=replace(draft.work, request=request), decided=decided, excess=excess)
 
 
-def _best_draft(work: Work) -> Draft:
+def _best_draft(work: Work, instance: Instance) -> Draft:
     """Plan, and where recomputation turns out to need more memory than was planned, plan again for less, at last without it.
 
     Raises:
         BudgetError: no draft meets the budget.
     """
-    instance = _instance(work)
     limits, config, best = work.request.limits, work.request.config, None
     for _ in range(_ATTEMPTS):
         try:
@@ -245,11 +250,11 @@ def _or_without_recomputation(work: Work, instance: Instance, best: Draft) -> Dr
     return best
 
 
-def _smaller(work: Work, best: Draft) -> Draft:
+def _smaller(work: Work, instance: Instance, best: Draft) -> Draft:
     """A smaller plan within the slowdown, or one as small and faster, of drafts for half the slowdown and for budgets below
     `best`'s peak: what was recomputed for the least peak as it was estimated need not give the least once torch has partitioned
     again."""
-    instance, bound = _instance(work), best.decided.lower_bound_peak_bytes or 0
+    bound = best.decided.lower_bound_peak_bytes or 0
     if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
         half = work.request.config.with_slowdown((work.request.config.max_slowdown or 0.0) / 2)
         best = min(best, _draft(work, instance, work.request.limits, half), key=lambda draft: draft.score)
@@ -331,7 +336,7 @@ def _instance(work: Work) -> Instance:
         work.pair,
         work.table,
         work.hardware,
-        fuses=work.request.config.inner == "inductor",
+        fuses=work.fuses,
         static_bytes=work.request.limits.static_bytes,
         chains=work.chains,
         reserve_bytes=work.request.limits.reserve_bytes,

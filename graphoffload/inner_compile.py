@@ -139,7 +139,8 @@ def planned_fusions(apart_bytes: int | None, *, farthest: int | None = FARTHEST)
     in chunks to save memory has all chunks' logits alive at once then, since all read the same three scalars.
 
     Apart: of a gated MLP's backward one kernel writes three tensors of its width while it reads three. One after the other they
-    read more, and four or five are alive instead of six. A plan asks for it where nothing else meets its budget.
+    read more, and four or five are alive instead of six. A plan asks for it where nothing else meets its budget, or uses up its
+    slowdown.
     """
     from torch._inductor.virtualized import V
 

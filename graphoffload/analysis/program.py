@@ -103,12 +103,7 @@ def _runs(pair: GraphPair, *, fuses: bool, apart_bytes: int | None) -> _Runs:
     forward, backward = (
         fusion_of(module.graph, fuses=fuses, apart_bytes=apart_bytes) for module in (pair.forward, pair.backward)
     )
-    return _Runs(
-        forward,
-        backward,
-        _made_at(forward),
-        _made_at(backward),
-    )
+    return _Runs(forward, backward, _made_at(forward), _made_at(backward))
 
 
 def _made_at(fusion: Fusion) -> dict[Node, int]:
@@ -116,7 +111,7 @@ def _made_at(fusion: Fusion) -> dict[Node, int]:
     found = {node: at for at, node in enumerate(fusion.order)}
     for node in fusion.order:
         if node.target is operator.getitem:
-            found[node] = found.get(node.all_input_nodes[0], found[node])
+            found[node] = found[node.all_input_nodes[0]]
     return found
 
 

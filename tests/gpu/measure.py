@@ -58,7 +58,6 @@ class Row:
     variant: str
     status: str = "ok"
     compile_s: float = 0.0
-    total_s: float = 0.0
     graphs: int = 0
     samples: list[Sample] = field(default_factory=list)
     baseline: list[Sample] = field(default_factory=list)
@@ -69,7 +68,7 @@ class Row:
     loss: float | None = None
     peak_bytes: int | None = None
     static_growth_bytes: int | None = None
-    pinned_bytes: int | None = None
+    pinned_bytes: int | None = None  # of all that take turns together
     ours: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -217,15 +216,13 @@ def warm_up(session: Session, steps: int = WARM_UP_STEPS) -> float:
     return first_s
 
 
-def alternate(row: Row, session: Session, baseline: Session | None, reference: list[Tensor], *, steps: int, block: int) -> None:
-    """Measure `steps` steps of each side in blocks of `block`, baseline first; every step's gradients are compared."""
-    in_turns([(row, session)], baseline, reference, steps=steps, block=block)
-
-
 def in_turns(
     lanes: list[tuple[Row, Session]], baseline: Session | None, reference: list[Tensor], *, steps: int, block: int
 ) -> None:
-    """The same for many at once: a block of the baseline, one of each lane, and again; all have the same baseline's steps."""
+    """Measure `steps` steps of each side in blocks of `block`: the baseline, each lane, and again; all share the baseline's.
+
+    Every step's gradients are compared.
+    """
     checks: list[list[GradientCheck]] = [[] for _ in lanes]
     kept: list[Sample] = []
     for done in range(0, steps, block):

@@ -58,7 +58,7 @@ def measure_midsize(device: str, *, tiny: bool = False) -> Measured:
     eager_error = keep.check(reference, 0.0).error
     measure.tidy()
     row, before = Row("a quarter offloaded"), graphoffload.stats()
-    measure.alternate(row, ours, keep, reference, steps=STEPS, block=5)
+    measure.in_turns([(row, ours)], keep, reference, steps=STEPS, block=5)
     after = graphoffload.stats()
     found = ours.gradients()
     with twin_copies():

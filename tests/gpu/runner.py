@@ -187,7 +187,9 @@ class Runner:
                     _failed(lane.row, error)
             self.rows += rows
             self.write()
+            pinned_bytes = measure.pinned_bytes()
             for lane in lanes:
+                lane.row.pinned_bytes = pinned_bytes
                 self._look_closer(lane)
         self._notice_dead_device()
         self.write()
@@ -224,8 +226,7 @@ class Runner:
             row.graphs = measure.graphs_compiled() - graphs
             if variant.ours:
                 self._note_plans(variant, row, session)
-            row.total_s = time.perf_counter() - began
-            self.say(f"{text}: ready after {row.total_s:.1f} s")
+            self.say(f"{text}: ready after {time.perf_counter() - began:.1f} s")
             return row, _Lane(variant, row, session)
         except Exception as error:
             _failed(row, error)
@@ -245,7 +246,6 @@ class Runner:
     def _look_closer(self, lane: _Lane) -> None:
         """What takes steps of its own, after all were measured; then the lane is closed."""
         try:
-            lane.row.pinned_bytes = measure.pinned_bytes()
             if lane.row.samples and lane.variant.ours:
                 self._measure_ours(lane.row, lane.session)
             if lane.row.status == "ok":
