@@ -166,6 +166,21 @@ def test_attention_has_no_mask(example: ModuleType) -> None:
     assert [(call["attn_mask"], call["is_causal"]) for call in calls] == [(None, True)] * workload.sizes["layers"]
 
 
+@pytest.mark.parametrize("model", ["llama4k", "qwen"])
+def test_layers_of_a_loss_in_chunks_are_checkpointed(example: ModuleType, model: str) -> None:
+    """A model looks at its layers while it runs: Qwen's at their attention_type."""
+    workload = example.workload_of(64, "cpu", options(example, "--model", model))
+    plain = workload.loss()
+    ran: list[int] = []
+    example.wrap_blocks(workload, selective=False)
+    for layer in workload.module.get_submodule(workload.blocks[0]):
+        layer.layer.register_forward_pre_hook(lambda *_: ran.append(1))
+    loss = workload.loss()
+    torch.testing.assert_close(loss, plain)
+    loss.backward()
+    assert len(ran) == 2 * workload.sizes["layers"]
+
+
 @pytest.mark.long
 def test_plans_know_the_order_of_the_methods(example: ModuleType) -> None:
     """Checkpointing is foreseen from its own graph, graphoffload by its least peak; all count the gradients."""

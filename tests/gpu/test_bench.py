@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +149,28 @@ def test_kernels_that_were_timed_before_stop_nobody(monkeypatch: pytest.MonkeyPa
     assert len(stops) == 1
     assert times([traced[8].graph, traced[16].graph]) == 2
     assert len(stops) == 2
+
+
+def test_so_many_measure_at_once(tmp_path: Path) -> None:
+    """Two of three do, and the third waits for one of them."""
+    running: list[int] = []
+    most: list[int] = []
+    two = threading.Event()
+
+    def measured(number: int) -> None:
+        running.append(number)
+        most.append(len(running))
+        if len(running) == 2:
+            two.set()
+        assert two.wait(30)
+        time.sleep(0.2)
+        running.remove(number)
+
+    process = together._in_a_slot(tmp_path, 2, measured)
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        for finished in [threads.submit(process, number) for number in range(3)]:
+            finished.result()
+    assert max(most) == 2
 
 
 def test_unknown_model_and_size() -> None:

@@ -8,7 +8,8 @@ Each argument is a process: a model, changed sizes, `steps` where it takes more 
 --list), each measured in turns with that process's own keep-all, --at-once of them sharing its steps. Without variants: full
 checkpointing, and graphoffload with a budget of checkpointing's measured peak. Every process has its own caches, so that a
 stopped one holds no lock that another needs; the hardware's profile is measured before and copied. Memory is everybody's: no
-more processes than the GPU holds keep-all steps.
+more processes than the GPU holds keep-all steps. With --gpus they are dealt out over several GPUs of a host, and --at-a-time
+says how many GPUs may measure, and so copy, at once: links to one host's memory are shared.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -95,6 +96,28 @@ def _alone_for_new(folder: Path, kernel_times: Callable[..., Any]) -> Callable[.
     return run
 
 
+def _in_a_slot(folder: Path, count: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`count` processes at once run it, on whatever GPUs they are; none waits while it keeps its own GPU's others running."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            locks = [stack.enter_context((folder / f"slot{number}").open("w")) for number in range(count)]
+            while not any(_taken(lock) for lock in locks):
+                time.sleep(0.05)
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _taken(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _with_memory(in_turns: Callable[..., None]) -> Callable[..., None]:
     """One step of each side first: others may have run in between, and what torch's allocator held was given back."""
 
@@ -125,7 +148,7 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
     from graphoffload import drafts
 
     drafts.kernel_times = _alone_for_new(folder, drafts.kernel_times)
-    measure.in_turns = _alone(folder, _with_memory(measure.in_turns))
+    measure.in_turns = _alone(folder, _in_a_slot(given.out, given.at_a_time, _with_memory(measure.in_turns)))
     model, sizes, steps, variants = parse_process(text)
     out = given.out / f"{number}-{model}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,6 +175,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="measured steps a side")
     parser.add_argument("--block", type=int, default=5, help="steps before the other side has its turn")
     parser.add_argument("--at-once", type=int, default=1, help="variants of a process that take turns with one keep-all")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the processes are dealt out over, in turn")
+    parser.add_argument("--at-a-time", type=int, default=2, help="of them, how many measure at once")
     parser.add_argument("--limit-s", type=float, default=170.0)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, where memory is not measured")
     parser.add_argument("--out", type=Path, default=Path("together"))
@@ -166,15 +191,19 @@ def main() -> int:
     from graphoffload.folders import cache_dir
 
     cache_dir().mkdir(parents=True, exist_ok=True)
-    folder = given.out / "running"
-    folder.mkdir(exist_ok=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(given.gpus)))).split(",")
     running = []
     for number, model in enumerate(given.models):
+        gpu = number % given.gpus
+        folder = given.out / f"running{gpu}"
+        folder.mkdir(exist_ok=True)
         cache = given.out / f"cache{number}"
         shutil.copytree(cache_dir(), cache / "graphoffload", dirs_exist_ok=True)
         own = {"GRAPHOFFLOAD_CACHE_DIR": str(cache / "graphoffload"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-        rest = ["--steps", given.steps, "--block", given.block, "--at-once", given.at_once, "--limit-s", given.limit_s]
-        rest += ["--out", given.out, "--folder", folder, "--number", number, *["--tiny"] * given.tiny]
+        own |= {"CUDA_VISIBLE_DEVICES": visible[gpu]} if given.gpus > 1 else {}
+        rest = ["--steps", given.steps, "--block", given.block, "--at-once", given.at_once, "--at-a-time", given.at_a_time]
+        rest += ["--limit-s", given.limit_s, "--out", given.out, "--folder", folder, "--number", number]
+        rest += ["--tiny"] * given.tiny
         running.append(subprocess.Popen([sys.executable, __file__, model, *map(str, rest)], env={**os.environ, **own}))
     return max(process.wait() for process in running)
 

@@ -145,10 +145,11 @@ selective_contexts = functools.partial(create_selective_checkpoint_contexts, kee
 
 
 class Checkpointed(nn.Module):
-    """A layer under torch.utils.checkpoint."""
+    """A layer under torch.utils.checkpoint, with the layer's own attributes: models ask for them (Qwen's attention_type)."""
 
     def __init__(self, layer: nn.Module, *, selective: bool) -> None:
         super().__init__()
+        self.__dict__.update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
         self.layer, self.selective = layer, selective
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
