@@ -17,6 +17,7 @@ import csv
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +121,17 @@ def draw(records: list[dict[str, Any]], title: str, path: Path) -> bool:
     families: dict[str, list[dict[str, Any]]] = {}
     for point in sorted(points, key=lambda p: p["peak_over_static_bytes"]):
         families.setdefault(_family(point["method"]), []).append(point)
-    for number, (family, members) in enumerate(sorted(families.items(), key=lambda item: item[0] in OURS)):
+    known = [*FAMILIES, *sorted(families.keys() - FAMILIES.keys())]
+    for family, members in sorted(families.items(), key=lambda item: item[0] in OURS):
         x, y = [p["peak_over_static_bytes"] / 1e9 for p in members], [(p["ratio"] - 1) * 100 for p in members]
-        style = OURS.get(family, {"marker": "s", "linestyle": "", "color": COLOURS[number % len(COLOURS)]})
+        style = OURS.get(family, {"marker": "s", "linestyle": "", "color": COLOURS[known.index(family) % len(COLOURS)]})
         axes.plot(x, y, label=family, zorder=3 if family in OURS else 2, **style)
         bound = [(at, (p["bound_ratio"] - 1) * 100) for at, p in zip(x, members, strict=True) if p["bound_ratio"]]
         if bound:
             axes.plot(*zip(*bound, strict=True), "--", color="black", alpha=0.6, label="no plan is predicted below (LP)")
     axes.set_yscale("symlog", linthresh=5)
-    ticks = [-2, 0, 2, 5, 10, 20, 50, 100, 400]
+    highest = max((p["ratio"] - 1) * 100 for p in points)
+    ticks = [-2, 0, 2, 5, 10, *(tick for tick in (20, 50, 100, 200, 400, 800) if tick < 2 * highest)]
     axes.set_yticks(ticks, [f"{tick:+d} %" if tick else "0" for tick in ticks])
     axes.set_xlabel("peak memory of a step over what is allocated between steps, GB")
     axes.set_ylabel("step time over keep-all")
@@ -193,20 +196,24 @@ def our_names(runner: Runner, given: argparse.Namespace, least: int | None) -> l
 
 
 def gather(folder: Path, model: str) -> tuple[list[Row], dict[str, Any]]:
-    """Rows and facts of several processes that measured one model, each beside its own keep-all: the first's is shown.
+    """Rows and facts of several processes that measured one model, each beside its own keep-all: the first's is shown, as it
+    alternated with the variants.
 
     Raises:
         SystemExit: there are none.
     """
     rows: list[Row] = []
+    kept: list[Row] = []
     facts: dict[str, Any] = {}
     for path in sorted(folder.glob(f"*/{model}*.json")):
         facts = json.loads(path.read_text())
         found = [Row.from_dict(row) for row in facts.pop("rows")]
-        rows += [row for row in found if not (rows and row.variant.startswith("keep-all"))]
-    if not rows:
+        kept += [row for row in found if row.variant.startswith("keep-all")]
+        rows += [row for row in found if not row.variant.startswith("keep-all")]
+    if not kept:
         raise SystemExit(f"no {model}.json in any folder of {folder}")
-    return rows, facts
+    in_turns = next((row.baseline for row in rows if row.baseline), kept[0].samples)
+    return [replace(kept[0], variant="keep-all", samples=in_turns), *rows], facts  # what ran before may have had company
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -237,7 +237,7 @@ def cases(folder: str, place: Place, inner: str, kept: dict[str, list[Tensor]]) 
             model = parallel(how, offloading(inner), place)
             yield f"{how} plain", compared(model, kept[how], place, disturb=False)
             yield f"{how} delayed", compared(model, kept[how], place, disturb=True)
-            if place.device == "cuda" and inner == "aot_eager":
+            if place.device == "cuda" and inner == "aot_eager" and how not in ACROSS:
                 yield f"{how} beside compute", beside_compute(model, place)
             yield "host_budget", host_budgets()
             files = sorted(path.name for path in Path(folder).rglob("hardware-*.json"))
@@ -247,6 +247,8 @@ def cases(folder: str, place: Place, inner: str, kept: dict[str, list[Tensor]]) 
             registry.forget()
             model = parallel(how, offloading(inner), place)
             yield f"{how} across", compared(model, kept[how], place, disturb=True)
+            if place.device == "cuda" and inner == "aot_eager":
+                yield f"{how} beside compute", beside_compute(model, place)
 
 
 def host_budgets() -> dict[str, int | None]:
@@ -331,7 +333,8 @@ def check_case(found: list[dict[str, Any]], case: tuple[str, str], place: Place,
         assert got["in_use"] == 0, said
         disturbed = run != "plain" and rank == DELAYED_RANK
         assert (got["blocks_overwritten"] > 0) == disturbed, said
-        assert (got["copies_delayed"] >= got["offloads"] + got["reloads"]) == (disturbed and place.device == "cuda"), said
+        copies = got["offloads"] + got["reloads"] - got["stays"]
+        assert (got["copies_delayed"] >= copies) == (disturbed and place.device == "cuda"), said
         if run != "across" or place.device == "cuda":  # without streams nothing is left to the next graph
             assert (got["deferred"] > 0) == (run == "across"), said
     assert len({seen[f"{how} {run}"]["sum"] for seen in found}) == 1, f"{how} {run}: the ranks have other gradients: {found}"

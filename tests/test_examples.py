@@ -152,15 +152,17 @@ def test_pareto_of_several_processes(tmp_path: Path) -> None:
     """Rows that processes measured side by side come back whole, with one keep-all; a folder without any is an error."""
     from gpu.measure import Row, Sample
 
-    sample = Sample(10.0, 1.0, 10**9, 2 * 10**9, 5.5)
+    sample, alone = Sample(10.0, 1.0, 10**9, 2 * 10**9, 5.5), Sample(8.0, 1.0, 10**9, 2 * 10**9, 5.5)
     for number, name in enumerate(("over:20GB", "slowdown:0.1")):
-        rows = [Row("keep-all before", samples=[sample]), Row(name, samples=[sample] * 2, ratio=1.5, ratio_interval=(1.4, 1.6))]
+        row = Row(name, samples=[sample] * 2, baseline=[alone], ratio=1.5, ratio_interval=(1.4, 1.6))
+        rows = [Row("keep-all before", samples=[sample]), row, Row("keep-all after", samples=[sample])]
         folder = tmp_path / f"{number}-small"
         folder.mkdir()
         (folder / "small.json").write_text(json.dumps({"model": "small", "rows": [row.to_dict() for row in rows]}))
     run_example("pareto.py", "--model", "small", "--gather", str(tmp_path), "--out", str(tmp_path / "out"))
     lines = (tmp_path / "out" / "pareto_small.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in lines] == ["method", "keep-all before", "over:20GB", "slowdown:0.1"]
+    assert [line.split(",")[0] for line in lines] == ["method", "keep-all", "over:20GB", "slowdown:0.1"]
+    assert lines[1].startswith("keep-all,ok,8.0,1.0,"), "as it alternated with a variant"
     assert lines[2].startswith("over:20GB,ok,10.0,1.5,1.4,1.6,")
     with pytest.raises(AssertionError, match="in any folder of"):
         run_example("pareto.py", "--model", "small", "--gather", str(tmp_path / "out"), "--out", str(tmp_path / "out"))

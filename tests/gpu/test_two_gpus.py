@@ -76,7 +76,8 @@ def test_the_ranks_came_to_the_end(outcome: Outcome) -> None:
 def test_copies_ran_beside_compute(outcome: Outcome, how: str) -> None:
     """Of each rank, in both directions, from page-locked memory; NCCL's kernels do not count as compute.
 
-    Only some of it: a block's copies take longer than its products, and DDP cuts blocks into smaller graphs.
+    Only some of it: a block's copies take longer than its products. Block by block from graph to graph, as by default: DDP cuts
+    blocks into graphs that end at what they offload, so that within one of them a copy has 0.03 ms of gelu beside it.
     """
     if outcome.inner != "aot_eager":
         pytest.skip("profiled under aot_eager alone")
