@@ -21,6 +21,7 @@ from graphoffload import compat
 from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.program import Instance, build_program
+from graphoffload.analysis.regions import with_regions
 from graphoffload.analysis.saved_values import GraphPair, returned_bytes, saved_table
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
@@ -326,7 +327,7 @@ def _instance(work: Work) -> Instance:
     times: dict[str, Measured] = {}
     if work.hardware.source == "measured":
         graphs = (work.pair.forward.graph, work.pair.backward.graph)
-        times = kernel_times(graphs, torch.device(device_name(work.table)), cache_dir())
+        times = kernel_times(with_regions(graphs), torch.device(device_name(work.table)), cache_dir())
 
     def measured(node: Node) -> Measured | None:
         name = signature(node) if times else None

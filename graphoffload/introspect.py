@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -193,6 +194,8 @@ def _apply(config: OffloadConfig, options: Mapping[str, Any], target: Any) -> An
     if isinstance(target, nn.Module):
         compile_in_place(target, backend)
         return watched(target, config, options)
+    if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target):
+        raise ConfigError(f"offload() got {target.__name__}, a generator or coroutine, which torch.compile leaves in eager.")
     if callable(target) and not isinstance(target, type):
         return told_when_inlined(torch.compile(target, backend=backend), tell)
     got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
@@ -200,8 +203,9 @@ def _apply(config: OffloadConfig, options: Mapping[str, Any], target: Any) -> An
 
 
 def compile_in_place(module: nn.Module, backend: OffloadBackend, **options: Any) -> None:
-    """`module.compile(backend=backend)`, also for modules of torch.nn, whose forward Dynamo does not compile by itself."""
-    if type(module).__module__.startswith("torch.nn.") and type(module).forward is not nn.Module.forward:
+    """`module.compile(backend=backend)`, also where forward is torch.nn's, inherited or not, which Dynamo does not compile."""
+    forward = type(module).forward
+    if getattr(forward, "__module__", "").startswith("torch.nn.") and forward is not nn.Module.forward:
         # Dynamo skips frames inside torch.nn, so compiling Sequential.forward itself would compile nothing, silently.
         module._compiled_call_impl = torch.compile(_caller(module), backend=backend, **options)
         return

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graphoffload import compat
 from graphoffload.analysis.chains import mutated_placeholders
 from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
+from graphoffload.analysis.regions import give_own_memory
 from graphoffload.analysis.saved_values import real_uses
 from graphoffload.analysis.storages import fake
 from graphoffload.saved import SavedTensor
@@ -32,6 +33,7 @@ def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str]) -> GraphMo
         relax: forget advice to recompute, for a number was given. notes: gets a line that says so.
     """
     copied = copy_graph(joint)
+    give_own_memory(copied)
     _apply_tags(copied, relax=relax, notes=notes)
     _save_what_reads_mutated_inputs(copied)
     return copied

@@ -20,11 +20,11 @@ from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
 from graphoffload.drafts import Request
 from graphoffload.dump import write_dump
-from graphoffload.errors import ConfigError, FallbackWarning, warn
+from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
 from graphoffload.fragments import WHOLE, Fragment
 from graphoffload.hardware import resolve_hardware
 from graphoffload.identity import graph_key
-from graphoffload.joint import copy_graph
+from graphoffload.joint import copy_graph, tagged_copy
 from graphoffload.limits import resolve_limits
 from graphoffload.log import log, say
 from graphoffload.pipeline import Rewritten, rewrite
@@ -81,6 +81,8 @@ class OffloadPartitioner(CustomPartitionerFn):
         """Forward and backward graph of a joint graph; `kwargs` are those of torch's own partitioners."""
         compat.check_torch()
         _check_torch_settings()
+        if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
+            return _partition_region(gm, joint_inputs, kwargs)
         limits = replace(resolve_limits(self.config, _inputs(gm)), shared=self.shared, behind=self.behind)
         key = self.key or graph_key(gm, self.config)
         request = Request(
@@ -97,6 +99,21 @@ class OffloadPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Part of torch's cache key: the plan's key, or, where that is unknown, a value that is never repeated."""
         return self.key or secrets.token_hex(16)
+
+
+def _partition_region(
+    joint: GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
+) -> tuple[GraphModule, GraphModule]:
+    """A region (analysis/regions.py), which torch gives without inputs, as torch partitions it; names tags of more."""
+    tagged = [node for node in joint.graph.nodes if compat.tag_of(node.meta) == "must_offload"]
+    if tagged:
+        warn(
+            NotOffloadedWarning,
+            f"{len(tagged)} operations inside a torch.compiler.nested_compile_region are tagged MUST_CPU_OFFLOAD, the first is "
+            f"{tagged[0].name!r}. torch partitions a region by itself: they are saved, and whether they are offloaded is "
+            "decided with the graph around the region. Ask for that by policy, or take the region's decorator off.",
+        )
+    return compat.min_cut(tagged_copy(joint, relax=False, notes=[]), joint_inputs, kwargs)
 
 
 def _inputs(joint: GraphModule) -> Iterator[object]:

@@ -178,3 +178,30 @@ def test_a_release_right_behind_the_producer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pipeline, "insert_offloads", insert)
     assert_same(lambda x: torch.nn.functional.dropout(torch.tanh(x).sin(), 0.5).cos(), "offload", (4, 16))
     assert moved
+
+
+def empty_in_front(x: Tensor) -> Tensor:
+    """As Transformers' DynamicCache begins."""
+    keys = torch.cat([torch.tensor([]), (x * 2).sin()], dim=-1)
+    return keys @ keys.transpose(0, 1)
+
+
+def constant_factor(x: Tensor) -> Tensor:
+    factor = torch.tensor([1.0, 2.0, 3.0, 4.0] * 4)
+    return ((x * x) * factor).sin().mul(factor).exp()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("function", [empty_in_front, constant_factor])
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_constants_of_the_graph_stay(function: Any, policy: str, inner: str) -> None:
+    """What is recomputed may read a constant; torch saves it then, and planning was a KeyError."""
+    grads = []
+    for backend in (inner, graphoffload.OffloadBackend(policy=policy, min_tensor_bytes=0, inner=inner)):  # type: ignore[arg-type]
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x = torch.randn(4, 16, requires_grad=True)
+        torch.compile(function, backend=backend, fullgraph=True)(x).sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)

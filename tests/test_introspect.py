@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.errors import ConfigError
@@ -117,3 +118,34 @@ def test_the_partitioner_reads_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("GRAPHOFFLOAD_POLICY", "offload")
     assert graphoffload.OffloadPartitioner().config == graphoffload.OffloadBackend().config
     assert graphoffload.OffloadPartitioner().config.policy == "offload"
+
+
+class Net(nn.Sequential):
+    """A class of the user's whose forward is torch's, as many models have them."""
+
+
+@graphoffload.offload(policy="offload", min_tensor_bytes=0, inner="aot_eager")
+class Decorated(nn.Sequential):
+    """Likewise."""
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Net, Decorated])
+def test_forwards_of_torch_nn_are_compiled_where_they_are_inherited(kind: type[nn.Sequential]) -> None:
+    """Dynamo skips a frame by where its code is, not by whose class it is: 20 steps went by and nothing was offloaded."""
+    model = kind(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    if kind is not Decorated:
+        graphoffload.offload(model, policy="offload", min_tensor_bytes=0, inner="aot_eager")
+    before = graphoffload.stats()["offloads"]
+    model(torch.randn(4, 16)).sum().backward()
+    assert graphoffload.stats()["offloads"] > before
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_generators_are_refused() -> None:
+    """torch.compile leaves them in eager, without a word."""
+
+    def parts(x: Tensor) -> Iterator[Tensor]:
+        yield x.sin()
+
+    with pytest.raises(ConfigError, match="a generator or coroutine"):
+        graphoffload.offload(parts)

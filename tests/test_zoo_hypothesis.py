@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -99,7 +99,12 @@ def build(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype) -> nn.Module:
 
 def check(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype, policy: object, inner: str = "aot_eager") -> None:
     inputs = (draw(3, SIZE, SIZE, device="cpu", dtype=dtype, seed=0, requires_grad=True),)
-    expected = run_step(compiled(build(chain, dtype), keep_all(inner)), inputs)
+    try:
+        expected = run_step(compiled(build(chain, dtype), keep_all(inner)), inputs)
+    except RuntimeError as error:  # torch alone: dropout's backward of a permuted gradient has other strides than its fake
+        if "view size is not compatible" not in str(error):
+            raise
+        reject()
     config = graphoffload.OffloadConfig(policy=policy, inner=inner, min_tensor_bytes=0, verify="checksum")  # type: ignore[arg-type]
     with observe() as seen:
         got = run_step(compiled(build(chain, dtype), graphoffload.OffloadBackend(config)), inputs)

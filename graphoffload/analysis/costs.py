@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from graphoffload.analysis.fusion import Fusion, Kind
-from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, size_hint, storage_id
+from graphoffload.analysis.fusion import Fusion, Kind, fusion_of
+from graphoffload.analysis.regions import subgraph_of
+from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, group_by_storage, size_hint, storage_id
 from graphoffload.hardware import HardwareProfile
 
 # Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens, and what a mask that is
@@ -56,6 +57,7 @@ def node_costs(
     """
     sizes = {storage_id(value): example_storage_nbytes(value) for node in fusion.kinds if (value := fake(node)) is not None}
     costs, seen_in_cluster = [], set[int]()
+    regions: dict[GraphModule, NodeCost] = {}
     for node in fusion.order:
         kind = fusion.kinds[node]
         value = fake(node)
@@ -65,6 +67,11 @@ def node_costs(
             continue
         if kind == "kernel":
             seen_in_cluster = set()
+        if (region := subgraph_of(node)) is not None:
+            if region not in regions:
+                regions[region] = _cost_of_region(region, fusion, hardware, measured)
+            costs.append(regions[region])
+            continue
         first = not seen_in_cluster
         moved = _moved_bytes(node, fusion, sizes, seen_in_cluster if kind == "fused" else _moved_before(node, fusion))
         called = operation_of(node)
@@ -75,6 +82,26 @@ def node_costs(
             known = Measured(seconds, _workspace_bytes(called) if kind == "kernel" and hardware.source != "cpu" else 0)
         costs.append(NodeCost(kind, flops, moved, known.time_s, known.workspace_bytes))
     return costs
+
+
+def _cost_of_region(
+    region: GraphModule, around: Fusion, hardware: HardwareProfile, measured: Callable[[Node], Measured | None] | None
+) -> NodeCost:
+    """All that one call of a region does; its temporaries are its workspace."""
+    fusion = fusion_of(region.graph, fuses=around.fuses, apart_bytes=around.apart_bytes)
+    costs = node_costs(fusion, hardware, measured=measured)
+    flops, moved, time_s = (sum(getattr(cost, name) for cost in costs) for name in ("flops", "moved_bytes", "time_s"))
+    alive = [cost.workspace_bytes for cost in costs]
+    at = {node: step for step, node in enumerate(fusion.order)}
+    edges = [*region.graph.find_nodes(op="placeholder"), *next(iter(reversed(region.graph.nodes))).all_input_nodes]
+    outside = set(group_by_storage(edges))
+    for identity, members in group_by_storage(region.graph.nodes).items():
+        if identity in fusion.real and identity not in outside:
+            first, last = fusion.spans.get(members[0], (at[members[0]], at[members[0]]))
+            last = max([last, *(fusion.spans[reader][1] for reader in fusion.readers.get(identity, ()))])
+            nbytes = example_storage_nbytes(fake(members[0]))  # type: ignore[arg-type]
+            alive[first : last + 1] = [held + nbytes for held in alive[first : last + 1]]
+    return NodeCost("kernel", flops, moved, time_s, max(alive, default=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ class Fusion:
         apart_bytes: two that write this many bytes each and do not need each other are not fused.
         begun: by position in the graph, how many of `order` have run when something runs that was put in front of that node;
             the last entry is for what was put at the end.
+        fuses: whether a compiler fuses at all.
     """
 
     kinds: dict[Node, Kind]
@@ -104,6 +105,7 @@ class Fusion:
     readers: dict[int, list[Node]] = field(default_factory=dict)
     apart_bytes: int | None = None
     begun: list[int] = field(default_factory=list)
+    fuses: bool = True
 
     def read_by(self, node: Node) -> frozenset[int]:
         """Storages in memory that a node's kernel reads for it."""
@@ -124,7 +126,7 @@ def _tensors(node: Node) -> Iterable[torch.Tensor]:
 def fusion_of(graph: Graph, *, fuses: bool, apart_bytes: int | None = None) -> Fusion:
     """Follow a fusing compiler: a value exists when a kernel or the graph's output reads it, when it is the smaller result of a
     reduction, or when computing it where it is read would read too many others."""
-    fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, apart_bytes=apart_bytes)
+    fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, apart_bytes=apart_bytes, fuses=fuses)
     fusion.added = _added_to_products(graph, fusion.kinds)
     fusion.kinds.update(dict.fromkeys(fusion.added, "kernel"))
     products = set(fusion.added.values())

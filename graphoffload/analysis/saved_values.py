@@ -2,7 +2,7 @@
 whether it may leave the device.
 
 What may not leave, and why:
-    graph inputs and their views       they belong to the caller; the bytes would not be freed
+    graph inputs, constants, and views they belong to the caller; the bytes would not be freed
     aliases of a model output          the caller holds the memory, and may write to it
     copies of inputs and outputs       Inductor leaves such a copy out once nothing saves it: then the memory is the caller's
     symbols, opaque and non-strided    not bytes in one block of memory
@@ -12,7 +12,8 @@ What may not leave, and why:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import operator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from graphoffload.analysis.storages import (
     storage_nbytes,
 )
 from graphoffload.compat import tag_of
+from graphoffload.errors import VerifyError
 from graphoffload.saved import SavedTable, SavedTensor, Tag
 
 
@@ -110,7 +112,8 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
         for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs]
         if node is not None and (value := fake(node)) is not None
     }
-    inputs = set(group_by_storage(pair.forward.graph.find_nodes(op="placeholder")))
+    nodes = pair.forward.graph.nodes
+    inputs = set(group_by_storage(node for node in nodes if node.op in ("placeholder", "get_attr")))  # constants live on
     members = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
     saved: dict[int, list[tuple[Node, Node]]] = {}
     for node, placeholder in saved_placeholders(pair):
@@ -118,12 +121,47 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
         if value is not None and storage_id(value) not in inputs:
             saved.setdefault(storage_id(value), []).append((node, placeholder))
     names = {node.name for node in pair.forward.graph.nodes}
+    for identity in saved:
+        _check_one_memory(members[identity])
     callers = inputs | outputs | _copies_of(inputs | outputs, members)
     tensors = [
         _describe(pairs, members[identity], forward_at, backward_at, identity in outputs, identity in callers, tags, names)
         for identity, pairs in saved.items()
     ]
     return SavedTable(tuple(sorted(tensors, key=lambda tensor: tensor.produced_at)))
+
+
+def _check_one_memory(members: list[Node]) -> None:
+    """Nodes of one fake storage are views of one value, unless an operation gave the same fake tensor to two values.
+
+    Raises:
+        VerifyError: they are not. One copy would be made for both.
+    """
+    sources = {_source(node): node for node in reversed(members) if not any(other in members for other in _read_by(node))}
+    if len(sources) > 1:
+        first, second, *_ = (node.name for node in reversed(sources.values()))
+        raise VerifyError(
+            f"{first} and {second} have one fake storage, but neither is a view of the other: their memory cannot be told "
+            "apart, and a gradient could be wrong, so nothing was compiled. Please report this with a graph dump."
+        )
+
+
+def _source(node: Node) -> Hashable:
+    """What made a value: the memory that it is a view of, else the operation. Where Inductor left a copy out of the joint
+    graph, its views still carry the copy's fake storage, and read what was copied."""
+    made = node.args[0] if node.target is operator.getitem and isinstance(node.args[0], Node) else node
+    first = next(iter(made.all_input_nodes), None)
+    value = fake(first) if first is not None else None
+    returns = made.target._schema.returns if isinstance(made.target, torch._ops.OpOverload) else ()
+    return storage_id(value) if value is not None and any(result.alias_info is not None for result in returns) else made
+
+
+def _read_by(node: Node) -> Iterator[Node]:
+    """What a node reads, looking through a tuple of results."""
+    for source in node.all_input_nodes:
+        yield source
+        if node.target is operator.getitem:
+            yield from source.all_input_nodes
 
 
 def _copies_of(callers: set[int], members: dict[int, list[Node]]) -> set[int]:

@@ -1,0 +1,103 @@
+"""Regions that torch compiles once and calls often (torch.compiler.nested_compile_region): one subgraph, many calls.
+
+    joint graph    r1 = invoke_subgraph(fw, x, w);   y1 = r1[0];  s1 = r1[1];  w1 = r1[2]     w1 is w: backward needs it
+                   r2 = invoke_subgraph(fw, y1, w);  y2 = r2[0];  s2 = r2[1];  w2 = r2[2]
+                   ...
+                   d1 = invoke_subgraph(bw, s1, w1, d2)
+
+torch partitions a region by itself, before the graph around it. What its backward needs leaves it as a result of its
+forward, and is planned there, call by call; so within a region nothing is planned, and torch's partition stands.
+
+Every call's results have the fake tensors of the one subgraph. By their storages s1 and s2 would be one memory, of which one
+copy is made (wrong gradients, once), and w1 would not be w. `give_own_memory` says what is so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graphoffload.analysis.storages import concrete, fake, storage_id
+
+
+def subgraph_of(node: Node) -> GraphModule | None:
+    """The region that a node calls; None for other nodes."""
+    called = node.args[0] if node.op == "call_function" and node.args else None
+    if getattr(node.target, "__name__", "") != "invoke_subgraph" or not isinstance(called, Node):
+        return None
+    owner = node.graph.owning_module
+    found = getattr(owner, str(called.target), None) if owner is not None else None
+    return found if isinstance(found, GraphModule) else None
+
+
+def with_regions(graphs: Iterable[Graph]) -> list[Graph]:
+    """Graphs and, once each, the regions that they call."""
+    found = dict.fromkeys(graphs)
+    for graph in list(found):
+        found.update((region.graph, None) for node in graph.nodes if (region := subgraph_of(node)) is not None)
+    return list(found)
+
+
+def give_own_memory(module: GraphModule) -> None:
+    """Give the results of each call of a region fake tensors with storages of their own, or of the operands that they are.
+
+    Views of them follow. Writes `meta["val"]` of nodes of `module`, which must be a copy.
+    """
+    moved: dict[Node, int] = {}  # nodes with another storage now, and the one that they had
+    results: dict[tuple[Node, int], torch.Tensor] = {}
+    for node in module.graph.nodes:
+        value = fake(node)
+        if node.op != "call_function" or value is None:
+            continue
+        call = node.args[0] if node.target is operator.getitem else None
+        region = subgraph_of(call) if isinstance(call, Node) else None
+        if region is not None:
+            assert isinstance(call, Node)
+            node.meta["val"] = _result(call, region, node.args[1], value, results)
+            moved[node] = storage_id(value)
+            continue
+        shown = next((source for source in _read_by(node) if moved.get(source) == storage_id(value)), None)
+        if shown is not None:
+            node.meta["val"] = _as(fake(shown), value, value.storage_offset())
+            moved[node] = storage_id(value)
+
+
+def _read_by(node: Node) -> Iterator[Node]:
+    """What a node reads, looking through a tuple of results."""
+    for source in node.all_input_nodes:
+        yield from source.all_input_nodes if node.target is operator.getitem else (source,)
+
+
+def _result(
+    call: Node, region: GraphModule, index: Any, value: torch.Tensor, results: dict[tuple[Node, int], torch.Tensor]
+) -> torch.Tensor:
+    """One result of a call: of its operand's memory where the region hands that through, else of memory of its own."""
+    inside = next(iter(reversed(region.graph.nodes))).args[0][index]
+    shown = fake(inside) if isinstance(inside, Node) else None
+    if shown is not None:
+        for placeholder, operand in zip(region.graph.find_nodes(op="placeholder"), call.args[2:], strict=False):
+            given, known = fake(placeholder), fake(operand) if isinstance(operand, Node) else None
+            if given is not None and known is not None and storage_id(given) == storage_id(shown):
+                return _as(known, shown, known.storage_offset() + shown.storage_offset() - given.storage_offset())
+    whole = results.setdefault((call, storage_id(value)), _fresh(value))
+    return _as(whole, value, value.storage_offset())
+
+
+def _fresh(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor with a storage of its own, as large as the value's."""
+    nbytes = concrete(value.untyped_storage().nbytes())
+    with value.fake_mode:  # type: ignore[attr-defined]
+        if nbytes is None or nbytes % value.element_size():
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+        return torch.empty(nbytes // value.element_size(), dtype=value.dtype, device=value.device)
+
+
+def _as(memory: torch.Tensor | None, value: torch.Tensor, offset: int | torch.SymInt) -> torch.Tensor:
+    """Memory seen with a value's sizes and strides."""
+    assert memory is not None
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return memory.as_strided(value.size(), value.stride(), offset)
