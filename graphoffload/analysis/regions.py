@@ -24,13 +24,15 @@ from torch.fx import Graph, GraphModule, Node
 from graphoffload.analysis.storages import concrete, fake, storage_id
 
 
+def calls_region(node: Node) -> bool:
+    """Whether a node is the call of a region."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "invoke_subgraph"
+
+
 def subgraph_of(node: Node) -> GraphModule | None:
-    """The region that a node calls; None for other nodes."""
-    called = node.args[0] if node.op == "call_function" and node.args else None
-    if getattr(node.target, "__name__", "") != "invoke_subgraph" or not isinstance(called, Node):
-        return None
-    owner = node.graph.owning_module
-    found = getattr(owner, str(called.target), None) if owner is not None else None
+    """The region that a node calls; None for other nodes, and where the graph is no module's."""
+    called = node.args[0] if calls_region(node) else None
+    found = getattr(node.graph.owning_module, str(called.target), None) if isinstance(called, Node) else None
     return found if isinstance(found, GraphModule) else None
 
 
@@ -54,10 +56,8 @@ def give_own_memory(module: GraphModule) -> None:
         if node.op != "call_function" or value is None:
             continue
         call = node.args[0] if node.target is operator.getitem else None
-        region = subgraph_of(call) if isinstance(call, Node) else None
-        if region is not None:
-            assert isinstance(call, Node)
-            node.meta["val"] = _result(call, region, node.args[1], value, results)
+        if isinstance(call, Node) and calls_region(call):
+            node.meta["val"] = _result(call, node.args[1], value, results)
             moved[node] = storage_id(value)
             continue
         shown = next((source for source in _read_by(node) if moved.get(source) == storage_id(value)), None)
@@ -72,13 +72,12 @@ def _read_by(node: Node) -> Iterator[Node]:
         yield from source.all_input_nodes if node.target is operator.getitem else (source,)
 
 
-def _result(
-    call: Node, region: GraphModule, index: Any, value: torch.Tensor, results: dict[tuple[Node, int], torch.Tensor]
-) -> torch.Tensor:
+def _result(call: Node, index: Any, value: torch.Tensor, results: dict[tuple[Node, int], torch.Tensor]) -> torch.Tensor:
     """One result of a call: of its operand's memory where the region hands that through, else of memory of its own."""
-    inside = next(iter(reversed(region.graph.nodes))).args[0][index]
+    region = subgraph_of(call)
+    inside = next(iter(reversed(region.graph.nodes))).args[0][index] if region is not None else None
     shown = fake(inside) if isinstance(inside, Node) else None
-    if shown is not None:
+    if region is not None and shown is not None:
         for placeholder, operand in zip(region.graph.find_nodes(op="placeholder"), call.args[2:], strict=False):
             given, known = fake(placeholder), fake(operand) if isinstance(operand, Node) else None
             if given is not None and known is not None and storage_id(given) == storage_id(shown):
