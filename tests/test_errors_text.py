@@ -279,7 +279,7 @@ def test_a_handle_that_stands_for_nothing(plan: Plan) -> None:
     handle = offloaded(x, plan)
     with pytest.raises(RuntimeStateError) as info:
         OPS.reload(handle.clone(), plan.key, 0, x.shape, x.stride(), x.dtype)
-    says(info.value, "The host copy of a of layer0 is gone", "plan errors", "saved-tensors hook", "8 steps or 256 calls")
+    says(info.value, "The host copy of a of layer0 is gone", "plan errors", "hook", "converts integers", "8 steps or 256 calls")
 
 
 def test_a_wait_without_its_reload(plan: Plan) -> None:

@@ -167,9 +167,9 @@ class Entries:
             entry = self.captured(handle, id)
         if entry is None:
             raise RuntimeStateError(
-                f"The host copy of {run_plan(plan).name(id)} is gone (plan {plan}): its handle was dropped, or copied by a "
-                f"saved-tensors hook that was not active in forward, or more than {KEPT_TURNS} steps or {KEPT_COPIES} calls "
-                "ran between it and this backward."
+                f"The host copy of {run_plan(plan).name(id)} is gone (plan {plan}): its handle was dropped, copied by a "
+                "saved-tensors hook that was not active in forward or converts integers (let pass what is no float), or more "
+                f"than {KEPT_TURNS} steps or {KEPT_COPIES} calls ran between it and this backward."
             )
         return entry
 
