@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graphoffload.analysis.saved_values import GraphPair
+from graphoffload.analysis.storages import with_views
 from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names
 from graphoffload.runtime.ops import HANDLE_DTYPE
 from graphoffload.saved import Plan
@@ -48,8 +49,17 @@ def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:
     output.args = ((*kept, *saved),) if isinstance(output.args[0], tuple) else ([*kept, *saved],)
     if "desc" in output.meta and len(output.meta["desc"]) != len(kept) + len(saved):
         output.meta.pop("desc")
+    for transfer in plan.transfers:
+        _erase_unread_views(graph, find(nodes, transfer.tensor, plan.key))
     finish(graphs.forward)
     return graphs
+
+
+def _erase_unread_views(graph: Graph, source: Node) -> None:
+    """Views that were made to be saved: torch takes them at the end of forward, behind the release."""
+    for view in reversed(with_views(source)):
+        if view is not source and not view.users:
+            graph.erase_node(view)
 
 
 def _save_handle(saved: list[object], handle: Node, views: tuple[str, ...]) -> list[object]:

@@ -179,6 +179,13 @@ def _copies_of(callers: set[int], members: dict[int, list[Node]]) -> set[int]:
     return found
 
 
+def _only_views(node: Node) -> bool:
+    """Whether a node reads nothing: torch takes saved views at the end of forward, long after the last reader."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return all(result.alias_info is not None and not result.alias_info.is_write for result in node.target._schema.returns)
+
+
 def _copies_or_views(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -208,7 +215,8 @@ def _describe(
     needing = list(dict.fromkeys(user for _, placeholder in pairs for user in needed_by(placeholder, forward_names)))
     stacks = dict.fromkeys(path for user in needing for path in module_stack(user))
     names = dict.fromkeys(name for user in needing for name in boundary_names(user))
-    last_use = max((forward_at[u] for m in members for u in m.users if u.op != "output"), default=forward_at[base])
+    readers_at = [forward_at[u] for m in members for u in m.users if u.op != "output" and not (u in members and _only_views(u))]
+    last_use = max([forward_at[base], *readers_at])
     tag = next((tags[m.name] for m in members if tags.get(m.name)), None)
     return SavedTensor(
         name=base.name,
