@@ -195,7 +195,10 @@ def _apply(config: OffloadConfig, options: Mapping[str, Any], target: Any) -> An
         compile_in_place(target, backend)
         return watched(target, config, options)
     if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target):
-        raise ConfigError(f"offload() got {target.__name__}, a generator or coroutine, which torch.compile leaves in eager.")
+        name = getattr(target, "__name__", type(target).__name__)
+        raise ConfigError(
+            f"offload() got {name}, a generator or coroutine, which torch.compile leaves in eager. Give one it calls."
+        )
     if callable(target) and not isinstance(target, type):
         return told_when_inlined(torch.compile(target, backend=backend), tell)
     got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphoffload.analysis.saved_values import GraphPair
-from graphoffload.analysis.storages import with_views
+from graphoffload.analysis.storages import fake, group_by_storage, only_views, storage_id
 from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names
 from graphoffload.runtime.ops import HANDLE_DTYPE
 from graphoffload.saved import Plan
@@ -49,17 +49,20 @@ def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:
     output.args = ((*kept, *saved),) if isinstance(output.args[0], tuple) else ([*kept, *saved],)
     if "desc" in output.meta and len(output.meta["desc"]) != len(kept) + len(saved):
         output.meta.pop("desc")
-    for transfer in plan.transfers:
-        _erase_unread_views(graph, find(nodes, transfer.tensor, plan.key))
+    _erase_unread_views(graph, [nodes[transfer.tensor] for transfer in plan.transfers])
     finish(graphs.forward)
     return graphs
 
 
-def _erase_unread_views(graph: Graph, source: Node) -> None:
+def _erase_unread_views(graph: Graph, sources: list[Node]) -> None:
     """Views that were made to be saved: torch takes them at the end of forward, behind the release."""
-    for view in reversed(with_views(source)):
-        if view is not source and not view.users:
-            graph.erase_node(view)
+    members = group_by_storage(graph.nodes)
+    for source in sources:
+        value = fake(source)
+        assert value is not None
+        for view in reversed(members[storage_id(value)]):
+            if not view.users and only_views(view):
+                graph.erase_node(view)
 
 
 def _save_handle(saved: list[object], handle: Node, views: tuple[str, ...]) -> list[object]:

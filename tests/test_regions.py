@@ -205,7 +205,6 @@ def test_views_of_results_follow_them() -> None:
 
 def test_tags_inside_are_named() -> None:
     """torch partitions a region: what is tagged for the host there is saved, and a warning says so."""
-
     with pytest.warns(NotOffloadedWarning, match="region are tagged MUST_CPU_OFFLOAD"):
         found = step(tagged, graphoffload.OffloadBackend(policy="keep", inner="aot_eager"), shared=True)
     for a, b in zip(found, step(product, "aot_eager", shared=True), strict=True):

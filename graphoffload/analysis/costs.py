@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.fusion import Fusion, Kind, fusion_of
+from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.regions import subgraph_of
 from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, group_by_storage, size_hint, storage_id
 from graphoffload.hardware import HardwareProfile
@@ -92,14 +93,11 @@ def _cost_of_region(
     costs = node_costs(fusion, hardware, measured=measured)
     flops, moved, time_s = (sum(getattr(cost, name) for cost in costs) for name in ("flops", "moved_bytes", "time_s"))
     alive = [cost.workspace_bytes for cost in costs]
-    at = {node: step for step, node in enumerate(fusion.order)}
     edges = [*region.graph.find_nodes(op="placeholder"), *next(iter(reversed(region.graph.nodes))).all_input_nodes]
     outside = set(group_by_storage(edges))
-    for identity, members in group_by_storage(region.graph.nodes).items():
-        if identity in fusion.real and identity not in outside:
-            first, last = fusion.spans.get(members[0], (at[members[0]], at[members[0]]))
-            last = max([last, *(fusion.spans[reader][1] for reader in fusion.readers.get(identity, ()))])
-            nbytes = example_storage_nbytes(fake(members[0]))  # type: ignore[arg-type]
+    for identity, made, first, last in lives_in_memory(region.graph.nodes, fusion, made_at(fusion)):
+        if identity not in outside:
+            nbytes = example_storage_nbytes(fake(made))  # type: ignore[arg-type]
             alive[first : last + 1] = [held + nbytes for held in alive[first : last + 1]]
     return NodeCost("kernel", flops, moved, time_s, max(alive, default=0))
 

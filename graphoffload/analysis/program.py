@@ -5,7 +5,6 @@ Every graph node is one step, in the order in which a fusing compiler will run t
 
 from __future__ import annotations
 
-import operator
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
@@ -16,8 +15,9 @@ from torch.fx import Node
 from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured, NodeCost, node_costs
 from graphoffload.analysis.fusion import Fusion, fusion_of
+from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
-from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, group_by_storage, storage_id
+from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.saved import SavedTable, SavedTensor
@@ -103,16 +103,7 @@ def _runs(pair: GraphPair, *, fuses: bool, apart_bytes: int | None) -> _Runs:
     forward, backward = (
         fusion_of(module.graph, fuses=fuses, apart_bytes=apart_bytes) for module in (pair.forward, pair.backward)
     )
-    return _Runs(forward, backward, _made_at(forward), _made_at(backward))
-
-
-def _made_at(fusion: Fusion) -> dict[Node, int]:
-    """The step at which each node's result is there: all results of a kernel that has several are there when it has run."""
-    found = {node: at for at, node in enumerate(fusion.order)}
-    for node in fusion.order:
-        if node.target is operator.getitem:
-            found[node] = found[node.all_input_nodes[0]]
-    return found
+    return _Runs(forward, backward, made_at(forward), made_at(backward))
 
 
 def _steps(fusion: Fusion, costs: list[NodeCost]) -> tuple[Step, ...]:
@@ -225,12 +216,10 @@ def _live_ranges(
     skipped |= {storage_id(value) for node in nodes if node.op == "placeholder" and (value := fake(node)) is not None}
     kept = {storage_id(value) for node in held if (value := fake(node)) is not None}
     buffers = []
-    for identity, members in group_by_storage(nodes).items():
-        value = fake(members[0])
-        if identity not in fusion.real or identity in skipped or value is None:
+    for identity, made, first, last in lives_in_memory(nodes, fusion, at):
+        value = fake(made)
+        if identity in skipped or value is None:
             continue
-        first, last = fusion.spans.get(members[0], (at[members[0]], at[members[0]]))
-        last = max([last, *(fusion.spans[reader][1] for reader in fusion.readers.get(identity, ()))])
         until = end if identity in kept else offset + last
-        buffers.append(Buffer(members[0].name, example_storage_nbytes(value), offset + first, until))
+        buffers.append(Buffer(made.name, example_storage_nbytes(value), offset + first, until))
     return buffers

@@ -15,13 +15,13 @@ copy is made (wrong gradients, once), and w1 would not be w. `give_own_memory` s
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graphoffload.analysis.storages import concrete, fake, storage_id
+from graphoffload.analysis.storages import concrete, fake, read_by, storage_id
 
 
 def calls_region(node: Node) -> bool:
@@ -49,6 +49,8 @@ def give_own_memory(module: GraphModule) -> None:
 
     Views of them follow. Writes `meta["val"]` of nodes of `module`, which must be a copy.
     """
+    if not any(map(calls_region, module.graph.nodes)):
+        return
     moved: dict[Node, int] = {}  # nodes with another storage now, and the one that they had
     results: dict[tuple[Node, int], torch.Tensor] = {}
     for node in module.graph.nodes:
@@ -60,16 +62,10 @@ def give_own_memory(module: GraphModule) -> None:
             node.meta["val"] = _result(call, node.args[1], value, results)
             moved[node] = storage_id(value)
             continue
-        shown = next((source for source in _read_by(node) if moved.get(source) == storage_id(value)), None)
+        shown = next((source for source in read_by(node) if moved.get(source) == storage_id(value)), None)
         if shown is not None:
             node.meta["val"] = _as(fake(shown), value, value.storage_offset())
             moved[node] = storage_id(value)
-
-
-def _read_by(node: Node) -> Iterator[Node]:
-    """What a node reads, looking through a tuple of results."""
-    for source in node.all_input_nodes:
-        yield from source.all_input_nodes if node.target is operator.getitem else (source,)
 
 
 def _result(call: Node, index: Any, value: torch.Tensor, results: dict[tuple[Node, int], torch.Tensor]) -> torch.Tensor:

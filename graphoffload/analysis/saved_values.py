@@ -26,6 +26,8 @@ from graphoffload.analysis.storages import (
     example_storage_nbytes,
     fake,
     group_by_storage,
+    only_views,
+    read_by,
     storage_id,
     storage_nbytes,
 )
@@ -114,13 +116,13 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
     }
     nodes = pair.forward.graph.nodes
     inputs = set(group_by_storage(node for node in nodes if node.op in ("placeholder", "get_attr")))  # constants live on
-    members = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
+    members = group_by_storage(node for node in nodes if node.op == "call_function")
     saved: dict[int, list[tuple[Node, Node]]] = {}
     for node, placeholder in saved_placeholders(pair):
         value = fake(node)
         if value is not None and storage_id(value) not in inputs:
             saved.setdefault(storage_id(value), []).append((node, placeholder))
-    names = {node.name for node in pair.forward.graph.nodes}
+    names = {node.name for node in nodes}
     for identity in saved:
         _check_one_memory(members[identity])
     callers = inputs | outputs | _copies_of(inputs | outputs, members)
@@ -137,7 +139,7 @@ def _check_one_memory(members: list[Node]) -> None:
     Raises:
         VerifyError: they are not. One copy would be made for both.
     """
-    sources = {_source(node): node for node in reversed(members) if not any(other in members for other in _read_by(node))}
+    sources = {_source(node): node for node in reversed(members) if not any(other in members for other in read_by(node))}
     if len(sources) > 1:
         first, second, *_ = (node.name for node in reversed(sources.values()))
         raise VerifyError(
@@ -152,16 +154,7 @@ def _source(node: Node) -> Hashable:
     made = node.args[0] if node.target is operator.getitem and isinstance(node.args[0], Node) else node
     first = next(iter(made.all_input_nodes), None)
     value = fake(first) if first is not None else None
-    returns = made.target._schema.returns if isinstance(made.target, torch._ops.OpOverload) else ()
-    return storage_id(value) if value is not None and any(result.alias_info is not None for result in returns) else made
-
-
-def _read_by(node: Node) -> Iterator[Node]:
-    """What a node reads, looking through a tuple of results."""
-    for source in node.all_input_nodes:
-        yield source
-        if node.target is operator.getitem:
-            yield from source.all_input_nodes
+    return storage_id(value) if value is not None and only_views(made) else made
 
 
 def _copies_of(callers: set[int], members: dict[int, list[Node]]) -> set[int]:
@@ -177,13 +170,6 @@ def _copies_of(callers: set[int], members: dict[int, list[Node]]) -> set[int]:
         if value is not None and storage_id(value) in callers | found:
             found.add(identity)
     return found
-
-
-def _only_views(node: Node) -> bool:
-    """Whether a node reads nothing: torch takes saved views at the end of forward, long after the last reader."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return all(result.alias_info is not None and not result.alias_info.is_write for result in node.target._schema.returns)
 
 
 def _copies_or_views(node: Node) -> bool:
@@ -215,7 +201,8 @@ def _describe(
     needing = list(dict.fromkeys(user for _, placeholder in pairs for user in needed_by(placeholder, forward_names)))
     stacks = dict.fromkeys(path for user in needing for path in module_stack(user))
     names = dict.fromkeys(name for user in needing for name in boundary_names(user))
-    readers_at = [forward_at[u] for m in members for u in m.users if u.op != "output" and not (u in members and _only_views(u))]
+    # torch takes views that are saved at the end of forward, long after the last reader; the offload pass erases them
+    readers_at = [forward_at[u] for m in members for u in m.users if u.op != "output" and not (u in members and only_views(u))]
     last_use = max([forward_at[base], *readers_at])
     tag = next((tags[m.name] for m in members if tags.get(m.name)), None)
     return SavedTensor(

@@ -6,7 +6,8 @@ saved views of one storage are one copy, and a view of an input or of a model ou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.fx import Node
@@ -89,6 +90,21 @@ def same_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
     left_expr = left.node.expr if isinstance(left, torch.SymInt) else left
     right_expr = right.node.expr if isinstance(right, torch.SymInt) else right
     return bool(left_expr - right_expr == 0)
+
+
+def read_by(node: Node) -> Iterator[Node]:
+    """What a node reads, looking through a tuple of results."""
+    for source in node.all_input_nodes:
+        yield source
+        if node.target is operator.getitem:
+            yield from source.all_input_nodes
+
+
+def only_views(node: Node) -> bool:
+    """Whether a node only shows memory, and reads none of it."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return all(result.alias_info is not None and not result.alias_info.is_write for result in node.target._schema.returns)
 
 
 def with_views(node: Node) -> dict[Node, None]:
