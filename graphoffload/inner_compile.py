@@ -22,7 +22,7 @@ from graphoffload.passes.capture import make_capturable
 from graphoffload.passes.strides import reload_as_laid_out
 from graphoffload.runtime import registry
 from graphoffload.runtime.captured import prepare
-from graphoffload.runtime.ops import handles_may_be_copied
+from graphoffload.runtime.ops import KERNELS, handles_may_be_copied
 from graphoffload.saved import Plan
 from graphoffload.surroundings import warn_of_cuts
 
@@ -60,7 +60,7 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
         if kwargs.get("is_backward"):
             reload_as_laid_out(gm, plan.key, run.strides)
         settings = {**AS_PLANNED, **(APART if plan.apart_bytes is not None else {}), "disabled_passes": disabled}
-        with inductor_config.patch(settings), planned_fusions(plan.apart_bytes), noting_strides(run):
+        with inductor_config.patch(settings), planned_fusions(plan.apart_bytes), noting_strides(run), direct_calls():
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return compile_fx_inner(gm, example_inputs, **kwargs)
             why_not = _why_cut(plan, kwargs)
@@ -185,4 +185,36 @@ def noting_strides(run: registry.RunPlan) -> Iterator[None]:
         return result
 
     with mock.patch.object(GraphLowering, "codegen", noting):
+        yield
+
+
+@contextlib.contextmanager
+def direct_calls() -> Iterator[None]:
+    """Let the Python that Inductor writes meanwhile call the four ops' functions, not torch.ops: half of an op's host time went
+    from Python through torch's dispatcher back to Python.
+
+    Inductor sees the same ops, with the same schemas and tags. Code in C++ (cpp_wrapper) keeps going through the dispatcher.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    names = {getattr(torch.ops.graphoffload, op).default: f"graphoffload_kernels.{op}" for op in vars(KERNELS)}
+    codegen, init = GraphLowering.codegen, GraphLowering.init_wrapper_code
+
+    def renaming(lowering: Any) -> Any:
+        if not (lowering.cpp_wrapper or getattr(lowering, "fx_wrapper", False)):
+            for operation in lowering.operations:
+                name = names.get(getattr(operation, "op_overload", None))
+                if name is not None:
+                    operation.python_kernel_name = name
+        return codegen(lowering)
+
+    def importing(lowering: Any, *args: Any, **kwargs: Any) -> None:
+        init(lowering, *args, **kwargs)
+        if not lowering.cpp_wrapper:
+            lowering.wrapper_code.imports.writeline("from graphoffload.runtime.ops import KERNELS as graphoffload_kernels")
+
+    with (
+        mock.patch.object(GraphLowering, "codegen", renaming),
+        mock.patch.object(GraphLowering, "init_wrapper_code", importing),
+    ):
         yield

@@ -49,6 +49,7 @@ class World:
         self.events += 1
         return types.SimpleNamespace(
             name=name,
+            seen_by=None,
             at_ms=at_ms,
             elapsed_time=lambda end: end.at_ms - at_ms,
             synchronize=lambda: None,
@@ -75,6 +76,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
     monkeypatch.setattr(torch.cuda, "Stream", world.stream)
+    monkeypatch.setattr(streams, "Event", world.event)
     monkeypatch.setattr(torch.cuda, "Event", world.event)
     monkeypatch.setattr(torch.cuda, "stream", world.switch)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (world.current, index, 1), raising=False)
@@ -102,6 +104,29 @@ def test_a_block_is_copied_without_a_switch(world: World) -> None:
     ]
     side.compute_waits(done)
     assert world.log[-1] == f"compute0 waits {done.name}"
+
+
+def test_what_compute_waited_for_is_not_waited_for_twice(world: World) -> None:
+    """What is recorded on compute later comes behind it. Not so on another stream, nor once the event is a later copy's."""
+    side = streams.DeviceStreams(DEVICE)
+    copied = side.copy("d2h", ENTRY, (), by_torch, (1, 2, 96))
+    side.compute_waits_for("release", ENTRY, copied)
+
+    def waits_for_it() -> bool:
+        world.log.clear()
+        back = side.copy("h2d", ENTRY, (copied,), by_torch, (2, 1, 96))
+        assert back is not copied
+        assert len([line for line in world.log if line.startswith("h2d waits")]) in (1, 2)
+        return f"h2d waits {copied.name}" in world.log
+
+    assert not waits_for_it()
+    world.current = 3
+    assert waits_for_it()
+    world.current = 0
+    side.recycle(copied)
+    while side.copy("d2h", ENTRY, (), by_torch, (1, 2, 96)) is not copied:
+        pass
+    assert waits_for_it()
 
 
 def test_directions_have_their_own_streams(world: World) -> None:
@@ -316,7 +341,9 @@ def side_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     def copy(direction: str, entry: Any, after: Any, run: Any, block: Any) -> Any:
         run()
         name = f"{direction}{len(log)}"
-        return types.SimpleNamespace(query=lambda: True, wait=lambda stream: log.append(f"{stream} waits {name}"))
+        return types.SimpleNamespace(
+            query=lambda: True, synchronize=lambda: None, wait=lambda stream: log.append(f"{stream} waits {name}")
+        )
 
     side = types.SimpleNamespace(
         index=-1, copy=copy, recycle=lambda event: None, compute=lambda: log.current,

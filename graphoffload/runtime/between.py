@@ -30,9 +30,10 @@ import torch
 
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
+from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.staying import Staying
-from graphoffload.runtime.streams import DeviceStreams, streams_of
+from graphoffload.runtime.streams import DeviceStreams
 
 if TYPE_CHECKING:
     from graphoffload.runtime.entries import Entry
@@ -150,7 +151,7 @@ _TRACKS = _Tracks()
 def enter(entry: Entry) -> None:
     """Find the call that an offload belongs to: a call offloads each id once."""
     device, run = entry.layout.device, entry.run
-    if streams_of(device) is None:  # synchronous copies; some attention kernels return seeds on the CPU
+    if entry.streams is None:  # synchronous copies; some attention kernels return seeds on the CPU
         return
     track = _TRACKS.of.get(device)
     if track is None:
@@ -158,7 +159,7 @@ def enter(entry: Entry) -> None:
     call = track.call
     if call is None or call.run is not run or entry.id in call.seen:
         with LOCK:
-            call = track.begin(run, streams_of(device))
+            call = track.begin(run, entry.streams)
     call.seen.add(entry.id)
     call.entries[entry.id] = entry
     entry.call = call
@@ -188,7 +189,7 @@ def stays(entry: Entry) -> bool:
     call, nbytes = entry.call, entry.layout.nbytes
     if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.room and call.run.behind)):
         return False
-    streams = streams_of(entry.layout.device)
+    streams = entry.streams
     if streams is None or streams.capturing():
         return False
     assert entry.source is not None
@@ -208,7 +209,7 @@ def defers(entry: Entry) -> bool:
     call = entry.call
     if call is None or not call.followed or entry.d2h_done is None or not (entry.id in entry.run.at_end or entry.run.behind):
         return False
-    streams, track = streams_of(entry.layout.device), call.track
+    streams, track = entry.streams, call.track
     assert streams is not None
     with LOCK:
         entry.stream = streams.compute()
@@ -235,7 +236,7 @@ def released(entry: Entry) -> None:
     call = entry.call
     if call is None or not call.track.pending:
         return
-    streams = streams_of(entry.layout.device)
+    streams = entry.streams
     with LOCK:
         pending = call.track.pending
         if streams is not None and all(older.stream is streams.compute() for older in pending):
@@ -245,7 +246,7 @@ def released(entry: Entry) -> None:
 
 def _settle(track: Track, count: int) -> None:
     """Let compute wait for the copies of the oldest `count` pending sources; then they go."""
-    streams = streams_of(track.pending[0].layout.device)
+    streams = track.pending[0].streams
     assert streams is not None
     for entry in list(track.pending)[:count]:
         streams.compute_waits_for("release", entry, entry.d2h_done, entry.stream)
@@ -292,7 +293,7 @@ def reloading(entry: Entry) -> None:
 
 def _sample(track: Track, entry: Entry) -> None:
     """Look at the peak once a call: whoever measures resets it between steps."""
-    streams = streams_of(entry.layout.device)
+    streams = entry.streams
     if track.staying.budget is not None and streams is not None:
         track.staying.sample(streams.allocated_bytes()[1])
 
@@ -301,7 +302,7 @@ def take(entry: Entry, size: Sequence[int], stride: Sequence[int], dtype: torch.
     """The tensor that was prefetched for an entry, if it is what backward asks for on the stream that it asks on."""
     if entry.ahead is None:
         return None
-    streams = streams_of(entry.layout.device)
+    streams = entry.streams
     with LOCK:
         y = entry.ahead
         if y is None:
@@ -334,7 +335,7 @@ def prefetch(call: Call | None, copy: Callable[[torch.Tensor, Entry], Any]) -> N
         found = [e for id in before.run.order if (e := before.entries.get(id)) is not None and not e.stays]
         if not found or not all(entry.layout.device == found[0].layout.device for entry in found):
             return
-        streams = streams_of(found[0].layout.device)
+        streams = found[0].streams
         if streams is None or streams.capturing():
             return
         left = min(streams.headroom_bytes(), before.track.window_bytes(before.run))
@@ -354,7 +355,7 @@ def _start(entry: Entry, streams: DeviceStreams, copy: Callable[[torch.Tensor, E
     if dtype != layout.dtype or not layout.returns_as_it_lies(size, stride):
         return False
     try:
-        y = torch.empty_strided(size, stride, dtype=dtype, device=layout.device)
+        y = empty(size, stride, dtype, layout.device)
     except torch.OutOfMemoryError:
         return False
     copy(y, entry)
@@ -374,8 +375,6 @@ def drop_prefetched(track: Track, *, but: Call | None = None) -> None:
 
 def _drop(entry: Entry) -> None:
     """Give up a prefetched tensor: the stream that its memory belongs to waits for the copy."""
-    streams = streams_of(entry.layout.device)
-    assert streams is not None
     assert entry.call is not None
     entry.h2d_done.wait(entry.stream)
     entry.call.track.ahead.remove(entry)

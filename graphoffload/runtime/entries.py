@@ -40,13 +40,14 @@ class Entry:
 
     __slots__ = (
         "ahead", "born", "buffer", "call", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "pending",
-        "reloads", "run", "source", "source_ptr", "stays", "stream", "target", "ticket", "version", "weak",
+        "reloads", "run", "source", "source_ptr", "stays", "stream", "streams", "target", "ticket", "version", "weak",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, layout: Layout, run: RunPlan, id: int) -> None:
         self.run = run
         self.id = id
         self.layout = layout
+        self.streams = streams_of(layout.device)
         self.source: torch.Tensor | None = source
         self.source_ptr = source.data_ptr()
         self.ticket = 0
@@ -243,7 +244,7 @@ class Entries:
         if entry.inflight:
             entry.inflight = False
             COUNTERS.inflight_bytes -= entry.layout.nbytes
-        streams = streams_of(entry.layout.device)
+        streams = entry.streams
         if streams is not None:
             # After an exception a source or a target can still be in a copy; its memory must not be reused before that.
             if entry.source is not None and entry.d2h_done is not None:

@@ -32,6 +32,14 @@ _CAPTURED = (
 )
 
 
+_IN_C = {name: method for name in ("record", "wait") if (method := getattr(torch.cuda.Event.__base__, name, None)) is not None}
+Event: Any = type("Event", (torch.cuda.Event,), {**_IN_C, "seen_by": None})
+"""torch.cuda.Event without the Python around its two methods, which here are always given their stream.
+
+seen_by: a compute stream that waits for what was recorded last; what that stream issues afterwards comes behind it.
+"""
+
+
 class Named(Protocol):
     """What is copied, for messages and hooks."""
 
@@ -72,7 +80,7 @@ class DeviceStreams:
         try:
             return self._events.pop()
         except IndexError:
-            return torch.cuda.Event()
+            return Event()
 
     def recycle(self, event: Any) -> None:
         """Give an event back. A wait enqueued on it earlier is unaffected by its next record."""
@@ -91,6 +99,8 @@ class DeviceStreams:
     ) -> Any:
         """Copy on the side stream of `direction` once compute so far and the events `after` are done; gives the copy's event.
 
+        An event that this compute stream has waited for is behind it already: the driver's call costs as much as all of Python.
+
         `block` says that the copy is of one block of bytes; `run` does the same by torch's means, with the side stream current.
         `first` comes before either, with the side stream current. If anything is raised no copy is under way any more.
 
@@ -100,12 +110,12 @@ class DeviceStreams:
         side = self.d2h if direction == "d2h" else self.h2d
         if torch.cuda.is_current_stream_capturing() and not self.captured:
             raise CaptureError(_CAPTURED.format(direction=direction, name=entry.name))
-        issued = self.event()
-        issued.record(self.compute())
+        issued, compute = self.event(), self.compute()
+        issued.record(compute)
         issued.wait(side)
         self._events.append(issued)
         for event in after:
-            if event is not None:
+            if event is not None and event.seen_by is not compute:
                 event.wait(side)
         try:
             if first is not None:
@@ -119,6 +129,7 @@ class DeviceStreams:
                 self._start(direction, side, entry, run, block)
             done = self.event()
             done.record(side)
+            done.seen_by = None
             if ACTIVE.stalls is not None and not self.captured:
                 ACTIVE.stalls.copied(done, side)
         except BaseException:
@@ -156,6 +167,7 @@ class DeviceStreams:
             event.wait(compute)
         else:
             ACTIVE.stalls.around(op, entry.name, event, compute)
+        event.seen_by = compute
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured: nothing outside of it may be waited for, or left for later."""

@@ -61,7 +61,7 @@ def _side_stream_does_not_wait(direction: str) -> contextlib.AbstractContextMana
     def copy(self: Any, towards: str, entry: Any, after: tuple[Any, ...], *how: Any) -> Any:
         if towards != direction:
             return original(self, towards, entry, after, *how)
-        with mock.patch.object(torch.cuda.Event, "wait", return_value=None):
+        with mock.patch.object(streams.Event, "wait", return_value=None):
             return original(self, towards, entry, (), *how)
 
     return mock.patch.object(streams.DeviceStreams, "copy", copy)
