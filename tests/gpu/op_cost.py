@@ -119,8 +119,8 @@ def host_times(device: torch.device, *, count: int = 12, steps: int = 50, nbytes
 
 
 @contextlib.contextmanager
-def timing_calls(spent: dict[str, list[float]]) -> Iterator[None]:
-    """Append microseconds of each op that compiled code calls meanwhile, by op, directly or by torch.ops."""
+def timing_calls(spent: dict[str, list[float]], *, direct: bool) -> Iterator[None]:
+    """Append microseconds of each op that compiled code calls meanwhile, either directly or by torch.ops; no others."""
     clock = time.perf_counter_ns
 
     def timed(kernel: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
@@ -134,9 +134,8 @@ def timing_calls(spent: dict[str, list[float]]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in OPS:
-            packet = getattr(torch.ops.graphoffload, name)
-            stack.enter_context(mock.patch.object(packet, "default", timed(packet.default, spent[name])))
-            stack.enter_context(mock.patch.object(ops.KERNELS, name, timed(getattr(ops.KERNELS, name), spent[name])))
+            owner, attribute = (ops.KERNELS, name) if direct else (getattr(torch.ops.graphoffload, name), "default")
+            stack.enter_context(mock.patch.object(owner, attribute, timed(getattr(owner, attribute), spent[name])))
         yield
 
 
@@ -164,7 +163,7 @@ def in_steps(model: str, share: float, *, direct: bool, steps: int) -> tuple[dic
         for session, values in zip(sessions, host_ms, strict=True):
             values.append(session.step().host_ms)
     spent: dict[str, list[float]] = {name: [] for name in OPS}
-    with timing_calls(spent):
+    with timing_calls(spent, direct=direct):
         for _ in range(steps):
             keep.step()
             ours.step()
