@@ -51,7 +51,7 @@ def run(**options: Any) -> tuple[Plan, list[str], list[torch.Tensor]]:
 
 def ops(code: list[str]) -> list[str]:
     """Our ops and the matrix products of all generated code, in order."""
-    found = re.findall(r"graphoffload\.(offload|release|reload|wait)\.default\(|extern_kernels\.(mm)\(", "\n".join(code))
+    found = re.findall(r"graphoffload_kernels\.(offload|release|reload|wait)\(|extern_kernels\.(mm)\(", "\n".join(code))
     return [ours or "mm" for ours, _ in found] if found else []
 
 
@@ -94,7 +94,7 @@ def test_reloads_of_one_place_queue_by_need() -> None:
     """One H2D stream serves reloads in the order they are issued: what is waited for first is issued first."""
     _, code, _ = run(hardware=LINK.scaled(link=1e-3))
     backward = code[-1]
-    issued = re.findall(r"graphoffload\.reload\.default\([^,]+, '[^']+', (\d+)", backward)
-    waited = re.findall(r"graphoffload\.wait\.default\([^,]+, [^,]+, '[^']+', (\d+)", backward)
+    issued = re.findall(r"graphoffload_kernels\.reload\([^,]+, '[^']+', (\d+)", backward)
+    waited = re.findall(r"graphoffload_kernels\.wait\([^,]+, [^,]+, '[^']+', (\d+)", backward)
     assert len(issued) == len(waited) >= LAYERS
     assert issued == waited
