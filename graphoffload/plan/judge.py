@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from graphoffload.plan.arrays import Arrays
 from graphoffload.plan.simulator import Evaluation, evaluate
 from graphoffload.saved import Action
@@ -46,6 +48,10 @@ class Proposal:
 class Judge:
     """Evaluates proposals for one goal, remembers them, and counts: `budget` evaluations are what a solver may spend.
 
+    lost: nothing that meets the budget is known. Where the peak is over it, time does not count, but at how many steps memory
+    is, and by how much: one move seldom lowers all of several equal peaks.
+    smallest: of the evaluations within the host budget, actions and window of the one with the least peak.
+
     Score, budget goal: (bytes over the budget, time, peak). Slowdown goal: (seconds over the limit, peak, time). Bytes over the
     host budget count as broken limit in both.
     """
@@ -58,15 +64,30 @@ class Judge:
         host_budget_bytes: int | None = None,
         window_bytes: int | None = None,
         budget: int = 400,
+        lost: bool = False,
     ) -> None:
-        self.arrays, self.goal, self.budget = arrays, goal, budget
+        self.arrays, self.goal, self.budget, self.lost = arrays, goal, budget, lost
+        self._given = budget
         self.host_budget_bytes, self.window_bytes = host_budget_bytes, window_bytes
         self.keep = tuple(arrays.program.keep_actions())
         self.count = 1
         least_time_s = evaluate(arrays, self.keep, max_inflight_bytes=window_bytes).time_s
         slack = goal.max_slowdown if isinstance(goal, WithinSlowdown) else 0.0
         self.limit_s = max((1.0 + slack) * arrays.compute_s, least_time_s) * (1.0 + 1e-9)
+        self.smallest: tuple[tuple[Action, ...], int | None] | None = None
+        self._smallest_bytes = 1 << 62
         self._known: dict[tuple[tuple[Action, ...], int | None], tuple[Evaluation, Score]] = {}
+
+    def lost_at(self, goal: MeetBudget) -> Judge:
+        """A judge of the same instance for another budget, with three times the evaluations that this one was given."""
+        return Judge(
+            self.arrays,
+            goal,
+            host_budget_bytes=self.host_budget_bytes,
+            window_bytes=self.window_bytes,
+            budget=3 * self._given,
+            lost=True,
+        )
 
     @property
     def limit_bytes(self) -> int:
@@ -90,6 +111,9 @@ class Judge:
             if len(self._known) > 4000:
                 self._known.clear()
             self._known[key] = result, self._score(result)
+            within = self.host_budget_bytes is None or result.host_bytes <= self.host_budget_bytes
+            if within and result.peak_bytes < self._smallest_bytes:
+                self.smallest, self._smallest_bytes = key, result.peak_bytes
         return self._known[key]
 
     def propose(self, actions: Sequence[Action], solver: str, window_bytes: int | None = None) -> Proposal:
@@ -100,6 +124,9 @@ class Judge:
     def _score(self, result: Evaluation) -> Score:
         broken = max(0.0, result.host_bytes - self.host_budget_bytes) if self.host_budget_bytes is not None else 0.0
         if isinstance(self.goal, MeetBudget):
-            return broken + max(0, result.peak_bytes - self.limit_bytes), result.time_s, result.peak_bytes
+            over = max(0, result.peak_bytes - self.limit_bytes)
+            if over and self.lost:
+                return broken + over, float(np.maximum(result.memory - self.limit_bytes, 0).sum()), result.peak_bytes
+            return broken + over, result.time_s, result.peak_bytes
         over_s = max(0.0, result.time_s - self.limit_s)
         return broken + over_s, result.peak_bytes, result.time_s

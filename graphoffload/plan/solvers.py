@@ -4,7 +4,8 @@
         │ no
     exact (few assignments)   greedy: all actions, recompute only, offload only   LP rounding ──▶ greedy repairs
         └──────────────┬───────────────────┴──────────────┘
-                    the judge ──▶ local search from the best two ──▶ Solution, or BudgetError with the least feasible budget
+                    the judge ──▶ local search from the best two ──▶ Solution
+                        └─ none meets the budget ──▶ again, scored by where memory is over, for lower budgets ──▶ or BudgetError
 
 Every proposal is scored by the simulator, so a bad estimate in a solver costs quality, never truth. The gap to the lower bound
 says how much can be lost at most.
@@ -37,6 +38,9 @@ _FEWEST = 260
 _MOST = 2000
 _TURNS = 3
 _WORK = 2_000_000
+_AIMS = 8
+_LOWER = (1.0, 0.97, 0.93)
+_NEAR = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,17 @@ def solve(
     if isinstance(goal, MeetBudget) and keep.feasible:
         return _solution(judge, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, judge.limit_s).solve()
+    best = _search(judge, goal, keep, relaxed)
+    if not best.feasible and isinstance(goal, MeetBudget):
+        best = min((best, *_where_lost(judge, goal)), key=lambda p: p.score)
+    if not best.feasible and isinstance(goal, MeetBudget):
+        _raise_infeasible(judge, goal, relaxed)
+    return _solution(judge, best, relaxed)
+
+
+def _search(judge: Judge, goal: Goal, keep: Proposal, relaxed: Relaxed) -> Proposal:
+    """The best proposal of all solvers, and of local search from them."""
+    small = len(judge.arrays.program.candidates) <= _SMALL
     best, proven = search_exactly(judge)
     searched: Sequence[Proposal] = ()
     if best is None or not proven or "offload" in best.actions:  # the search knows copies that run freely, no windows
@@ -105,11 +120,32 @@ def solve(
     best = windows(judge, best)
     if not best.feasible and isinstance(goal, MeetBudget):
         judge.budget += judge.count
-        start = min(_tight(judge, max(0, judge.limit_bytes)), key=lambda p: p.score)
+        aimed = _aiming_lower(judge, goal) if judge.lost else ()
+        starts = [*aimed, *_tight(judge, max(0, judge.limit_bytes))]
+        start = min(starts, key=lambda p: p.score)
         best = best if start in searched else improve(judge, start, small=small)
-    if not best.feasible and isinstance(goal, MeetBudget):
-        _raise_infeasible(judge, goal, relaxed)
-    return _solution(judge, best, relaxed)
+    return best
+
+
+def _where_lost(judge: Judge, goal: MeetBudget) -> Iterator[Proposal]:
+    """What is found by other scores, and for budgets a little lower, where something was found a little above: the solvers lose
+    their way at one budget and not at the next, and who can do with less can do with this."""
+    near_bytes = judge.limit_bytes * _NEAR
+    for share in _LOWER:
+        if judge.smallest is None or judge.look(*judge.smallest)[0].peak_bytes > near_bytes:
+            return
+        lower = MeetBudget(goal.device_budget_bytes - int(judge.limit_bytes * (1.0 - share)))
+        other = judge.lost_at(lower)
+        relaxed = Relaxation(judge.arrays, lower, judge.host_budget_bytes, judge.limit_s).solve()
+        if relaxed.value is None:
+            return
+        found = _search(other, lower, other.propose(other.keep, "fits"), relaxed)
+        for actions, window in filter(None, ((found.actions, found.window_bytes), other.smallest)):
+            same = judge.propose(actions, found.solver, window)
+            if same.feasible:
+                judge.budget = judge.count + _FEWEST
+                yield improve(judge, same, small=False)
+                return
 
 
 def _evaluations(program: Program) -> int:
@@ -167,6 +203,23 @@ def _tight(judge: Judge, target_bytes: int) -> Iterator[Proposal]:
         yield windows(judge, judge.propose(actions, "greedy", window))
     for cheap in (0.0, 1.0):  # recomputation that takes less than this share of the copies
         yield windows(judge, judge.propose(_nothing_kept(judge.arrays, cheap), "all"))
+
+
+def _aiming_lower(judge: Judge, goal: MeetBudget) -> Iterator[Proposal]:
+    """The LP for limits that are lower by what its rounding broke: whole tensors are larger than the room that it leaves."""
+    device_bytes, host_bytes = goal.device_budget_bytes, judge.host_budget_bytes
+    for _ in range(_AIMS):
+        relaxed = Relaxation(judge.arrays, MeetBudget(device_bytes), host_bytes, judge.limit_s).solve()
+        if relaxed.value is None:
+            return
+        found = windows(judge, judge.propose(greedy_moves(judge, round_down(judge, relaxed), judge.limit_bytes), "lp"))
+        yield found
+        if found.feasible:
+            return
+        result = judge.look(found.actions, found.window_bytes)[0]
+        device_bytes -= max(0, result.peak_bytes - judge.limit_bytes)
+        if host_bytes is not None and judge.host_budget_bytes is not None:
+            host_bytes -= max(0, result.host_bytes - judge.host_budget_bytes)
 
 
 def _nothing_kept(arrays: Arrays, cheap: float) -> tuple[Action, ...]:
@@ -230,9 +283,12 @@ def _raise_infeasible(judge: Judge, goal: MeetBudget, relaxed: Relaxed) -> None:
     least = least_budget_bytes(
         program, arrays.hardware, host_budget_bytes=judge.host_budget_bytes, max_inflight_bytes=judge.window_bytes
     )
-    timeline = least.timeline
-    result = judge.look(least.actions, least.max_inflight_bytes)[0]
-    held = describe(held_at(arrays, least.actions, result, timeline.peak_step))
+    actions, window = least.actions, least.max_inflight_bytes
+    if judge.smallest is not None and judge.look(*judge.smallest)[0].peak_bytes < least.timeline.peak_bytes:
+        actions, window = judge.smallest
+    result = judge.look(actions, window)[0]
+    timeline = timeline_of(arrays, result)
+    held = describe(held_at(arrays, actions, result, timeline.peak_step))
     reserve = f" and {format_bytes(program.reserve_bytes)} in reserve" if program.reserve_bytes else ""
     proof = "no plan can meet it" if relaxed.value is None else "no plan was found that meets it"
     raise BudgetError(

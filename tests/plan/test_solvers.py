@@ -164,6 +164,19 @@ def test_the_least_budget_is_what_offloading_everything_at_a_time_needs() -> Non
     assert least.timeline.peak_bytes <= 1.01 * least.lower_bound_peak_bytes
 
 
+@pytest.mark.parametrize(("layers", "host_share", "percents"), [(6, 0.2, (40, 42, 44, 46)), (8, 0.1, (40, 42, 44, 46))])
+def test_who_can_do_with_less_can_do_with_more(layers: int, host_share: float, percents: tuple[int, ...]) -> None:
+    """Where host memory is short the solvers lost their way at one budget, met a lower one, and the user was refused."""
+    program, hardware = stack(layers), PROFILES["h200-sxm"]
+    keep_bytes = simulate(program, program.keep_actions(), hardware).peak_bytes
+    host_bytes = int(host_share * sum(candidate.nbytes for candidate in program.candidates))
+    for percent in percents:
+        budget = MeetBudget(keep_bytes * percent // 100)
+        solution = solve(program, hardware, budget, host_budget_bytes=host_bytes)
+        assert solution.timeline.peak_bytes <= budget.device_budget_bytes
+        assert solution.timeline.host_bytes <= host_bytes
+
+
 def test_fixed_actions_and_the_host_budget_bind() -> None:
     program = ladder()
     first = dataclasses.replace(program.candidates[0], fixed="recompute")
