@@ -208,17 +208,23 @@ def _against_fused(draft: Draft, request: Request, keep: Timeline) -> Draft:
 def _best_draft(work: Work, instance: Instance) -> Draft:
     """Plan, and where recomputation turns out to need more memory than was planned, plan again for less, at last without it.
 
+    For as much less as it needs more, and where nothing meets that, for a half and a quarter of it.
+
     Raises:
         BudgetError: no draft meets the budget.
     """
-    limits, config, best = work.request.limits, work.request.config, None
+    limits, config, best, less_bytes = work.request.limits, work.request.config, None, 0
     for _ in range(_ATTEMPTS):
         try:
             draft = _draft(work, instance, limits, config)
         except BudgetError:
             if best is None:
                 raise
-            break
+            if limits.device_budget_bytes is None or config.max_slowdown is not None:
+                break
+            less_bytes //= 2
+            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes + less_bytes)
+            continue
         best = draft if best is None or draft.score < best.score else best
         if draft.excess <= 0 or not draft.decided.planned:
             break
@@ -226,7 +232,8 @@ def _best_draft(work: Work, instance: Instance) -> Draft:
             over = draft.excess / draft.decided.keep_timeline.time_s
             config = config.with_slowdown(max(0.0, config.max_slowdown - 1.1 * over))
         elif limits.device_budget_bytes is not None:
-            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - int(draft.excess) - 1)
+            less_bytes = int(draft.excess) + 1
+            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - less_bytes)
     assert best is not None
     if config.max_slowdown is not None:
         return best
