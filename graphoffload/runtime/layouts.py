@@ -58,10 +58,6 @@ class Layout:
         self.stride: tuple[int, ...] = self.given if self.dense else contiguous_strides(self.size)
         self._asked: tuple[Sequence[int], Sequence[int], bool] | None = None
 
-    def is_of(self, x: torch.Tensor) -> bool:
-        """Whether `x` has this very layout."""
-        return x.shape == self.size and x.stride() == self.given and x.dtype is self.dtype and x.device == self.device
-
     def returns_as_it_lies(self, size: Sequence[int], stride: Sequence[int]) -> bool | None:
         """Whether a dense tensor of this size and stride takes the host's bytes in their order; None if the size is another."""
         asked = self._asked

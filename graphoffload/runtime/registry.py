@@ -66,7 +66,13 @@ class RunPlan:
     def layout(self, x: torch.Tensor, id: int) -> Layout:
         """The layout of a transfer's source: the last one seen, as long as it holds."""
         layout = self.layouts.get(id)
-        if layout is None or not layout.is_of(x):
+        if (
+            layout is None
+            or x.shape != layout.size
+            or x.stride() != layout.given
+            or x.dtype is not layout.dtype
+            or x.device != layout.device
+        ):
             layout = self.layouts[id] = Layout(x)
         return layout
 

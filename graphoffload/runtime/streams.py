@@ -30,7 +30,8 @@ _CAPTURED = (
     "capture again, and microbatches in flight would overwrite each other, so the capture was stopped. Leave the capture to "
     'mode="reduce-overhead", which captures the parts between the copies, or capture a model with policy="keep".'
 )
-
+_REFUSED = "{name}: the {direction} copy of {nbytes} bytes was refused (CUDA error {code})."
+_NOTHING = contextlib.nullcontext()
 
 _IN_C = {name: method for name in ("record", "wait") if (method := getattr(torch.cuda.Event.__base__, name, None)) is not None}
 Event: Any = type("Event", (torch.cuda.Event,), {**_IN_C, "seen_by": None})
@@ -117,16 +118,13 @@ class DeviceStreams:
         for event in after:
             if event is not None and event.seen_by is not compute:
                 event.wait(side)
+        watched = ACTIVE.copy is not None or torch._C._autograd._profiler_enabled() or log.isEnabledFor(logging.DEBUG)
+        memcpy = None if watched or first is not None or torch._C._cuda_getDevice() != self.index else self._memcpy
         try:
-            if first is not None:
-                with torch.cuda.stream(side):
-                    first()
-            if torch._C._autograd._profiler_enabled() or log.isEnabledFor(logging.DEBUG):
-                log.debug("%s of %s starts%s", direction, entry.name, "" if block is None else f": {block[2]} bytes")
-                with torch.profiler.record_function(f"graphoffload::{direction} {entry.name}"):
-                    self._start(direction, side, entry, run, block)
-            else:
-                self._start(direction, side, entry, run, block)
+            if memcpy is None or block is None:
+                self._start(direction, side, entry, run, block, first)
+            elif code := memcpy(*block, KINDS[direction], self._raw[direction]):
+                raise RuntimeStateError(_REFUSED.format(name=entry.name, direction=direction, nbytes=block[2], code=code))
             done = self.event()
             done.record(side)
             done.seen_by = None
@@ -140,20 +138,32 @@ class DeviceStreams:
         return done
 
     def _start(
-        self, direction: str, side: torch.cuda.Stream, entry: Named, run: Callable[[], None], block: Block | None
+        self,
+        direction: str,
+        side: torch.cuda.Stream,
+        entry: Named,
+        run: Callable[[], None],
+        block: Block | None,
+        first: Callable[[], None] | None,
     ) -> None:
-        hook = ACTIVE.copy
-        if hook is not None:
+        """A copy that is not one call of the driver's, or has company: hooks, a profiler's range, a line in the log."""
+        hook, profiled = ACTIVE.copy, torch._C._autograd._profiler_enabled()
+        if first is not None:
             with torch.cuda.stream(side):
-                hook(direction, "before", entry.name)
-        if block is None or self._memcpy is None or torch._C._cuda_getDevice() != self.index:
-            with torch.cuda.stream(side):
-                run()
-        elif code := self._memcpy(*block, KINDS[direction], self._raw[direction]):
-            raise RuntimeStateError(f"{entry.name}: the {direction} copy of {block[2]} bytes was refused (CUDA error {code}).")
-        if hook is not None:
-            with torch.cuda.stream(side):
-                hook(direction, "after", entry.name)
+                first()
+        log.debug("%s of %s starts%s", direction, entry.name, "" if block is None else f": {block[2]} bytes")
+        with torch.profiler.record_function(f"graphoffload::{direction} {entry.name}") if profiled else _NOTHING:
+            if hook is not None:
+                with torch.cuda.stream(side):
+                    hook(direction, "before", entry.name)
+            if block is None or self._memcpy is None or torch._C._cuda_getDevice() != self.index:
+                with torch.cuda.stream(side):
+                    run()
+            elif code := self._memcpy(*block, KINDS[direction], self._raw[direction]):
+                raise RuntimeStateError(_REFUSED.format(name=entry.name, direction=direction, nbytes=block[2], code=code))
+            if hook is not None:
+                with torch.cuda.stream(side):
+                    hook(direction, "after", entry.name)
 
     def compute_waits(self, event: Any) -> None:
         """Order everything issued to the compute stream from now on after `event`."""
