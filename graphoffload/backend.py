@@ -103,7 +103,7 @@ def compile_graph(
     compat.check_torch()
     _warn_of_fallbacks()
     captured.collect()
-    taken_in(example_inputs, config)
+    taken_in((*example_inputs, *gm.parameters()), config)
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)

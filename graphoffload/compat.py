@@ -183,6 +183,14 @@ def torch_memory_budget() -> float:
     return float(torch._functorch.config.activation_memory_budget)
 
 
+def eager_is_asked_for() -> bool:
+    """Whether the user has compiled code run in eager just now: torch.compiler.set_stance, or TORCH_COMPILE_DISABLE."""
+    from torch._dynamo import config, eval_frame
+
+    stance = getattr(eval_frame, "_stance", None)
+    return bool(config.disable) or getattr(stance, "stance", "default") != "default"
+
+
 def autograd_time() -> int:
     """Number that the next autograd node of this thread gets."""
     return int(torch.autograd._get_sequence_nr())

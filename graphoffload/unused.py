@@ -1,7 +1,9 @@
-"""Modules that offload() compiled in place and that never run so, as another torch.compile takes them in, or nobody calls them.
+"""Modules that offload() compiled in place without effect: another torch.compile takes them in, nobody calls them, or Dynamo
+leaves them to eager.
 
     offload(net, ...)      net waits
-    net(x)                 it ran: nothing is watched any more
+    net(x)                 it ran, and waits for a graph with one of its parameters
+    graph compiled         of such a graph: nothing is watched any more
     optimizer.step()       twice, on parameters of a net that still waits: a warning
 
 Dynamo goes straight to the forward of a module that it finds in a function, past how the module was compiled. Where it does so
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from graphoffload import compat
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import NotOffloadedWarning, warn
 
@@ -28,21 +31,23 @@ class _Waiting:
     """What was asked for a module that has not run as it was compiled.
 
     `steps`: of an optimizer, in which it had gradients. `call`: what stands for the compiled call until it runs, and holds the
-    module.
+    module. `ran`: it ran as it was compiled, and no graph of it was seen.
     """
 
     config: OffloadConfig
     given: str
     call: weakref.ref[Callable[..., Any]]
     steps: int = 0
+    ran: bool = False
 
 
 _waiting: weakref.WeakKeyDictionary[nn.Module, _Waiting] = weakref.WeakKeyDictionary()
 _taken_in: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
+_compiled: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
 
 
 def watched(module: nn.Module, config: OffloadConfig, options: Mapping[str, Any]) -> nn.Module:
-    """A module compiled in place, which is watched until it first runs so. Returns the same module."""
+    """A module compiled in place, which is watched until a graph of it is compiled. Returns the same module."""
     if type(module).__hash__ is None:
         return module
     compiled: Any = module._compiled_call_impl
@@ -51,7 +56,11 @@ def watched(module: nn.Module, config: OffloadConfig, options: Mapping[str, Any]
     def first_call(*args: Any, **kwargs: Any) -> Any:
         owner = mine()
         if owner is not None and not torch.compiler.is_compiling():
-            _waiting.pop(owner, None)
+            waiting = _waiting.get(owner)
+            if waiting is not None and compat.eager_is_asked_for():
+                del _waiting[owner]
+            elif waiting is not None:
+                waiting.ran = True
             if owner._compiled_call_impl is first_call:
                 owner._compiled_call_impl = compiled
         return compiled(*args, **kwargs)
@@ -62,12 +71,15 @@ def watched(module: nn.Module, config: OffloadConfig, options: Mapping[str, Any]
 
 
 def taken_in(inputs: Iterable[Any], config: OffloadConfig) -> None:
-    """graphoffload compiles a graph with these inputs: modules that wait and are in it are offloaded by that."""
+    """graphoffload compiles a graph with these inputs and parameters: modules that wait and are in it are offloaded by that."""
     parameters = {id(value) for value in inputs if isinstance(value, nn.Parameter)} if _waiting else set()
     for module, waiting in list(_waiting.items()):
         if not any(id(parameter) in parameters for parameter in module.parameters()):
             continue
         del _waiting[module]
+        if waiting.ran:
+            _compiled.add(type(module))
+            continue
         _taken_in.add(type(module))  # Dynamo may run the same code for another module, without a compile
         if waiting.config != config and module._compiled_call_impl is waiting.call():
             warn(NotOffloadedWarning, other_options(type(module).__qualname__, waiting.given, waiting.config, config))
@@ -84,8 +96,11 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         waiting.steps += 1
         if waiting.steps > 1:  # gradients of the first step may be older than offload()
             del _waiting[module]
-            if module._compiled_call_impl is waiting.call() and type(module) not in _taken_in:
-                warn(NotOffloadedWarning, _never_ran(type(module).__qualname__, waiting.given), stacklevel=4)
+            name = type(module).__qualname__
+            if waiting.ran and not {type(module)} & {*_taken_in, *_compiled}:
+                warn(NotOffloadedWarning, _left_to_eager(name, waiting.given), stacklevel=4)
+            elif module._compiled_call_impl is waiting.call() and type(module) not in _taken_in:
+                warn(NotOffloadedWarning, _never_ran(name, waiting.given), stacklevel=4)
 
 
 register_optimizer_step_post_hook(_after_step)
@@ -112,4 +127,13 @@ def _never_ran(what: str, given: str) -> str:
         "it was compiled. Either another torch.compile around it took it into its own graph: compile that one with "
         'backend="graphoffload" and these options, or leave it away. Or its forward or its layers are called directly: call '
         "the module itself."
+    )
+
+
+def _left_to_eager(what: str, given: str) -> str:
+    return (
+        f"offload({given}) of this {what} has no effect: it ran, an optimizer has stepped twice on its parameters, and no "
+        "graph with any of them was compiled. Dynamo leaves it to eager, as it does with torch.nn's recurrent layers "
+        "(torch._dynamo.config.allow_rnn) and what it cannot trace. TORCH_LOGS=graph_breaks says what it met; offload() the "
+        "layers beside it."
     )

@@ -171,6 +171,36 @@ def test_a_module_that_never_runs_as_compiled(around: Callable[[Tanhs], Call], m
     assert all(part in text for part in ("policy='offload'", "Tanhs", 'backend="graphoffload"', "call the module itself"))
 
 
+class Recurrent(torch.nn.Module):
+    """Nothing but a layer that Dynamo leaves to eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x[None])[0]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["in a model", "alone"])
+def test_a_module_that_dynamo_leaves_to_eager(whole: bool) -> None:
+    """It ran as it was compiled, and no graph came of it: said once."""
+    model = Recurrent()
+    graphoffload.offload(model if whole else model.layer, **OPTIONS)
+    (text,) = trained(model, model)
+    name = "Recurrent" if whole else "GRU"
+    assert all(part in text for part in ("policy='offload'", name, "eager", "allow_rnn", "graph_breaks"))
+    assert trained(model, model) == []
+
+
+def test_a_module_that_the_user_runs_in_eager() -> None:
+    """That is no reason to complain."""
+    model = Recurrent()
+    graphoffload.offload(model, **OPTIONS)
+    with torch.compiler.set_stance("force_eager"):
+        assert trained(model, model) == []
+
+
 def test_a_module_that_runs_as_compiled_is_watched_no_more() -> None:
     """In any way that calls it, and with gradients from before; nor one that is not trained."""
     net, other = Tanhs(), Tanhs()
