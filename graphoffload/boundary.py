@@ -38,7 +38,8 @@ def mark_boundary(module: ModuleT, name: str = "core_attn") -> ModuleT:
     compiled again.
 
     Raises:
-        ConfigError: not a Module, a name that is not a plain word, or a module whose forward was replaced on the instance.
+        ConfigError: not a Module, a name that is not a plain word, a module whose forward was replaced on the instance, or one
+            without a forward, such as a ModuleList.
         GraphOffloadError: this torch cannot annotate traced operations.
     """
     annotate = _annotate()
@@ -54,6 +55,11 @@ def mark_boundary(module: ModuleT, name: str = "core_attn") -> ModuleT:
             f"mark_boundary({type(module).__name__}, {name!r}): forward was replaced on this instance (by a hook library?), "
             "so the mark would not be seen. Mark the module first, then replace its forward."
         )
+    if not _can_run(module):
+        raise ConfigError(
+            f"mark_boundary({type(module).__name__}, {name!r}): it has no forward, so nothing runs inside it. Mark what it "
+            f"holds: for part in module.children(): mark_boundary(part, {name!r})."
+        )
     names: tuple[str, ...] = getattr(module, _NAMES, ())
     if not names:
         module.__class__ = _marked_class(type(module), annotate)
@@ -61,8 +67,13 @@ def mark_boundary(module: ModuleT, name: str = "core_attn") -> ModuleT:
     return module
 
 
+def _can_run(module: nn.Module) -> bool:
+    """Whether it has a forward; a ModuleList has none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def mark_boundaries(model: ModuleT, boundaries: Mapping[str, str | Sequence[str]]) -> ModuleT:
-    """mark_boundary for every submodule that a pattern matches: {name: pattern or patterns}. Returns the model.
+    """mark_boundary for every submodule with a forward that a pattern matches: {name: pattern or patterns}. Returns the model.
 
     Raises:
         PatternError: a pattern that matches no module; the nearest paths are named. Nothing is marked then.
@@ -74,7 +85,7 @@ def mark_boundaries(model: ModuleT, boundaries: Mapping[str, str | Sequence[str]
         raise ConfigError(
             f'mark_boundaries got {boundaries!r}; give a name and a pattern or several, such as {{"core_attn": "*.self_attn"}}.'
         )
-    paths = {clean_path(path): module for path, module in model.named_modules() if path}
+    paths = {clean_path(path): module for path, module in model.named_modules() if path and _can_run(module)}
     chosen: list[tuple[nn.Module, str]] = []
     for name, patterns in boundaries.items():
         for pattern in (patterns,) if isinstance(patterns, str) else tuple(patterns):

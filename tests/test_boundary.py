@@ -180,6 +180,19 @@ def test_bad_modules() -> None:
         mark_boundary(module, "x")
 
 
+@pytest.mark.parametrize("module", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
+def test_a_module_that_nobody_can_call(module: nn.Module) -> None:
+    """Its mark would be on nothing. Patterns find what it holds, and not it."""
+    what = type(module).__name__
+    with pytest.raises(ConfigError, match=rf"mark_boundary\({what}, 'x'\): it has no forward.*Mark what it holds"):
+        mark_boundary(module, "x")
+    model = nn.Module()
+    model.layers = module
+    with pytest.raises(PatternError, match=r"layers\.(0|a)"):
+        mark_boundaries(model, {"x": "layers"})
+    mark_boundaries(model, {"x": "*"})
+
+
 def test_a_torch_without_annotate(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says which torch, and what works without."""
     monkeypatch.delattr(torch.fx.traceback, "annotate")
