@@ -146,6 +146,15 @@ def test_reload_of_another_shape_is_refused(plan: str) -> None:
         OPS.reload(handle, plan, 0, (6, 4), (4, 1), x.dtype)
 
 
+def test_reload_of_another_type_is_refused(plan: str) -> None:
+    """Some of torch's fake kernels say another than the operation makes; the error says what to do about it."""
+    x = values(4, 6)
+    handle = OPS.offload(x, plan, 0)
+    OPS.release(x, handle, plan, 0)
+    with pytest.raises(RuntimeStateError, match=r"asks for .* torch.bfloat16, but .* torch.float32 .*Keep it, with policy="):
+        OPS.reload(handle, plan, 0, (4, 6), (6, 1), torch.bfloat16)
+
+
 class Permuted(nn.Module):
     """Saves a 4-d tensor in one permutation, behind a product whose layout the compiler may choose."""
 

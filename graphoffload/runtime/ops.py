@@ -184,7 +184,8 @@ def checked_layout(entry: Entry, size: Sequence[int], stride: Sequence[int], dty
     if as_it_lies is None or dtype != layout.dtype:
         raise RuntimeStateError(
             f"{entry.name}: backward asks for {tuple(size)} {dtype}, but {tuple(layout.size)} {layout.dtype} was offloaded "
-            f"(plan {entry.run.key})."
+            f"(plan {entry.run.key}). torch traced the one and the operation made the other, and code compiled for the one "
+            'would read garbage. Keep it, with policy={"<its module>": "keep"}, and report the operation to torch.'
         )
     return as_it_lies
 
