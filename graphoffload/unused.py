@@ -96,11 +96,11 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         waiting.steps += 1
         if waiting.steps > 1:  # gradients of the first step may be older than offload()
             del _waiting[module]
-            name = type(module).__qualname__
-            if waiting.ran and not {type(module)} & {*_taken_in, *_compiled}:
-                warn(NotOffloadedWarning, _left_to_eager(name, waiting.given), stacklevel=4)
-            elif module._compiled_call_impl is waiting.call() and type(module) not in _taken_in:
-                warn(NotOffloadedWarning, _never_ran(name, waiting.given), stacklevel=4)
+            kind = type(module)
+            if waiting.ran and kind not in _taken_in and kind not in _compiled:
+                warn(NotOffloadedWarning, _left_to_eager(kind.__qualname__, waiting.given), stacklevel=4)
+            elif module._compiled_call_impl is waiting.call() and kind not in _taken_in:
+                warn(NotOffloadedWarning, _never_ran(kind.__qualname__, waiting.given), stacklevel=4)
 
 
 register_optimizer_step_post_hook(_after_step)

@@ -137,22 +137,24 @@ def test_release_of_other_memory_is_refused(plan: str) -> None:
         OPS.release(x.clone(), handle, plan, 0)
 
 
-def test_reload_of_another_shape_is_refused(plan: str) -> None:
-    """Values out of order between forward and backward are an error, not a gradient."""
+@pytest.mark.parametrize(
+    ("size", "stride", "dtype", "says"),
+    [
+        ((6, 4), (4, 1), torch.float32, r"x of layer: backward asks for \(6, 4\) .*, but \(4, 6\) .* was offloaded"),
+        ((4, 6), (6, 1), torch.bfloat16, r"asks for .* torch.bfloat16, but .* torch.float32 .*Keep it, with policy="),
+    ],
+    ids=["shape", "type"],
+)
+def test_reload_of_another_tensor_is_refused(
+    plan: str, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, says: str
+) -> None:
+    """Values out of order between forward and backward are an error, not a gradient. So is a type that torch's fake kernel says
+    and the operation does not make, and the error says what to do about it."""
     x = values(4, 6)
     handle = OPS.offload(x, plan, 0)
     OPS.release(x, handle, plan, 0)
-    with pytest.raises(RuntimeStateError, match=r"x of layer: backward asks for \(6, 4\) .*, but \(4, 6\) .* was offloaded"):
-        OPS.reload(handle, plan, 0, (6, 4), (4, 1), x.dtype)
-
-
-def test_reload_of_another_type_is_refused(plan: str) -> None:
-    """Some of torch's fake kernels say another than the operation makes; the error says what to do about it."""
-    x = values(4, 6)
-    handle = OPS.offload(x, plan, 0)
-    OPS.release(x, handle, plan, 0)
-    with pytest.raises(RuntimeStateError, match=r"asks for .* torch.bfloat16, but .* torch.float32 .*Keep it, with policy="):
-        OPS.reload(handle, plan, 0, (4, 6), (6, 1), torch.bfloat16)
+    with pytest.raises(RuntimeStateError, match=says):
+        OPS.reload(handle, plan, 0, size, stride, dtype)
 
 
 class Permuted(nn.Module):
