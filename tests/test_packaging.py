@@ -38,8 +38,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def modules() -> set[str]:
-    """Every module as an archive should name it, and the marker of a typed package."""
-    package = [path.relative_to(ROOT) for path in (ROOT / "graphoffload").rglob("*.py")]
+    """Every module as an archive should name it, what is compiled on the user's machine, and the marker of a typed package."""
+    package = [path.relative_to(ROOT) for ending in ("py", "c") for path in (ROOT / "graphoffload").rglob(f"*.{ending}")]
     names = {str(path) for path in package if path.parts[1] != "passes"} | {"graphoffload/py.typed"}
     return names | {f"graphoffload/{path.relative_to(ROOT)}" for path in (ROOT / "passes").rglob("*.py")}
 

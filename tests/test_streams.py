@@ -50,6 +50,7 @@ class World:
         return types.SimpleNamespace(
             name=name,
             seen_by=None,
+            cuda_event=1000 + self.events,
             at_ms=at_ms,
             elapsed_time=lambda end: end.at_ms - at_ms,
             synchronize=lambda: None,
@@ -65,6 +66,11 @@ class World:
             yield
         finally:
             self.log.append(f"leave {stream.name}")
+
+    def whole(self, target: int, source: int, nbytes: int, kind: int, *streams_and_events: int) -> int:
+        """The compiled copy."""
+        self.log.append(f"whole {kind} {nbytes} {streams_and_events}")
+        return self.refuses
 
     def memcpy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> int:
         """The driver's copy."""
@@ -83,6 +89,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: world.device, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(streams, "find_memcpy", lambda: world.memcpy)
+    monkeypatch.setattr(streams, "find_copy", lambda: None)
     return world
 
 
@@ -104,6 +111,45 @@ def test_a_block_is_copied_without_a_switch(world: World) -> None:
     ]
     side.compute_waits(done)
     assert world.log[-1] == f"compute0 waits {done.name}"
+
+
+def test_a_compiled_copy_is_given_all_that_it_depends_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute's stream and the side stream, the events of what is issued and of the copy, and those that nobody waited for."""
+    monkeypatch.setattr(streams, "find_copy", lambda: world.whole)
+    side = streams.DeviceStreams(DEVICE)
+    world.current = 3
+    seen, unseen = side.event(), side.event()
+    side.compute_waits_for("release", ENTRY, seen)
+    world.log.clear()
+    done = side.copy("d2h", ENTRY, (None, seen, unseen), by_torch, (1, 2, 96))
+    issued = side.event()
+    compute, d2h = side.compute().cuda_stream, side.d2h.cuda_stream
+    assert world.log[-1] == f"whole 2 96 {(compute, d2h, issued.raw, done.raw, unseen.raw)}"
+    assert len({seen.raw, unseen.raw, issued.raw, done.raw}) == 4
+    assert [line for line in world.log if "waits" in line] == []
+
+
+def test_a_compiled_copy_that_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The side stream is waited for, and the error names the tensor."""
+    monkeypatch.setattr(streams, "find_copy", lambda: world.whole)
+    side, world.refuses = streams.DeviceStreams(DEVICE), 700
+    with pytest.raises(RuntimeStateError, match=r"a of layer0: the h2d copy of 96 bytes was refused \(CUDA error 700\)"):
+        side.copy("h2d", ENTRY, (), by_torch, (1, 2, 96))
+    assert world.log[-1] == "synchronize h2d"
+
+
+@pytest.mark.parametrize("why", ["another device is current", "not one block", "hooks"])
+def test_what_is_no_plain_copy_is_issued_call_by_call(world: World, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled copy knows no streams but two, and nobody beside."""
+    monkeypatch.setattr(streams, "find_copy", lambda: world.whole)
+    side = streams.DeviceStreams(DEVICE)
+    world.device = 0 if why == "another device is current" else 1
+    block = None if why == "not one block" else (1, 2, 96)
+    hooked = copy_hook(lambda *_: None) if why == "hooks" else contextlib.nullcontext()
+    with hooked:
+        side.copy("h2d", ENTRY, (), lambda: None, block)
+    assert not [line for line in world.log if line.startswith("whole")]
+    assert world.log[-1].startswith("record")
 
 
 def test_what_compute_waited_for_is_not_waited_for_twice(world: World) -> None:

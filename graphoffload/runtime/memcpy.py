@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import torch
 
+from graphoffload.runtime.native import Copy, copy_by
+
 Memcpy = Callable[[int, int, int, int, int], int]
 """(destination, source, bytes, kind, stream) -> CUDA error code; releases the GIL."""
 
@@ -32,6 +34,17 @@ def find_memcpy() -> Memcpy | None:
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
     function.restype = ctypes.c_int
     return cast("Memcpy", function)
+
+
+@functools.cache
+def find_copy() -> Copy | None:
+    """A copy with its events in one call, by the same library's functions; None without the library or a C compiler."""
+    library = _runtime_library()
+    functions = [getattr(library, name, None) for name in ("cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync")]
+    if not all(functions):
+        return None
+    record, wait, copy = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)  # type: ignore[arg-type]
+    return copy_by(record, wait, copy)
 
 
 @functools.cache

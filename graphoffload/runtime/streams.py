@@ -19,7 +19,7 @@ import torch
 from graphoffload.errors import CaptureError, NoStreamsWarning, RuntimeStateError, warn
 from graphoffload.log import log
 from graphoffload.runtime.hooks import ACTIVE
-from graphoffload.runtime.memcpy import KINDS, find_memcpy, relaxed_capture
+from graphoffload.runtime.memcpy import KINDS, find_copy, find_memcpy, relaxed_capture
 
 Block = tuple[int, int, int]
 """Addresses of destination and source, and bytes."""
@@ -34,10 +34,11 @@ _REFUSED = "{name}: the {direction} copy of {nbytes} bytes was refused (CUDA err
 _NOTHING = contextlib.nullcontext()
 
 _IN_C = {name: method for name in ("record", "wait") if (method := getattr(torch.cuda.Event.__base__, name, None)) is not None}
-Event: Any = type("Event", (torch.cuda.Event,), {**_IN_C, "seen_by": None})
+Event: Any = type("Event", (torch.cuda.Event,), {**_IN_C, "seen_by": None, "raw": 0})
 """torch.cuda.Event without the Python around its two methods, which here are always given their stream.
 
-seen_by: a compute stream that waits for what was recorded last; what that stream issues afterwards comes behind it.
+seen_by: a compute stream that waits for what was recorded last; what that stream issues afterwards comes behind it. raw: the
+driver's own event, where the compiled copy uses it.
 """
 
 
@@ -52,7 +53,7 @@ class Named(Protocol):
 class DeviceStreams:
     """Side streams of one CUDA device; `captured`: for copies inside captures of CUDA graphs, which no others may join."""
 
-    __slots__ = ("_compute", "_events", "_memcpy", "_raw", "_reading", "captured", "d2h", "device", "h2d", "index")
+    __slots__ = ("_compute", "_events", "_memcpy", "_raw", "_reading", "_whole", "captured", "d2h", "device", "h2d", "index")
 
     def __init__(self, device: torch.device, *, captured: bool = False) -> None:
         self.device = device
@@ -65,6 +66,7 @@ class DeviceStreams:
         self._events: list[Any] = []
         self._compute: dict[int, torch.cuda.Stream] = {}
         self._memcpy = find_memcpy()
+        self._whole = None if captured else find_copy()
 
     def compute(self) -> torch.cuda.Stream:
         """The stream that the caller computes on: torch.cuda.current_stream without its checks, each object made once."""
@@ -81,7 +83,11 @@ class DeviceStreams:
         try:
             return self._events.pop()
         except IndexError:
-            return Event()
+            event = Event()
+            if self._whole is not None:
+                event.record(self.d2h)  # which makes the driver's event
+                event.raw = event.cuda_event
+            return event
 
     def recycle(self, event: Any) -> None:
         """Give an event back. A wait enqueued on it earlier is unaffected by its next record."""
@@ -112,21 +118,25 @@ class DeviceStreams:
         if torch.cuda.is_current_stream_capturing() and not self.captured:
             raise CaptureError(_CAPTURED.format(direction=direction, name=entry.name))
         issued, compute = self.event(), self.compute()
-        issued.record(compute)
-        issued.wait(side)
-        self._events.append(issued)
-        for event in after:
-            if event is not None and event.seen_by is not compute:
-                event.wait(side)
+        behind = [event for event in after if event is not None and event.seen_by is not compute]
         watched = ACTIVE.copy is not None or torch._C._autograd._profiler_enabled() or log.isEnabledFor(logging.DEBUG)
-        memcpy = None if watched or first is not None or torch._C._cuda_getDevice() != self.index else self._memcpy
+        plain = block is not None and not watched and first is None and torch._C._cuda_getDevice() == self.index
         try:
-            if memcpy is None or block is None:
+            if plain and self._whole is not None and block is not None:
+                done, raw = self.event(), self._raw[direction]
+                events = (issued.raw, done.raw, *[event.raw for event in behind])
+                if code := self._whole(*block, KINDS[direction], compute.cuda_stream, raw, *events):
+                    raise RuntimeStateError(_REFUSED.format(name=entry.name, direction=direction, nbytes=block[2], code=code))
+                self._events.append(issued)
+            else:
+                issued.record(compute)
+                issued.wait(side)
+                self._events.append(issued)
+                for event in behind:
+                    event.wait(side)
                 self._start(direction, side, entry, run, block, first)
-            elif code := memcpy(*block, KINDS[direction], self._raw[direction]):
-                raise RuntimeStateError(_REFUSED.format(name=entry.name, direction=direction, nbytes=block[2], code=code))
-            done = self.event()
-            done.record(side)
+                done = self.event()
+                done.record(side)
             done.seen_by = None
             if ACTIVE.stalls is not None and not self.captured:
                 ACTIVE.stalls.copied(done, side)
