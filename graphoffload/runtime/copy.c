@@ -73,5 +73,10 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "copy", NULL, -1, met
 
 PyMODINIT_FUNC PyInit_copy(void)
 {
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+#ifdef Py_GIL_DISABLED
+    if (made != NULL)
+        PyUnstable_Module_SetGIL(made, Py_MOD_GIL_NOT_USED);
+#endif
+    return made;
 }

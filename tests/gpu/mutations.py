@@ -6,6 +6,7 @@ At run time (ops and streams), with the disturbance under which the missing orde
     wait_without_wait       compute reads the reloaded tensor before H2D has written it
     d2h_without_compute     D2H reads the source before compute has written it
     h2d_without_compute     H2D writes the target while compute still uses that memory
+    compiled_...            the same two in the compiled copy
     flat_in_wrong_strides   bytes are copied in logical order, and their strides recorded as physical
     offload_a_temporary     offload reads a copy of the tensor that release names
     reload_nothing          the copy back is forgotten
@@ -75,6 +76,30 @@ def d2h_without_compute() -> contextlib.AbstractContextManager[Any]:
 def h2d_without_compute() -> contextlib.AbstractContextManager[Any]:
     """The copy from the host starts at once."""
     return _side_stream_does_not_wait("h2d")
+
+
+def _compiled_copy_does_not_wait(direction: str) -> contextlib.AbstractContextManager[Any]:
+    """The event that stands for compute is recorded on the side stream itself, and no others are waited for."""
+    of_device = streams.streams_of(torch.device("cuda", torch.cuda.current_device()))
+    assert of_device is not None
+    original = of_device._whole
+
+    def whole(target: int, source: int, nbytes: int, kind: int, compute: int, side: int, *events: int) -> int:
+        if kind != streams.KINDS[direction]:
+            return int(original(target, source, nbytes, kind, compute, side, *events))
+        return int(original(target, source, nbytes, kind, side, side, *events[:2]))
+
+    return mock.patch.object(of_device, "_whole", whole)
+
+
+def compiled_d2h_without_compute() -> contextlib.AbstractContextManager[Any]:
+    """The compiled copy to the host starts at once."""
+    return _compiled_copy_does_not_wait("d2h")
+
+
+def compiled_h2d_without_compute() -> contextlib.AbstractContextManager[Any]:
+    """The compiled copy from the host starts at once."""
+    return _compiled_copy_does_not_wait("h2d")
 
 
 @contextlib.contextmanager

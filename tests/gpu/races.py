@@ -5,6 +5,9 @@ none of this is so. Consecutive steps have different inputs, so that stale memor
 
     reference = twin(case, module)                    the same compiled graphs with synchronous copies
     found = disturbed(case, module, BEFORE)           must be equal to the bit
+
+Where a hook is active a copy is issued call by call. So that the compiled copy (runtime/native.py), which plain training uses,
+is seen as well, every other seed delays that one.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from graphoffload.hardware import HardwareProfile
 from graphoffload.runtime import copy_hook, release_hook, twin_copies
+from graphoffload.runtime.memcpy import KINDS
+from graphoffload.runtime.streams import streams_of
 from graphoffload.testing import Case, Result, case_steps, differences, whole_gradient_error
 
 DEVICE = "cuda"
@@ -93,10 +99,30 @@ class Overwriter:
 
 
 @contextlib.contextmanager
+def compiled_copy_hook(delays: Delays) -> Iterator[None]:
+    """`delays` beside the copies that are one compiled call: before and after the whole of it, on its side stream."""
+    streams = streams_of(torch.device(DEVICE, torch.cuda.current_device()))
+    assert streams is not None
+    assert streams._whole is not None, "there is no compiled copy: is there a C compiler, and Python's headers?"
+    original, side = streams._whole, {KINDS["d2h"]: ("d2h", streams.d2h), KINDS["h2d"]: ("h2d", streams.h2d)}
+
+    def whole(target: int, source: int, nbytes: int, kind: int, *streams_and_events: int) -> int:
+        direction, stream = side[kind]
+        with torch.cuda.stream(stream):
+            delays(direction, "before", "")
+            code = original(target, source, nbytes, kind, *streams_and_events)
+            delays(direction, "after", "")
+        return code
+
+    with mock.patch.object(streams, "_whole", whole):
+        yield
+
+
+@contextlib.contextmanager
 def disturbances(disturbance: Disturbance, *, seed: int = 0, blocks: int = 4) -> Iterator[tuple[Delays, Overwriter]]:
-    """Delays and overwriting switched on."""
+    """Delays and overwriting switched on; of compiled copies where the seed is odd."""
     delays, overwriter = Delays(disturbance, seed), Overwriter(blocks)
-    with copy_hook(delays), release_hook(overwriter):
+    with compiled_copy_hook(delays) if seed % 2 else copy_hook(delays), release_hook(overwriter):
         yield delays, overwriter
 
 

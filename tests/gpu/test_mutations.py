@@ -22,6 +22,8 @@ AT_RUN_TIME: dict[str, tuple[Mutation, str, Disturbance]] = {
     "wait_without_wait": (mutations.wait_without_wait, "three_blocks", SLOW_COPIES),
     "d2h_without_compute": (mutations.d2h_without_compute, "three_blocks", LATE_COMPUTE),
     "h2d_without_compute": (mutations.h2d_without_compute, "three_blocks", LATE_COMPUTE),
+    "compiled_d2h_without_compute": (mutations.compiled_d2h_without_compute, "three_blocks", LATE_COMPUTE),
+    "compiled_h2d_without_compute": (mutations.compiled_h2d_without_compute, "three_blocks", LATE_COMPUTE),
     "flat_in_wrong_strides": (mutations.flat_in_wrong_strides, "channels_last", BEFORE),
     "reload_nothing": (mutations.reload_nothing, "three_blocks", BEFORE),
 }
