@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,12 @@ def test_before_it_knows_the_driver(driver: Driver) -> None:
     with pytest.raises(RuntimeError, match="use"):
         native.compiled().copy(*BLOCK, COMPUTE, SIDE, ISSUED, DONE)
     assert driver.calls == []
+
+
+def test_it_takes_no_modules_place(driver: Driver) -> None:
+    """A module that is named as another one takes its place for everybody: it was called copy once, and deepcopy was gone."""
+    del driver
+    assert not [name for name, module in sys.modules.items() if module is native.compiled()]
 
 
 @pytest.mark.parametrize("compiler", ["", "/bin/false"])

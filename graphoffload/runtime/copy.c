@@ -69,14 +69,20 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "copy", NULL, -1, methods, NULL, NULL, NULL, NULL};
-
-PyMODINIT_FUNC PyInit_copy(void)
-{
-    PyObject *made = PyModule_Create(&module);
-#ifdef Py_GIL_DISABLED
-    if (made != NULL)
-        PyUnstable_Module_SetGIL(made, Py_MOD_GIL_NOT_USED);
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
 #endif
-    return made;
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+/* Initialised in two phases: in one, Python would list it in sys.modules, under whatever name it is given. */
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "graphoffload_copy", NULL, 0, methods, slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_graphoffload_copy(void)
+{
+    return PyModuleDef_Init(&module);
 }

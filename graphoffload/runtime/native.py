@@ -26,6 +26,7 @@ Copy = Callable[..., int]
 """(target, source, nbytes, kind, compute, side, issued, done, *after) -> CUDA error code; all are numbers and addresses."""
 
 MOST_AFTER = 8
+_NAME = "graphoffload_copy"
 _SOURCE = Path(__file__).with_name("copy.c")
 _PATIENCE_S = 60.0
 
@@ -78,8 +79,8 @@ def _built() -> Path:
 
 
 def _load(library: Path) -> Any:
-    loader = importlib.machinery.ExtensionFileLoader("copy", str(library))
-    spec = importlib.util.spec_from_file_location("copy", library, loader=loader)
+    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(library))
+    spec = importlib.util.spec_from_file_location(_NAME, library, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
