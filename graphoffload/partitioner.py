@@ -31,7 +31,7 @@ from graphoffload.pipeline import Rewritten, rewrite
 from graphoffload.plan.predicted import Predicted
 from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import predictions, registry
-from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
+from graphoffload.surroundings import asks_for_cuda_graphs, host_time_note, warn_of_surroundings
 
 
 class OffloadPartitioner(CustomPartitionerFn):
@@ -89,6 +89,8 @@ class OffloadPartitioner(CustomPartitionerFn):
             gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
         )
         rewritten = rewrite(request)
+        if note := host_time_note(rewritten.plan, self.config):
+            rewritten = replace(rewritten, plan=replace(rewritten.plan, notes=(*rewritten.plan.notes, note)))
         inductor = kwargs.get("compiler") == "inductor"
         if rewritten.plan.transfers and self.key is None and inductor:
             _check_inductor_settings(self.config)

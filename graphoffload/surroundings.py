@@ -1,4 +1,4 @@
-"""What surrounds a plan and changes what it means: CUDA graphs cut at its copies, other processes with other plans.
+"""What surrounds a plan and changes what it means: CUDA graphs cut at its copies, other ranks with other plans, a slow host.
 
 Inductor captures a graph with its copies (runtime/captured.py) unless something else in it cannot be captured. Then it cuts the
 graph at the copies as well, captures the parts between, and calls the ops in every step (`graph_partition`, on by default since
@@ -14,6 +14,10 @@ from graphoffload.config import OffloadConfig
 from graphoffload.errors import CudaGraphsWarning, PerRankPlanWarning, warn
 from graphoffload.saved import Plan
 
+OPS_OF_A_TRANSFER_S = 80e-6
+"""What offload, release, reload and wait take the host together in a real step (docs/benchmarks.md)."""
+
+_NOTED_SHARE = 0.05
 _warned_of_ranks = False
 
 
@@ -23,6 +27,18 @@ def asks_for_cuda_graphs(config: OffloadConfig) -> bool:
     if config.mode and config.mode != "default":
         options = {**torch._inductor.list_mode_options(config.mode), **options}
     return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def host_time_note(plan: Plan, config: OffloadConfig) -> str:
+    """That predicted times leave out what the ops take the host; "" where that is little, or CUDA graphs issue them."""
+    host_s, step_s = len(plan.transfers) * OPS_OF_A_TRANSFER_S, plan.prediction.predicted_time_s
+    if not plan.device.startswith("cuda") or host_s <= _NOTED_SHARE * step_s or not step_s or asks_for_cuda_graphs(config):
+        return ""
+    return (
+        f"{4 * len(plan.transfers)} offloads, releases, reloads and waits take the host about {host_s * 1e3:.1f} ms of a step "
+        f"of {step_s * 1e3:.1f} ms. Where the host is what limits, the step takes longer than predicted: "
+        'mode="reduce-overhead" has them issued by CUDA graphs, and a larger min_tensor_bytes makes fewer of them'
+    )
 
 
 def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool) -> None:

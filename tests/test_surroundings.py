@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from graphoffload import surroundings
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import CaptureError, CudaGraphsWarning, FallbackWarning, PerRankPlanWarning
 from graphoffload.runtime import streams
-from graphoffload.saved import Decision, Plan, Transfer
-from graphoffload.surroundings import warn_of_cuts, warn_of_surroundings
+from graphoffload.saved import Decision, Plan, Prediction, Transfer
+from graphoffload.surroundings import host_time_note, warn_of_cuts, warn_of_surroundings
 from graphoffload.testing import ZOO, compiled, run_step
 
 CASE = ZOO["attention"]
@@ -75,6 +76,18 @@ def test_nothing_to_say() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_cuts(plan("cpu"), "there are none")
+
+
+def test_a_host_that_may_be_what_limits() -> None:
+    """17 transfers in a step of 8 ms are 16 % of it; the same in a second are nothing, and so they are in a CUDA graph."""
+    short, long = (replace(plan(count=17), prediction=Prediction(predicted_time_s=seconds)) for seconds in (8e-3, 1.0))
+    text = host_time_note(short, OffloadConfig())
+    for part in ("68 offloads, releases", "about 1.4 ms of a step of 8.0 ms", "reduce-overhead", "min_tensor_bytes"):
+        assert part in text
+    assert not host_time_note(long, OffloadConfig())
+    assert not host_time_note(short, OffloadConfig(mode="reduce-overhead"))
+    assert not host_time_note(replace(short, device="cpu"), OffloadConfig())
+    assert not host_time_note(plan(count=17), OffloadConfig()), "no times are known"
 
 
 def test_a_mode_without_inductor() -> None:
