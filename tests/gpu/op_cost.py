@@ -2,7 +2,8 @@
 
     python3 tests/gpu/op_cost.py                 on whatever device there is
     python3 tests/gpu/op_cost.py --profile       functions by own time as well
-    python3 tests/gpu/op_cost.py --in small --share 0.1   in real steps of a model (models.py), a tenth of its bytes offloaded
+    python3 tests/gpu/op_cost.py --in small --share 0.1   in real steps of a model (models.py), a tenth of its bytes offloaded:
+                                                 copies as one compiled call, call by call from Python, ops by torch.ops
 
 Tensors are small, so that copies never hold the host up: what is timed is Python, torch's dispatcher and the driver's calls. On
 a CPU the side streams are stand-ins that do nothing, so that the same code runs as on a GPU, less the driver. In a real step
@@ -23,6 +24,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +39,31 @@ from graphoffload.runtime import ops, streams  # noqa: E402
 
 OPS = ("offload", "release", "reload", "wait")
 PLAN = "0" * 64
+ROUNDS = 6
+
+
+@dataclass
+class Found:
+    """Microseconds of every call by op, and milliseconds of untimed steps: (keep-all's, ours), by the GPU and of the host."""
+
+    way: str
+    spent: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in OPS})
+    step_ms: list[tuple[float, float]] = field(default_factory=list)
+    host_ms: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, keep: Any, ours: Any) -> None:
+        """One step of each."""
+        self.step_ms.append((keep.step_ms, ours.step_ms))
+        self.host_ms.append((keep.host_ms, ours.host_ms))
+
+    def __str__(self) -> str:
+        keep, ours = map(statistics.median, zip(*self.step_ms, strict=True))
+        keep_host, host = map(statistics.median, zip(*self.host_ms, strict=True))
+        calls = sum(map(len, self.spent.values())) / len(self.step_ms)
+        return (
+            f"{self.way}: a step takes {ours:.2f} ms (keep-all {keep:.2f}), of the host {host:.2f} (keep-all {keep_host:.2f}), "
+            f"with {calls:.0f} ops: {(host - keep_host) * 1e3 / calls:.1f} us an op"
+        )
 
 
 class NoStream:
@@ -119,6 +146,17 @@ def host_times(device: torch.device, *, count: int = 12, steps: int = 50, nbytes
 
 
 @contextlib.contextmanager
+def copies_by(way: str) -> Iterator[None]:
+    """Copies as one compiled call, as they are by default, or issued from Python call by call."""
+    if way == "compiled" or not torch.cuda.is_available():
+        yield
+        return
+    found = streams.streams_of(torch.device("cuda", torch.cuda.current_device()))
+    with mock.patch.object(found, "_whole", None):
+        yield
+
+
+@contextlib.contextmanager
 def timing_calls(spent: dict[str, list[float]], *, direct: bool) -> Iterator[None]:
     """Append microseconds of each op that compiled code calls meanwhile, either directly or by torch.ops; no others."""
     clock = time.perf_counter_ns
@@ -139,11 +177,8 @@ def timing_calls(spent: dict[str, list[float]], *, direct: bool) -> Iterator[Non
         yield
 
 
-def in_steps(model: str, share: float, *, direct: bool, steps: int) -> tuple[dict[str, list[float]], float]:
-    """Microseconds of every call by op, and those that a step takes the host more than keep-all's, divided by its ops.
-
-    The two are of different steps: the clock itself is not in the second.
-    """
+def sessions_of(model: str, share: float, *, direct: bool) -> tuple[Any, Any]:
+    """Keep-all and a share of the bytes offloaded, ready to step; `direct`: compiled code calls the ops themselves."""
     from gpu import measure
     from gpu.models import build
     from gpu.variants import Eligible, apply, parse
@@ -154,23 +189,28 @@ def in_steps(model: str, share: float, *, direct: bool, steps: int) -> tuple[dic
     for variant in ("keep", f"offload:all+offload_fraction={share}+min_tensor_bytes=0"):
         workload = build(model, device, tiny=device == "cpu")
         session = measure.Session(workload, apply(parse(variant), workload, Eligible()))
-        with mock.patch.object(inner_compile, "direct_calls", inner_compile.direct_calls if direct else contextlib.nullcontext):
+        with contextlib.ExitStack() as stack:
+            if not direct:  # a compile cache would give the code that calls directly
+                stack.enter_context(mock.patch.object(inner_compile, "direct_calls", contextlib.nullcontext))
+                stack.enter_context(torch._inductor.config.patch(force_disable_caches=True))
             measure.warm_up(session)
         sessions.append(session)
-    keep, ours = sessions
-    host_ms: tuple[list[float], list[float]] = ([], [])
-    for _ in range(steps):
-        for session, values in zip(sessions, host_ms, strict=True):
-            values.append(session.step().host_ms)
-    spent: dict[str, list[float]] = {name: [] for name in OPS}
-    with timing_calls(spent, direct=direct):
-        for _ in range(steps):
-            keep.step()
-            ours.step()
-    extra_ms = statistics.median(host_ms[1]) - statistics.median(host_ms[0])
-    for session in sessions:
-        session.close()
-    return spent, extra_ms * 1e3 * steps / sum(map(len, spent.values()))
+    return sessions[0], sessions[1]
+
+
+def in_steps(sessions: tuple[Any, Any], ways: tuple[str, ...], *, direct: bool, steps: int) -> Iterator[Found]:
+    """What the ops cost in real steps; the ways take turns."""
+    found = {way: Found(way) for way in ways}
+    for _ in range(ROUNDS):
+        for way, of_way in found.items():
+            with copies_by(way):
+                for _ in range(steps // ROUNDS):
+                    of_way.add(*(session.step() for session in sessions))
+                with timing_calls(of_way.spent, direct=direct):
+                    for _ in range(steps // ROUNDS):
+                        for session in sessions:
+                            session.step()
+    yield from found.values()
 
 
 def show(spent: dict[str, list[float]]) -> None:
@@ -196,10 +236,13 @@ def main() -> None:
     given = parser.parse_args()
     gc.disable()
     if given.model:
-        for direct in (True, False):
-            spent, extra_us = in_steps(given.model, given.share, direct=direct, steps=given.steps)
-            print(f"{given.model}, {'directly' if direct else 'by torch.ops'}: a step takes the host {extra_us:+.1f} us an op")
-            show(spent)
+        for direct, ways in ((True, ("compiled", "call by call")), (False, ("by torch.ops",))):
+            sessions = sessions_of(given.model, given.share, direct=direct)
+            for found in in_steps(sessions, ways, direct=direct, steps=given.steps):
+                print(found)
+                show(found.spent)
+            for session in sessions:
+                session.close()
         return
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     spent = host_times(device, steps=given.steps)
