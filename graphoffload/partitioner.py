@@ -89,7 +89,7 @@ class OffloadPartitioner(CustomPartitionerFn):
             gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
         )
         rewritten = rewrite(request)
-        if note := host_time_note(rewritten.plan, self.config):
+        if note := host_time_note(rewritten.plan, self.config, rewritten.kernels):
             rewritten = replace(rewritten, plan=replace(rewritten.plan, notes=(*rewritten.plan.notes, note)))
         inductor = kwargs.get("compiler") == "inductor"
         if rewritten.plan.transfers and self.key is None and inductor:

@@ -35,13 +35,17 @@ from graphoffload.wishes import Wish, check_tags, wishes_for, without_effect
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """The result: graphs to compile, their plan, and the graphs before the passes for a dump (None without one)."""
+    """The result: graphs to compile, their plan, and the graphs before the passes for a dump (None without one).
+
+    kernels: how many the graphs are expected to run.
+    """
 
     graphs: GraphPair
     plan: Plan
     before: GraphPair | None
     timeline: Timeline
     keep_timeline: Timeline
+    kernels: int
     hint: str = ""
 
 
@@ -74,7 +78,7 @@ def rewrite(request: Request) -> Rewritten:
     graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
     if request.config.verify != "off":
         verify_graphs(graphs, plan, names)
-    return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, decided.hint)
+    return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, draft.instance.kernels, decided.hint)
 
 
 def _goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:

@@ -60,6 +60,7 @@ def test_operations_that_share_data_are_one_kernel_even_where_products_stand_bet
     start, end = fusion.spans[products[0]]
     assert end - start == 2
     assert set(fusion.order[start : end + 1]) == set(products)
+    assert fusion.kernels == 5, "four products, and these"
 
 
 def test_what_a_kernel_needs_runs_before_it_and_every_node_runs_once() -> None:
@@ -160,6 +161,7 @@ def test_without_fusion_every_value_exists_and_order_is_the_graphs() -> None:
     fusion = fusion_of(graph, fuses=False)
     assert fusion.order == list(graph.nodes)
     assert exists(fusion, named(graph, "sigmoid"))
+    assert fusion.kernels == 10, "one each, but for transposes"
 
 
 def test_a_measured_kernel_brings_its_time_and_its_workspace() -> None:
@@ -273,6 +275,7 @@ def test_a_sum_runs_with_the_product_that_it_adds() -> None:
     sums, products = ([node for node in graph.nodes if node.name.startswith(name)] for name in ("add", "mm"))
     assert [exists(fusion, node) for node in (*sums, *products)] == [True, True, True, False, False]
     assert [fusion.added[node] for node in sums] == products[1:]
+    assert fusion.kernels == 3
     order = [node.name for node in fusion.order if node in sums or node in products]
     assert order == ["mm", "mm_1", "add", "mm_2", "add_1"]
     costs = node_costs(fusion, PROFILES["h200-sxm"])

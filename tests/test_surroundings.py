@@ -79,15 +79,17 @@ def test_nothing_to_say() -> None:
 
 
 def test_a_host_that_may_be_what_limits() -> None:
-    """17 transfers in a step of 8 ms are 16 % of it; the same in a second are nothing, and so they are in a CUDA graph."""
-    short, long = (replace(plan(count=17), prediction=Prediction(predicted_time_s=seconds)) for seconds in (8e-3, 1.0))
-    text = host_time_note(short, OffloadConfig())
-    for part in ("68 offloads, releases", "about 1.4 ms of a step of 8.0 ms", "reduce-overhead", "min_tensor_bytes"):
+    """168 kernels and 5 transfers take 5.9 ms: most of a step of 8 ms, little of one of 12 ms, nothing in a CUDA graph."""
+    short, long = (replace(plan(count=5), prediction=Prediction(predicted_time_s=seconds)) for seconds in (8e-3, 12e-3))
+    text = host_time_note(short, OffloadConfig(), 168)
+    for part in ("168 kernels and 5 transfers", "about 5.9 ms of a step of 8.0 ms", "reduce-overhead", "min_tensor_bytes"):
         assert part in text
-    assert not host_time_note(long, OffloadConfig())
-    assert not host_time_note(short, OffloadConfig(mode="reduce-overhead"))
-    assert not host_time_note(replace(short, device="cpu"), OffloadConfig())
-    assert not host_time_note(plan(count=17), OffloadConfig()), "no times are known"
+    assert not host_time_note(long, OffloadConfig(), 168)
+    assert not host_time_note(short, OffloadConfig(), 100)
+    assert not host_time_note(short, OffloadConfig(mode="reduce-overhead"), 168)
+    assert not host_time_note(replace(short, device="cpu"), OffloadConfig(), 168)
+    assert not host_time_note(plan(count=5), OffloadConfig(), 168), "no times are known"
+    assert not host_time_note(replace(short, decisions=(), transfers=()), OffloadConfig(), 1000), "nothing is changed"
 
 
 def test_a_mode_without_inductor() -> None:

@@ -107,6 +107,12 @@ class Fusion:
     begun: list[int] = field(default_factory=list)
     fuses: bool = True
 
+    @property
+    def kernels(self) -> int:
+        """How many kernels run: fused ones, and operations that are one each."""
+        alone = sum(kind == "kernel" and node not in self.spans for node, kind in self.kinds.items())
+        return len(set(self.spans.values())) + alone - len(self.added)
+
     def read_by(self, node: Node) -> frozenset[int]:
         """Storages in memory that a node's kernel reads for it."""
         found: set[int] = set()

@@ -33,12 +33,14 @@ class Instance:
             backward. It may run earlier: steps can be one kernel.
         behind: for each candidate, the position in the forward graph of the last operation whose kernel reads it. A release
             in front of it would make a compiler compute early what it reads.
+        kernels: how many run in both graphs.
     """
 
     program: Program
     behind: tuple[int, ...]
     forward_places: tuple[int, ...]
     backward_places: tuple[int, ...]
+    kernels: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ def build_program(
         reload_steps=tuple(begun[place] for place in places[:-1]),
     )
     first = tuple(bisect_left(runs.forward.begun, runs.forward.begun[place]) for place in _places(runs.forward))
-    return Instance(program, tuple(life.behind for life in lives), first, places)
+    kernels = runs.forward.kernels + runs.backward.kernels
+    return Instance(program, tuple(life.behind for life in lives), first, places, kernels)
 
 
 def _runs(pair: GraphPair, *, fuses: bool, apart_bytes: int | None) -> _Runs:
