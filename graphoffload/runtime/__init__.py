@@ -8,7 +8,7 @@ counters.py     what moved                              hooks.py      switches f
 stalls.py       what compute waited for                 slabs.py      page-locked memory that buffers are cut from
 ahead.py        memory taken while a plan compiles      predictions.py  timelines for pictures
 between.py      from graph to graph                     staying.py    a budget that several graphs share
-captured.py     the four ops inside a CUDA graph
+captured.py     the four ops inside a CUDA graph        native.py     a copy and its events as one compiled call
 """
 
 from __future__ import annotations

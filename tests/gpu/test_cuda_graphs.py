@@ -108,6 +108,7 @@ def train(ours: nn.Module, kept: nn.Module, steps: int = 20) -> None:
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", pytest.param("max-autotune", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("error::graphoffload.errors.CudaGraphsWarning")
+@torch._inductor.config.patch("test_configs.max_mm_configs", 2)  # of each product: all of them take minutes to compile
 def test_twenty_steps(mode: str) -> None:
     """One CUDA graph in forward and one in backward, each with its copies inside."""
     graphoffload.reset_stats()
