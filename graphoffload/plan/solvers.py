@@ -97,7 +97,7 @@ def solve(
     if isinstance(goal, MeetBudget) and keep.feasible:
         return _solution(judge, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, judge.limit_s).solve()
-    best = _search(judge, goal, keep, relaxed)
+    best = _search(judge, keep, relaxed)
     if not best.feasible and isinstance(goal, MeetBudget):
         best = min((best, *_where_lost(judge, goal)), key=lambda p: p.score)
     if not best.feasible and isinstance(goal, MeetBudget):
@@ -105,9 +105,9 @@ def solve(
     return _solution(judge, best, relaxed)
 
 
-def _search(judge: Judge, goal: Goal, keep: Proposal, relaxed: Relaxed) -> Proposal:
+def _search(judge: Judge, keep: Proposal, relaxed: Relaxed) -> Proposal:
     """The best proposal of all solvers, and of local search from them."""
-    small = len(judge.arrays.program.candidates) <= _SMALL
+    small, goal = len(judge.arrays.program.candidates) <= _SMALL, judge.goal
     best, proven = search_exactly(judge)
     searched: Sequence[Proposal] = ()
     if best is None or not proven or "offload" in best.actions:  # the search knows copies that run freely, no windows
@@ -139,7 +139,7 @@ def _where_lost(judge: Judge, goal: MeetBudget) -> Iterator[Proposal]:
         relaxed = Relaxation(judge.arrays, lower, judge.host_budget_bytes, judge.limit_s).solve()
         if relaxed.value is None:
             return
-        found = _search(other, lower, other.propose(other.keep, "fits"), relaxed)
+        found = _search(other, other.propose(other.keep, "fits"), relaxed)
         for actions, window in filter(None, ((found.actions, found.window_bytes), other.smallest)):
             same = judge.propose(actions, found.solver, window)
             if same.feasible:

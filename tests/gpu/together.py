@@ -188,10 +188,14 @@ def main() -> int:
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "graphoffload", "hardware"], cwd=ROOT, check=True)
+    import torch
+
     from graphoffload.folders import cache_dir
 
     cache_dir().mkdir(parents=True, exist_ok=True)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(given.gpus)))).split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    if given.gpus > max(1, len(visible)):
+        parser.error(f"--gpus {given.gpus}: {len(visible)} are visible")
     running = []
     for number, model in enumerate(given.models):
         gpu = number % given.gpus
