@@ -89,9 +89,9 @@ class OffloadPartitioner(CustomPartitionerFn):
             gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
         )
         rewritten = rewrite(request)
-        if note := host_time_note(rewritten.plan, self.config, rewritten.kernels):
-            rewritten = replace(rewritten, plan=replace(rewritten.plan, notes=(*rewritten.plan.notes, note)))
         inductor = kwargs.get("compiler") == "inductor"
+        if note := host_time_note(rewritten.plan, self.config, rewritten.kernels, inductor=inductor):
+            rewritten = replace(rewritten, plan=replace(rewritten.plan, notes=(*rewritten.plan.notes, note)))
         if rewritten.plan.transfers and self.key is None and inductor:
             _check_inductor_settings(self.config)
         warn_of_surroundings(rewritten.plan, self.config, inductor=inductor)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,19 +44,24 @@ class Driver:
         return record, wait, copy
 
 
+@pytest.fixture(scope="module")
+def module() -> Any:
+    """A library of this file's own: the functions that it calls are those of all copies made with it."""
+    compilers = [name for name in ("cc", "gcc", "clang") if shutil.which(name)]
+    if not compilers or not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        pytest.skip("no C compiler here, or no headers of Python")
+    return native.build()
+
+
 @pytest.fixture
-def driver() -> Iterator[Driver]:
-    if native.compiled() is None:
-        pytest.skip("no C compiler here")
-    driver = Driver()
-    yield driver
-    native.compiled().use(0, 0, 0)
+def driver(module: Any) -> Driver:
+    del module
+    return Driver()
 
 
-def test_one_call_is_the_five_of_python(driver: Driver) -> None:
+def test_one_call_is_the_five_of_python(module: Any, driver: Driver) -> None:
     """Compute so far, then what else the copy depends on, then the copy, then its event."""
-    copy = native.copy_by(*driver.addresses)
-    assert copy is not None
+    copy = native.copy_by(module, *driver.addresses)
     assert copy(*BLOCK, COMPUTE, SIDE, ISSUED, DONE, 31, 32) == 0
     assert driver.calls == [
         ("record", ISSUED, COMPUTE),
@@ -66,45 +74,84 @@ def test_one_call_is_the_five_of_python(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("refuses", range(5))
-def test_the_first_error_ends_it(driver: Driver, refuses: int) -> None:
+def test_the_first_error_ends_it(module: Any, driver: Driver, refuses: int) -> None:
     """Nothing is copied before what it depends on, and no event says that something was."""
-    copy = native.copy_by(*driver.addresses)
+    copy = native.copy_by(module, *driver.addresses)
     driver.refuses = refuses
-    assert copy is not None
     assert copy(*BLOCK, COMPUTE, SIDE, ISSUED, DONE, 31) == 700
     assert len(driver.calls) == refuses + 1
 
 
-@pytest.mark.parametrize("arguments", [(), (1,) * 7, (1,) * (9 + native.MOST_AFTER), ("1",) * 8, (-1,) * 8, (2**64,) * 8])
-def test_wrong_arguments_call_nothing(driver: Driver, arguments: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("arguments", [(), (1,) * 7, (1,) * 17, ("1",) * 8, (-1,) * 8, (2**64,) * 8])
+def test_wrong_arguments_call_nothing(module: Any, driver: Driver, arguments: tuple[Any, ...]) -> None:
     """Too few, too many, no numbers, and such as fit no address."""
-    copy = native.copy_by(*driver.addresses)
-    assert copy is not None
+    copy = native.copy_by(module, *driver.addresses)
     with pytest.raises((TypeError, OverflowError)):
         copy(*arguments)
     assert driver.calls == []
 
 
-def test_before_it_knows_the_driver(driver: Driver) -> None:
+def test_before_it_knows_the_driver() -> None:
     """Not a jump to address 0."""
-    native.compiled().use(0, 0, 0)
     with pytest.raises(RuntimeError, match="use"):
-        native.compiled().copy(*BLOCK, COMPUTE, SIDE, ISSUED, DONE)
-    assert driver.calls == []
+        native.build().copy(*BLOCK, COMPUTE, SIDE, ISSUED, DONE)
 
 
-def test_it_takes_no_modules_place(driver: Driver) -> None:
+def test_it_takes_no_modules_place(module: Any) -> None:
     """A module that is named as another one takes its place for everybody: it was called copy once, and deepcopy was gone."""
-    del driver
-    assert not [name for name, module in sys.modules.items() if module is native.compiled()]
+    assert not [name for name, other in sys.modules.items() if other is module]
+
+
+Log = pytest.LogCaptureFixture
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch, caplog: Log, tmp_path: Path) -> Iterator[Log]:
+    """compiled() tries again, in folders of this test's own, and so it does after it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    native.compiled.cache_clear()
+    with caplog.at_level("DEBUG", logger=native.log.name):
+        yield caplog
+    native.compiled.cache_clear()
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
 @pytest.mark.parametrize("compiler", ["", "/bin/false"])
-def test_without_a_compiler_there_is_none(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing, or refusing: copies are issued from Python, and nothing is left behind."""
-    monkeypatch.setenv("GRAPHOFFLOAD_CACHE_DIR", str(tmp_path))
+def test_without_a_compiler_there_is_none(compiler: str, anew: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, or refusing: copies are issued from Python."""
     monkeypatch.setattr("shutil.which", lambda name: compiler or None)
-    native.compiled.cache_clear()
-    assert native.copy_by(1, 2, 3) is None
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    native.compiled.cache_clear()
+    assert native.compiled() is None
+    assert "call by call" in anew.text
+
+
+def test_why_it_does_not_compile_is_said(module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiler's own words: headers of Python that are not there are the likeliest cause."""
+    del module
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    assert native.compiled() is None
+    assert "Python.h" in anew.text
+
+
+def test_a_compiler_that_refuses_is_not_the_last_word(
+    module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CC may be one for another machine."""
+    del module, anew
+    monkeypatch.setenv("CC", "false")
+    assert native.compiled() is not None
+
+
+def test_what_cannot_be_loaded_is_not_used(
+    module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut short, as on a full disk; or from a folder without execution."""
+    del module
+    compile_it = native._compile
+
+    def cut(compiler: str, library: Path) -> None:
+        compile_it(compiler, library)
+        library.write_bytes(b"")
+
+    monkeypatch.setattr(native, "_compile", cut)
+    assert native.compiled() is None
+    assert "call by call" in anew.text

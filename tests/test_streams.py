@@ -7,6 +7,7 @@ import threading
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ class World:
 
     def stream(self, device: Any = None, **id: int) -> Any:
         """torch.cuda.Stream: of the pool, or by id."""
-        name = f"compute{id['stream_id']}" if id else ("d2h", "h2d")[len(self.made)]
+        name = f"compute{id['stream_id']}" if id else ("d2h", "h2d", "reading")[len(self.made)]
         if not id:
             self.made.append(name)
         return types.SimpleNamespace(
@@ -138,18 +139,49 @@ def test_a_compiled_copy_that_is_refused(world: World, monkeypatch: pytest.Monke
     assert world.log[-1] == "synchronize h2d"
 
 
-@pytest.mark.parametrize("why", ["another device is current", "not one block", "hooks"])
-def test_what_is_no_plain_copy_is_issued_call_by_call(world: World, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_refusal_that_an_earlier_fault_causes_is_torchs_own_error(
+    compiled: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kernel's fault everything is refused, and the tensor that is copied next is not to blame."""
+    monkeypatch.setattr(streams, "find_copy", lambda: world.whole if compiled else None)
+    forgotten: list[int] = []
+    monkeypatch.setattr(streams, "forget_last_error", lambda: forgotten.append(1))
+    side, world.refuses = streams.DeviceStreams(DEVICE), 710
+
+    def fault() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    side.h2d.synchronize = fault
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        side.copy("h2d", ENTRY, (), by_torch, (1, 2, 96))
+    assert forgotten
+
+
+COMPANY: dict[str, Any] = {
+    "hooks": lambda: copy_hook(lambda *_: None),
+    "a profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "a log": lambda: mock.patch.object(streams.log, "isEnabledFor", return_value=True),
+}
+
+
+@pytest.mark.parametrize("why", ["another device is current", "not one block", "something first", "captured", *COMPANY])
+def test_what_is_no_plain_copy_is_issued_call_by_call(why: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled copy knows no streams but two, and nobody beside."""
     monkeypatch.setattr(streams, "find_copy", lambda: world.whole)
-    side = streams.DeviceStreams(DEVICE)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
+    side = streams.DeviceStreams(DEVICE, captured=why == "captured")
     world.device = 0 if why == "another device is current" else 1
     block = None if why == "not one block" else (1, 2, 96)
-    hooked = copy_hook(lambda *_: None) if why == "hooks" else contextlib.nullcontext()
-    with hooked:
-        side.copy("h2d", ENTRY, (), lambda: None, block)
+    first = (lambda: None) if why == "something first" else None
+    with COMPANY[why]() if why in COMPANY else contextlib.nullcontext():
+        side.copy("h2d", ENTRY, (), lambda: None, block, first=first)
     assert not [line for line in world.log if line.startswith("whole")]
     assert world.log[-1].startswith("record")
+    world.log.clear()
+    if why not in ("another device is current", "captured"):
+        side.copy("h2d", ENTRY, (), by_torch, (1, 2, 96))
+        assert [line for line in world.log if line.startswith("whole")], "the next one is plain again"
 
 
 def test_what_compute_waited_for_is_not_waited_for_twice(world: World) -> None:

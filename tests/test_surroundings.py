@@ -78,18 +78,27 @@ def test_nothing_to_say() -> None:
         warn_of_cuts(plan("cpu"), "there are none")
 
 
+def noted(found: Plan, kernels: int = 168, *, inductor: bool = True, **settings: Any) -> str:
+    return host_time_note(found, OffloadConfig(**settings), kernels, inductor=inductor)
+
+
 def test_a_host_that_may_be_what_limits() -> None:
     """168 kernels and 5 transfers take 5.9 ms: most of a step of 8 ms, little of one of 12 ms, nothing in a CUDA graph."""
     short, long = (replace(plan(count=5), prediction=Prediction(predicted_time_s=seconds)) for seconds in (8e-3, 12e-3))
-    text = host_time_note(short, OffloadConfig(), 168)
-    for part in ("168 kernels and 5 transfers", "about 5.9 ms of a step of 8.0 ms", "reduce-overhead", "min_tensor_bytes"):
+    text = noted(short)
+    for part in ("168 kernels or more and 5 transfers", "about 70 % of the predicted", "reduce-overhead", "min_tensor_bytes"):
         assert part in text
-    assert not host_time_note(long, OffloadConfig(), 168)
-    assert not host_time_note(short, OffloadConfig(), 100)
-    assert not host_time_note(short, OffloadConfig(mode="reduce-overhead"), 168)
-    assert not host_time_note(replace(short, device="cpu"), OffloadConfig(), 168)
-    assert not host_time_note(plan(count=5), OffloadConfig(), 168), "no times are known"
-    assert not host_time_note(replace(short, decisions=(), transfers=()), OffloadConfig(), 1000), "nothing is changed"
+    assert "for about all of" in noted(short, 1000)
+    assert not noted(long)
+    assert not noted(short, 100)
+    assert not noted(short, mode="reduce-overhead")
+    assert not noted(short, inductor=False), "there is nothing to capture"
+    assert not noted(replace(short, device="cpu"))
+    assert not noted(plan(count=5)), "no times are known"
+    assert not noted(replace(short, decisions=(), transfers=()), 1000), "nothing is changed"
+    recomputes = replace(short, transfers=(), decisions=(Decision("t0", "recompute", "asked"),))
+    assert "0 transfers" in noted(recomputes, 200)
+    assert "min_tensor_bytes" not in noted(recomputes, 200)
 
 
 def test_a_mode_without_inductor() -> None:

@@ -109,9 +109,8 @@ class Fusion:
 
     @property
     def kernels(self) -> int:
-        """How many kernels run: fused ones, and operations that are one each."""
-        alone = sum(kind == "kernel" and node not in self.spans for node, kind in self.kinds.items())
-        return len(set(self.spans.values())) + alone - len(self.added)
+        """How many kernels run at least: some operations launch several, and a region all of its own."""
+        return len(set(self.spans.values())) - len(self.added)
 
     def read_by(self, node: Node) -> frozenset[int]:
         """Storages in memory that a node's kernel reads for it."""

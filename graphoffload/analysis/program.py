@@ -33,7 +33,7 @@ class Instance:
             backward. It may run earlier: steps can be one kernel.
         behind: for each candidate, the position in the forward graph of the last operation whose kernel reads it. A release
             in front of it would make a compiler compute early what it reads.
-        kernels: how many run in both graphs.
+        kernels: how many run in both graphs at least.
     """
 
     program: Program

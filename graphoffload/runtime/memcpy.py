@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from graphoffload.runtime.native import Copy, copy_by
+from graphoffload.runtime.native import Copy, compiled, copy_by
 
 Memcpy = Callable[[int, int, int, int, int], int]
 """(destination, source, bytes, kind, stream) -> CUDA error code; releases the GIL."""
@@ -41,10 +41,17 @@ def find_copy() -> Copy | None:
     """A copy with its events in one call, by the same library's functions; None without the library or a C compiler."""
     library = _runtime_library()
     functions = [getattr(library, name, None) for name in ("cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync")]
-    if not all(functions):
+    if not all(functions) or (module := compiled()) is None:
         return None
     record, wait, copy = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)  # type: ignore[arg-type]
-    return copy_by(record, wait, copy)
+    return copy_by(module, record, wait, copy)
+
+
+def forget_last_error() -> None:
+    """Clear what the runtime keeps of an error that was reported already: torch's next kernel would be taken for its cause."""
+    function = getattr(_runtime_library(), "cudaGetLastError", None)
+    if function is not None:
+        function()
 
 
 @functools.cache

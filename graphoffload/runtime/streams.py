@@ -19,7 +19,7 @@ import torch
 from graphoffload.errors import CaptureError, NoStreamsWarning, RuntimeStateError, warn
 from graphoffload.log import log
 from graphoffload.runtime.hooks import ACTIVE
-from graphoffload.runtime.memcpy import KINDS, find_copy, find_memcpy, relaxed_capture
+from graphoffload.runtime.memcpy import KINDS, find_copy, find_memcpy, forget_last_error, relaxed_capture
 
 Block = tuple[int, int, int]
 """Addresses of destination and source, and bytes."""
@@ -126,7 +126,7 @@ class DeviceStreams:
                 done, raw = self.event(), self._raw[direction]
                 events = (issued.raw, done.raw, *[event.raw for event in behind])
                 if code := self._whole(*block, KINDS[direction], compute.cuda_stream, raw, *events):
-                    raise RuntimeStateError(_REFUSED.format(name=entry.name, direction=direction, nbytes=block[2], code=code))
+                    raise self._refused(direction, entry, block[2], code)
                 self._events.append(issued)
             else:
                 issued.record(compute)
@@ -170,10 +170,21 @@ class DeviceStreams:
                 with torch.cuda.stream(side):
                     run()
             elif code := self._memcpy(*block, KINDS[direction], self._raw[direction]):
-                raise RuntimeStateError(_REFUSED.format(name=entry.name, direction=direction, nbytes=block[2], code=code))
+                raise self._refused(direction, entry, block[2], code)
             if hook is not None:
                 with torch.cuda.stream(side):
                     hook(direction, "after", entry.name)
+
+    def _refused(self, direction: str, entry: Named, nbytes: int, code: int) -> RuntimeStateError:
+        """The error of a copy that the driver refused.
+
+        Raises:
+            RuntimeError: torch's own, where an earlier kernel's fault is why: everything is refused after it.
+        """
+        forget_last_error()
+        if not self.captured:
+            (self.d2h if direction == "d2h" else self.h2d).synchronize()
+        return RuntimeStateError(_REFUSED.format(name=entry.name, direction=direction, nbytes=nbytes, code=code))
 
     def compute_waits(self, event: Any) -> None:
         """Order everything issued to the compute stream from now on after `event`."""

@@ -6,7 +6,6 @@ At run time (ops and streams), with the disturbance under which the missing orde
     wait_without_wait       compute reads the reloaded tensor before H2D has written it
     d2h_without_compute     D2H reads the source before compute has written it
     h2d_without_compute     H2D writes the target while compute still uses that memory
-    compiled_...            the same two in the compiled copy
     flat_in_wrong_strides   bytes are copied in logical order, and their strides recorded as physical
     offload_a_temporary     offload reads a copy of the tensor that release names
     reload_nothing          the copy back is forgotten
@@ -56,8 +55,14 @@ def wait_without_wait() -> contextlib.AbstractContextManager[None]:
     return _op_without_wait("wait", ops.wait)
 
 
-def _side_stream_does_not_wait(direction: str) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _side_stream_does_not_wait(direction: str) -> Iterator[None]:
+    """On both ways to copy. In the compiled one the event that stands for compute is recorded on the side stream itself."""
     original = streams.DeviceStreams.copy
+    of_device = streams.streams_of(torch.device("cuda", torch.cuda.current_device()))
+    assert of_device is not None
+    compiled = of_device._whole
+    assert compiled is not None, "there is no compiled copy: is there a C compiler, and Python's headers?"
 
     def copy(self: Any, towards: str, entry: Any, after: tuple[Any, ...], *how: Any) -> Any:
         if towards != direction:
@@ -65,7 +70,12 @@ def _side_stream_does_not_wait(direction: str) -> contextlib.AbstractContextMana
         with mock.patch.object(streams.Event, "wait", return_value=None):
             return original(self, towards, entry, (), *how)
 
-    return mock.patch.object(streams.DeviceStreams, "copy", copy)
+    def whole(target: int, source: int, nbytes: int, kind: int, compute: int, side: int, *events: int) -> int:
+        waits_for = side if kind == streams.KINDS[direction] else compute
+        return compiled(target, source, nbytes, kind, waits_for, side, *events)
+
+    with mock.patch.object(streams.DeviceStreams, "copy", copy), mock.patch.object(of_device, "_whole", whole):
+        yield
 
 
 def d2h_without_compute() -> contextlib.AbstractContextManager[Any]:
@@ -76,30 +86,6 @@ def d2h_without_compute() -> contextlib.AbstractContextManager[Any]:
 def h2d_without_compute() -> contextlib.AbstractContextManager[Any]:
     """The copy from the host starts at once."""
     return _side_stream_does_not_wait("h2d")
-
-
-def _compiled_copy_does_not_wait(direction: str) -> contextlib.AbstractContextManager[Any]:
-    """The event that stands for compute is recorded on the side stream itself, and no others are waited for."""
-    of_device = streams.streams_of(torch.device("cuda", torch.cuda.current_device()))
-    assert of_device is not None
-    original = of_device._whole
-
-    def whole(target: int, source: int, nbytes: int, kind: int, compute: int, side: int, *events: int) -> int:
-        if kind != streams.KINDS[direction]:
-            return int(original(target, source, nbytes, kind, compute, side, *events))
-        return int(original(target, source, nbytes, kind, side, side, *events[:2]))
-
-    return mock.patch.object(of_device, "_whole", whole)
-
-
-def compiled_d2h_without_compute() -> contextlib.AbstractContextManager[Any]:
-    """The compiled copy to the host starts at once."""
-    return _compiled_copy_does_not_wait("d2h")
-
-
-def compiled_h2d_without_compute() -> contextlib.AbstractContextManager[Any]:
-    """The compiled copy from the host starts at once."""
-    return _compiled_copy_does_not_wait("h2d")
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from graphoffload.hardware import HardwareProfile
-from graphoffload.runtime import copy_hook, release_hook, twin_copies
+from graphoffload.runtime import copy_hook, registry, release_hook, twin_copies
 from graphoffload.runtime.memcpy import KINDS
 from graphoffload.runtime.streams import streams_of
 from graphoffload.testing import Case, Result, case_steps, differences, whole_gradient_error
@@ -120,10 +120,17 @@ def compiled_copy_hook(delays: Delays) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disturbances(disturbance: Disturbance, *, seed: int = 0, blocks: int = 4) -> Iterator[tuple[Delays, Overwriter]]:
-    """Delays and overwriting switched on; of compiled copies where the seed is odd."""
+    """Delays and overwriting switched on; of compiled copies, on a GPU, where the seed is odd."""
     delays, overwriter = Delays(disturbance, seed), Overwriter(blocks)
-    with compiled_copy_hook(delays) if seed % 2 else copy_hook(delays), release_hook(overwriter):
+    compiled = seed % 2 == 1 and torch.cuda.is_available()
+    with compiled_copy_hook(delays) if compiled else copy_hook(delays), release_hook(overwriter):
         yield delays, overwriter
+
+
+def offloads_blocks() -> bool:
+    """Whether anything was offloaded that is one block of memory: what is not is never copied by one compiled call."""
+    layouts = [layout for plan in registry.last_plans() for layout in registry.run_plan(plan.key).layouts.values()]
+    return any(layout.dense and layout.nbytes for layout in layouts)
 
 
 def _lagging(case: Case, lag_ms: float, overwriter: Overwriter | None) -> Case:
