@@ -77,6 +77,6 @@ def build() -> Any:
 def _compile(compiler: str, library: Path) -> None:
     include = sysconfig.get_paths()["include"]
     subprocess.run(
-        [compiler, "-std=c99", "-O2", "-shared", "-fPIC", f"-I{include}", str(_SOURCE), "-o", str(library)],
+        [compiler, "-O2", "-shared", "-fPIC", f"-I{include}", str(_SOURCE), "-o", str(library)],
         check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE_S,
     )  # fmt: skip
