@@ -2,6 +2,9 @@
 
 A model is what one torch.compile was given: the function that runs while Dynamo compiles. What another one is made of says
 nothing about it, equal configurations or not.
+
+What matched nowhere is said behind the last part. Where none is known to be the last (DDP cuts one graph into parts of its
+own, and what ends behind a break may need no gradient) it is said once an optimizer has made two steps.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphoffload.errors import PatternError, PatternWarning, warn
 
@@ -31,13 +36,19 @@ WHOLE = Fragment()
 
 @dataclass(slots=True)
 class _Model:
-    """What is known of one model: configurations under which it broke, what matched and what was warned of."""
+    """What is known of one model: configurations under which it broke, what matched and what was warned of.
+
+    missing: what matched in no part so far, with the error that it would be in a whole graph. steps: of optimizers since.
+    """
 
     breaks: set[str] = field(default_factory=set)
     matched: set[tuple[str, str]] = field(default_factory=set)
     warned: set[tuple[str, str]] = field(default_factory=set)
+    missing: dict[tuple[str, str], PatternError | None] = field(default_factory=dict)
+    steps: int = 0
 
 
+_STEPS = 2  # of an optimizer: by then all parts of what it trains were compiled
 _models: dict[int, _Model] = {}
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
 _next = itertools.count(1)
@@ -72,10 +83,18 @@ def matched_somewhere(model: int, config: str, patterns: Iterable[str]) -> None:
     _models.setdefault(model, _Model()).matched.update((config, pattern) for pattern in patterns)
 
 
-def warn_of_unmatched(model: int, config: str, patterns: Iterable[str], error: PatternError | None) -> None:
+def missing_so_far(model: int, config: str, patterns: Iterable[str], error: PatternError | None) -> None:
+    """Remember patterns that matched nothing in a part, to be warned of when all parts are known."""
+    known = _models.setdefault(model, _Model())
+    known.missing.update(((config, pattern), error) for pattern in patterns)
+    known.steps = 0
+
+
+def warn_of_unmatched(model: int) -> None:
     """Behind the last graph of a model: one warning for each pattern that matched in none of its graphs."""
     known = _models.setdefault(model, _Model())
-    for pattern in patterns:
+    missing, known.missing = known.missing, {}
+    for (config, pattern), error in missing.items():
         if (config, pattern) in known.matched | known.warned:
             continue
         known.warned.add((config, pattern))
@@ -86,3 +105,14 @@ def warn_of_unmatched(model: int, config: str, patterns: Iterable[str], error: P
             "Correct the pattern, or remove it.",
             stacklevel=7,
         )
+
+
+def _after_step(*_: Any) -> None:
+    for number, known in _models.items():
+        if known.missing:
+            known.steps += 1
+            if known.steps >= _STEPS:
+                warn_of_unmatched(number)
+
+
+register_optimizer_step_post_hook(_after_step)

@@ -17,7 +17,7 @@ from graphoffload.config import OffloadConfig
 from graphoffload.decide import Decided, Limits, with_noise
 from graphoffload.drafts import Request, Work, device_name, feasible_draft, partition
 from graphoffload.errors import GoalMissedWarning, NotOffloadedWarning, warn
-from graphoffload.fragments import matched_somewhere, warn_of_unmatched
+from graphoffload.fragments import matched_somewhere, missing_so_far, warn_of_unmatched
 from graphoffload.hardware import resolve_hardware
 from graphoffload.joint import copy_graph, tagged_copy, tagged_operations
 from graphoffload.modules import Resolution, resolve
@@ -134,8 +134,9 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Reso
     if request.fragment:
         model, digest = request.fragment.model, config.digest()
         matched_somewhere(model, digest, (pattern for pattern in patterns if pattern not in resolution.unmatched))
+        missing_so_far(model, digest, resolution.unmatched, resolution.error())
         if request.fragment.place == "last":
-            warn_of_unmatched(model, digest, resolution.unmatched, resolution.error())
+            warn_of_unmatched(model)
     check_tags(tagged_operations(nodes), config, resolution)
     wanted = wishes_for(table, config, resolution, fragment=bool(request.fragment))
     notes.extend(without_effect(table, config, resolution))

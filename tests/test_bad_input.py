@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -175,6 +176,74 @@ def test_a_part_that_is_compiled_again_is_still_a_part() -> None:
         warnings.simplefilter("error", GraphOffloadWarning)
         for ends in ("tanh", "sigmoid"):
             module(torch.randn(4, 8), ends).sum().backward()
+
+
+class EndsWithoutGradient(torch.nn.Module):
+    """Two parts, the last of which needs no gradient: it is never planned, and nobody knows that it was the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            return x, self.second(x)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one, whose first bucket is no larger than others."""
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class FourLayers(torch.nn.Module):
+    """DDP cuts what Dynamo gives it into a graph for each bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def split_by_ddp() -> torch.nn.Module:
+    """In buckets of a layer each."""
+    return torch.nn.parallel.DistributedDataParallel(FourLayers(), bucket_cap_mb=0.02)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("build", "width", "somewhere"),
+    [(EndsWithoutGradient, 8, "first"), (split_by_ddp, 64, "*layers.1")],
+    ids=["the last needs no gradient", "ddp"],
+)
+def test_a_pattern_that_matches_nothing_where_no_part_is_the_last(
+    build: Callable[[], torch.nn.Module], width: int, somewhere: str
+) -> None:
+    """Said once, by the optimizer's second step; what matches in one of the parts is not."""
+    torch._dynamo.reset()
+    module = build()
+    config = backend(policy={"*.nowhere": "recompute", somewhere: "offload", "*": "keep"}, min_tensor_bytes=0)
+    compiled_module = torch.compile(module, backend=config)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    said: list[list[str]] = []
+    for _ in range(4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            output = compiled_module(torch.randn(4, width))
+            (output[0] if isinstance(output, tuple) else output).sum().backward()
+            optimizer.step()
+        said.append([str(item.message) for item in caught if item.category is PatternWarning])
+    assert [len(texts) for texts in said] == [0, 1, 0, 0]
+    assert "'*.nowhere' matched no module in any graph" in said[1][0]
 
 
 def test_unknown_hardware() -> None:
