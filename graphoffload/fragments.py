@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,20 +37,20 @@ WHOLE = Fragment()
 
 @dataclass(slots=True)
 class _Model:
-    """What is known of one model: configurations under which it broke, what matched and what was warned of.
+    """What is known of one model under one configuration: whether it broke, what matched and what was warned of.
 
     missing: what matched in no part so far, with the error that it would be in a whole graph. steps: of optimizers since.
     """
 
-    breaks: set[str] = field(default_factory=set)
-    matched: set[tuple[str, str]] = field(default_factory=set)
-    warned: set[tuple[str, str]] = field(default_factory=set)
-    missing: dict[tuple[str, str], PatternError | None] = field(default_factory=dict)
+    breaks: bool = False
+    matched: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
+    missing: dict[str, PatternError | None] = field(default_factory=dict)
     steps: int = 0
 
 
 _STEPS = 2  # of an optimizer: by then all parts of what it trains were compiled
-_models: dict[int, _Model] = {}
+_models: defaultdict[tuple[int, str], _Model] = defaultdict(_Model)
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
 _next = itertools.count(1)
 
@@ -62,11 +63,11 @@ def fragment_of(running: object, config: str, *, whole: bool) -> Fragment:
         config: digest of the configuration. whole: no graph break ends this graph.
     """
     number = _number(running)
-    breaks = _models.setdefault(number, _Model()).breaks
+    known = _models[number, config]
     if not whole:
-        breaks.add(config)
+        known.breaks = True
         return Fragment("part", number)
-    return Fragment("last" if config in breaks else "", number)
+    return Fragment("last" if known.breaks else "", number)
 
 
 def _number(running: object) -> int:
@@ -80,24 +81,24 @@ def _number(running: object) -> int:
 
 def matched_somewhere(model: int, config: str, patterns: Iterable[str]) -> None:
     """Remember patterns that matched in a graph of a model, compiled with the configuration of this digest."""
-    _models.setdefault(model, _Model()).matched.update((config, pattern) for pattern in patterns)
+    _models[model, config].matched.update(patterns)
 
 
 def missing_so_far(model: int, config: str, patterns: Iterable[str], error: PatternError | None) -> None:
     """Remember patterns that matched nothing in a part, to be warned of when all parts are known."""
-    known = _models.setdefault(model, _Model())
-    known.missing.update(((config, pattern), error) for pattern in patterns)
+    known = _models[model, config]
+    known.missing.update(dict.fromkeys(patterns, error))
     known.steps = 0
 
 
-def warn_of_unmatched(model: int) -> None:
+def warn_of_unmatched(model: int, config: str) -> None:
     """Behind the last graph of a model: one warning for each pattern that matched in none of its graphs."""
-    known = _models.setdefault(model, _Model())
+    known = _models[model, config]
     missing, known.missing = known.missing, {}
-    for (config, pattern), error in missing.items():
-        if (config, pattern) in known.matched | known.warned:
+    for pattern, error in missing.items():
+        if pattern in known.matched | known.warned:
             continue
-        known.warned.add((config, pattern))
+        known.warned.add(pattern)
         detail = f" {error}" if error is not None else ""
         warn(
             PatternWarning,
@@ -108,11 +109,11 @@ def warn_of_unmatched(model: int) -> None:
 
 
 def _after_step(*_: Any) -> None:
-    for number, known in _models.items():
+    for key, known in list(_models.items()):
         if known.missing:
             known.steps += 1
             if known.steps >= _STEPS:
-                warn_of_unmatched(number)
+                warn_of_unmatched(*key)
 
 
 register_optimizer_step_post_hook(_after_step)

@@ -136,7 +136,7 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Reso
         matched_somewhere(model, digest, (pattern for pattern in patterns if pattern not in resolution.unmatched))
         missing_so_far(model, digest, resolution.unmatched, resolution.error())
         if request.fragment.place == "last":
-            warn_of_unmatched(model)
+            warn_of_unmatched(model, digest)
     check_tags(tagged_operations(nodes), config, resolution)
     wanted = wishes_for(table, config, resolution, fragment=bool(request.fragment))
     notes.extend(without_effect(table, config, resolution))

@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graphoffload
-from graphoffload import errors
+from graphoffload import errors, fragments
 from graphoffload.errors import (
     ConfigError,
     GraphOffloadError,
@@ -244,6 +244,19 @@ def test_a_pattern_that_matches_nothing_where_no_part_is_the_last(
         said.append([str(item.message) for item in caught if item.category is PatternWarning])
     assert [len(texts) for texts in said] == [0, 1, 0, 0]
     assert "'*.nowhere' matched no module in any graph" in said[1][0]
+
+
+def test_one_configurations_last_part_says_nothing_of_another() -> None:
+    """Of one model (0: nobody knows which) whose other compile has parts to come, in which a pattern may match."""
+    fragments.missing_so_far(0, "one", ["first"], None)
+    fragments.missing_so_far(0, "other", ["second"], None)
+    with pytest.warns(PatternWarning, match="'second' matched no module") as caught:
+        fragments.warn_of_unmatched(0, "other")
+    assert len(caught) == 1
+    fragments.matched_somewhere(0, "one", ["first"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fragments.warn_of_unmatched(0, "one")
 
 
 def test_unknown_hardware() -> None:
