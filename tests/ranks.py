@@ -186,15 +186,14 @@ def compared(model: nn.Module, kept: list[Tensor], place: Place, *, disturb: boo
 
 
 def beside_compute(model: nn.Module, place: Place) -> dict[str, float]:
-    """Milliseconds of a profiled microbatch in which copies ran, and of these beside kernels other than NCCL's.
+    """Milliseconds of a microbatch profiled on a GPU in which copies ran, and of these beside kernels other than NCCL's.
 
     The device waits until the host has launched all of it: kernels of 0.1 ms that an interpreter launches a millisecond apart
     have nothing beside them, whatever the order on the streams.
     """
 
     def launched_ahead() -> None:
-        if place.device == "cuda":
-            torch.cuda._sleep(AHEAD_CYCLES)
+        torch.cuda._sleep(AHEAD_CYCLES)
         accumulate(model, place, 0)
 
     for _ in range(LEARNT):

@@ -132,18 +132,14 @@ def test_why_it_does_not_compile_is_said(module: Any, anew: Log, monkeypatch: py
     assert "Python.h" in anew.text
 
 
-def test_a_compiler_that_refuses_is_not_the_last_word(
-    module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_refuses_is_not_the_last_word(module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """CC may be one for another machine."""
     del module, anew
     monkeypatch.setenv("CC", "false")
     assert native.compiled() is not None
 
 
-def test_what_cannot_be_loaded_is_not_used(
-    module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_loaded_is_not_used(module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut short, as on a full disk; or from a folder without execution."""
     del module
     compile_it = native._compile

@@ -256,8 +256,7 @@ def _copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> None:
     before = entry.h2d_done
     entry.h2d_done = streams.copy("h2d", entry, (entry.d2h_done, before), run, block)
     entry.stream = streams.compute()
-    if before is not None:
-        streams.recycle(before)
+    streams.recycle(before)
 
 
 def copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> tuple[Callable[[], None], Block | None]:

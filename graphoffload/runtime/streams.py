@@ -30,7 +30,6 @@ _CAPTURED = (
     "capture again, and microbatches in flight would overwrite each other, so the capture was stopped. Leave the capture to "
     'mode="reduce-overhead", which captures the parts between the copies, or capture a model with policy="keep".'
 )
-_REFUSED = "{name}: the {direction} copy of {nbytes} bytes was refused (CUDA error {code})."
 _NOTHING = contextlib.nullcontext()
 
 _IN_C = {name: method for name in ("record", "wait") if (method := getattr(torch.cuda.Event.__base__, name, None)) is not None}
@@ -120,13 +119,13 @@ class DeviceStreams:
         issued, compute = self.event(), self.compute()
         behind = [event for event in after if event is not None and event.seen_by is not compute]
         watched = ACTIVE.copy is not None or torch._C._autograd._profiler_enabled() or log.isEnabledFor(logging.DEBUG)
-        plain = block is not None and not watched and first is None and torch._C._cuda_getDevice() == self.index
+        whole = None if watched or first is not None or torch._C._cuda_getDevice() != self.index else self._whole
         try:
-            if plain and self._whole is not None and block is not None:
+            if whole is not None and block is not None:
                 done, raw = self.event(), self._raw[direction]
                 events = (issued.raw, done.raw, *[event.raw for event in behind])
-                if code := self._whole(*block, KINDS[direction], compute.cuda_stream, raw, *events):
-                    raise self._refused(direction, entry, block[2], code)
+                if code := whole(*block, KINDS[direction], compute.cuda_stream, raw, *events):
+                    raise self._refused(direction, side, entry, block[2], code)
                 self._events.append(issued)
             else:
                 issued.record(compute)
@@ -170,12 +169,12 @@ class DeviceStreams:
                 with torch.cuda.stream(side):
                     run()
             elif code := self._memcpy(*block, KINDS[direction], self._raw[direction]):
-                raise self._refused(direction, entry, block[2], code)
+                raise self._refused(direction, side, entry, block[2], code)
             if hook is not None:
                 with torch.cuda.stream(side):
                     hook(direction, "after", entry.name)
 
-    def _refused(self, direction: str, entry: Named, nbytes: int, code: int) -> RuntimeStateError:
+    def _refused(self, direction: str, side: torch.cuda.Stream, entry: Named, nbytes: int, code: int) -> RuntimeStateError:
         """The error of a copy that the driver refused.
 
         Raises:
@@ -183,8 +182,8 @@ class DeviceStreams:
         """
         forget_last_error()
         if not self.captured:
-            (self.d2h if direction == "d2h" else self.h2d).synchronize()
-        return RuntimeStateError(_REFUSED.format(name=entry.name, direction=direction, nbytes=nbytes, code=code))
+            side.synchronize()
+        return RuntimeStateError(f"{entry.name}: the {direction} copy of {nbytes} bytes was refused (CUDA error {code}).")
 
     def compute_waits(self, event: Any) -> None:
         """Order everything issued to the compute stream from now on after `event`."""

@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gpu.races import with_compiled_copies
 from torch import Tensor
 
 from graphoffload import pipeline
@@ -59,10 +60,8 @@ def wait_without_wait() -> contextlib.AbstractContextManager[None]:
 def _side_stream_does_not_wait(direction: str) -> Iterator[None]:
     """On both ways to copy. In the compiled one the event that stands for compute is recorded on the side stream itself."""
     original = streams.DeviceStreams.copy
-    of_device = streams.streams_of(torch.device("cuda", torch.cuda.current_device()))
-    assert of_device is not None
+    of_device = with_compiled_copies()
     compiled = of_device._whole
-    assert compiled is not None, "there is no compiled copy: is there a C compiler, and Python's headers?"
 
     def copy(self: Any, towards: str, entry: Any, after: tuple[Any, ...], *how: Any) -> Any:
         if towards != direction:
@@ -72,7 +71,7 @@ def _side_stream_does_not_wait(direction: str) -> Iterator[None]:
 
     def whole(target: int, source: int, nbytes: int, kind: int, compute: int, side: int, *events: int) -> int:
         waits_for = side if kind == streams.KINDS[direction] else compute
-        return compiled(target, source, nbytes, kind, waits_for, side, *events)
+        return int(compiled(target, source, nbytes, kind, waits_for, side, *events))
 
     with mock.patch.object(streams.DeviceStreams, "copy", copy), mock.patch.object(of_device, "_whole", whole):
         yield

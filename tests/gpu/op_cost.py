@@ -3,7 +3,7 @@
     python3 tests/gpu/op_cost.py                 on whatever device there is
     python3 tests/gpu/op_cost.py --profile       functions by own time as well
     python3 tests/gpu/op_cost.py --in small --share 0.1   in real steps of a model (models.py), a tenth of its bytes offloaded:
-                                                 copies as one compiled call, call by call from Python, ops by torch.ops
+                                                 copies as one compiled call, call by call from Python, and so by torch.ops
 
 Tensors are small, so that copies never hold the host up: what is timed is Python, torch's dispatcher and the driver's calls. On
 a CPU the side streams are stand-ins that do nothing, so that the same code runs as on a GPU, less the driver. In a real step

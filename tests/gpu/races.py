@@ -98,12 +98,18 @@ class Overwriter:
                 self.filled += 1
 
 
-@contextlib.contextmanager
-def compiled_copy_hook(delays: Delays) -> Iterator[None]:
-    """`delays` beside the copies that are one compiled call: before and after the whole of it, on its side stream."""
+def with_compiled_copies() -> Any:
+    """The side streams of the current device, which copy by one compiled call."""
     streams = streams_of(torch.device(DEVICE, torch.cuda.current_device()))
     assert streams is not None
     assert streams._whole is not None, "there is no compiled copy: is there a C compiler, and Python's headers?"
+    return streams
+
+
+@contextlib.contextmanager
+def compiled_copy_hook(delays: Delays) -> Iterator[None]:
+    """`delays` beside the copies that are one compiled call: before and after the whole of it, on its side stream."""
+    streams = with_compiled_copies()
     original, side = streams._whole, {KINDS["d2h"]: ("d2h", streams.d2h), KINDS["h2d"]: ("h2d", streams.h2d)}
 
     def whole(target: int, source: int, nbytes: int, kind: int, *streams_and_events: int) -> int:

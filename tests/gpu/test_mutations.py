@@ -45,7 +45,7 @@ def complaints(
     case: Case, module: torch.nn.Module, reference: list[Result], disturbance: Disturbance, *, compiled: bool = False
 ) -> list[str]:
     """Differences from the twin, or the error that stopped the step; of copies call by call, or of compiled ones."""
-    for repeat in range(3):
+    for repeat in range(5):
         try:
             found = found_differences(disturbed(case, module, disturbance, seed=2 * repeat + compiled)[0], reference)
         except GraphOffloadError as error:

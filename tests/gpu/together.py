@@ -186,16 +186,16 @@ def main() -> int:
     if given.folder is not None:
         measure_one(given.models[0], given.number, given.folder, given)
         return 0
-    given.out.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "graphoffload", "hardware"], cwd=ROOT, check=True)
     import torch
 
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    if given.gpus > len(visible):
+        parser.error(f"--gpus {given.gpus}: {len(visible)} are visible")
+    given.out.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "graphoffload", "hardware"], cwd=ROOT, check=True)
     from graphoffload.folders import cache_dir
 
     cache_dir().mkdir(parents=True, exist_ok=True)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    if given.gpus > max(1, len(visible)):
-        parser.error(f"--gpus {given.gpus}: {len(visible)} are visible")
     running = []
     for number, model in enumerate(given.models):
         gpu = number % given.gpus
