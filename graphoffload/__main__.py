@@ -40,7 +40,6 @@ from graphoffload.report import OffloadReport
 from graphoffload.units import format_bytes
 
 DONE, FAILED, OVER_BUDGET = 0, 1, 2
-_ADAM_BYTES = 8  # two fp32 copies of a parameter
 _FORMS = "(model, args), (model, args, kwargs) or (model, kwargs), with args a tuple or list and kwargs a dict"
 
 
@@ -198,7 +197,7 @@ def _explain(args: argparse.Namespace) -> int:
     report = _report(model, inputs, named, config)
     _print(report.to_json() if args.json else report)
     if not args.json:
-        _print(*_left_out(model, config))
+        _print(*_no_gpu(config))
     if folder is not None:
         written = _write(folder, report)
         if not args.json:
@@ -272,18 +271,11 @@ def _cause(error: Exception) -> str:
     return "Does the same call run in eager, on the CPU? If it does, torch.compile cannot trace this model."
 
 
-def _left_out(model: Any, config: OffloadConfig) -> list[str]:
-    """What a plan on a machine without the GPU does not know of."""
-    if torch.cuda.is_available() or config.reserve != "auto" or not isinstance(model, nn.Module):
+def _no_gpu(config: OffloadConfig) -> list[str]:
+    """What to do where no GPU was planned for."""
+    if torch.cuda.is_available() or config.reserve != "auto" or resolve_hardware(config.hardware).source != "cpu":
         return []
-    if resolve_hardware(config.hardware).source == "cpu":
-        return ["", "No GPU here and none named: times are a CPU's. --hardware h200-sxm plans for that GPU."]
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return [
-        "",
-        f"Not counted: optimizer state. Adam's in fp32 is {format_bytes(_ADAM_BYTES * trained)} for this model; "
-        "--reserve leaves room for it.",
-    ]
+    return ["", "No GPU here and none named: times are a CPU's. --hardware h200-sxm plans for that GPU."]
 
 
 # The script

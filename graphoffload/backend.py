@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -32,7 +31,7 @@ from graphoffload.report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.ahead import memory_ahead
 from graphoffload.saved import Plan
-from graphoffload.sharing import budget_of, count_calls, may_link, may_share_budget, runs_behind
+from graphoffload.sharing import budget_of, count_calls, may_link, where_it_runs
 from graphoffload.surroundings import asks_for_cuda_graphs, warn_of_surroundings
 from graphoffload.unused import taken_in
 
@@ -107,12 +106,11 @@ def compile_graph(
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)
-    behind = runs_behind(example_inputs)
-    limits = replace(resolve_limits(config, example_inputs), shared=behind and may_share_budget(config), behind=behind)
+    limits = _limits(gm, example_inputs, config)
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
     known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, config, key, behind=behind)
+    partitioner = _partitioner(gm, config, key, limits)
     before = registry.of_key(key)
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
@@ -131,7 +129,7 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, config, key, behind=runs_behind(example_inputs))
+    partitioner = _partitioner(gm, config, key, _limits(gm, example_inputs, config))
     if config.inner == "aot_eager":
         compiled: Any = _aot_eager(gm, example_inputs, partitioner)
     else:
@@ -142,16 +140,15 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     return registry.only_explained(key), compiled
 
 
-def _partitioner(gm: GraphModule, config: OffloadConfig, key: str, *, behind: bool) -> OffloadPartitioner:
-    """The partitioner of one Dynamo graph; `behind`: as in decide.Limits."""
-    return OffloadPartitioner(
-        config,
-        key=key,
-        name=f"graph{next(_graphs)}",
-        fragment=_fragment(gm, config),
-        shared=behind and may_share_budget(config),
-        behind=behind,
-    )
+def _limits(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Limits:
+    """What this graph may use. Resolved here and nowhere else: only here are its inputs those that the user gave."""
+    limits = resolve_limits(config, (*example_inputs, *gm.parameters(), *gm.buffers()))
+    return where_it_runs(limits, gm, example_inputs, config)
+
+
+def _partitioner(gm: GraphModule, config: OffloadConfig, key: str, limits: Limits) -> OffloadPartitioner:
+    """The partitioner of one Dynamo graph."""
+    return OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config), limits=limits)
 
 
 def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

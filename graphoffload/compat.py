@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch._functorch.config
 from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
     InputMutationAOTOutput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
@@ -93,6 +94,38 @@ def mutated_inputs(graph: Graph) -> frozenset[Node]:
     written = {_described(desc.mutated_input) for desc in map(_described, output.meta.get("desc", ())) if _mutates(desc)}
     found = frozenset(node for node in placeholders if written and _described(node.meta.get("desc")) in written)
     return found if len(found) >= len(written) else frozenset(placeholders)
+
+
+def trained_inputs(joint: Graph, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Fake parameters of a joint graph that is partitioned with these arguments: inputs that it makes a gradient of, and which
+    stay at one address from call to call, where torch says which do.
+
+    A fake input says neither that it needs a gradient nor that it is a leaf.
+    """
+    output = next(iter(reversed(joint.nodes)))
+    made = {_described(d.grad_of) for d in map(_described, output.meta.get("desc", ())) if isinstance(d, GradAOTOutput)}
+    placeholders = joint.find_nodes(op="placeholder")
+    stays = set(kwargs.get("static_lifetime_input_indices") or range(len(placeholders)))
+    return [
+        node.meta["val"]
+        for at, node in enumerate(placeholders)
+        if at in stays and _described(node.meta.get("desc")) in made and isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+
+
+def guard_leaves(graph: Graph, inputs: Iterable[Any]) -> None:
+    """While Dynamo compiles this graph: what it makes of these inputs is not for tensors that are leaves where these are none,
+    and the other way round. Dynamo itself only looks at whether they need a gradient.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+
+    context = torch._guards.TracingContext.try_get()
+    for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=False):
+        source = getattr(node, "_dynamo_source", None)
+        if context is not None and source is not None and isinstance(value, torch.Tensor) and value.requires_grad:
+            guard = AttrSource(source, "is_leaf").make_guard(GuardBuilder.EQUALS_MATCH)
+            context.guards_context.dynamo_guards.add(guard)
 
 
 def _mutates(desc: Any) -> bool:

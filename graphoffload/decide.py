@@ -55,10 +55,14 @@ class Limits:
     behind: bool = False
     host_locked: bool = False
 
-    def quantised(self) -> str:
-        """For cache keys: limits that "auto" measured, in steps of 1 GiB, so that two runs on the same machine agree."""
-        parts = (self.device_budget_bytes, self.static_bytes, self.reserve_bytes, self.host_budget_bytes)
-        return f"{self.explicit} {self.shared} {self.behind} " + " ".join(coarse_size(part) for part in parts)
+    def quantised(self) -> Limits:
+        """For cache keys: what "auto" measures in steps of 1 GiB, so that two runs on the same machine agree."""
+        return replace(
+            self,
+            device_budget_bytes=coarse_size(self.device_budget_bytes),
+            static_bytes=coarse_size(self.static_bytes) or 0,
+            host_budget_bytes=coarse_size(self.host_budget_bytes),
+        )
 
 
 @dataclass(frozen=True, slots=True)

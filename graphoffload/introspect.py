@@ -21,11 +21,13 @@ from graphoffload import compat
 from graphoffload.backend import OffloadBackend, plan_graph
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import ConfigError
+from graphoffload.hardware import resolve_hardware
 from graphoffload.inlined import teller, told_when_inlined
 from graphoffload.limits import resolve_limits
 from graphoffload.report import OffloadReport
 from graphoffload.saved import Plan
 from graphoffload.sharing import judge
+from graphoffload.units import format_bytes
 from graphoffload.unused import watched
 
 _T = TypeVar("_T")
@@ -69,10 +71,26 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
                 ) from error
             graphs.judge(model)
         calls = tuple(graphs.calls[plan.key] for plan in graphs.plans)
-        notes = () if graphs.plans else (_NOTHING,)
+        notes = _left_out(model, chosen) if graphs.plans else (_NOTHING,)
         return OffloadReport(plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1), calls=calls, notes=notes)
 
     return run
+
+
+def _left_out(model: Any, config: OffloadConfig) -> tuple[str, ...]:
+    """What no plan knows of that the optimizer and the loop will take on the GPU that is planned for."""
+    parameters = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
+    if (
+        not parameters
+        or config.reserve != "auto"
+        or resolve_hardware(config.hardware, str(parameters[0].device)).source == "cpu"
+    ):
+        return ()
+    gradients = format_bytes(sum(p.numel() * p.element_size() for p in parameters))
+    return (
+        f"not counted: gradients that stay from one backward to the next ({gradients} where several are accumulated), and "
+        "fp32 copies of parameters that a mixed-precision wrapper keeps; a larger reserve leaves room for them",
+    )
 
 
 def chosen_config(call: str, config: object, fields: Mapping[str, Any]) -> OffloadConfig:

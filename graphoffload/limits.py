@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphoffload.analysis.storages import example_storage_nbytes, storage_id
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
 from graphoffload.hardware import HardwareProfile, resolve_hardware
+from graphoffload.optimizer_state import state_bytes
 from graphoffload.units import parse_size
 
 _MARGIN_BYTES = 512 * 2**20
 _MARGIN_SHARE = 0.02
+_MARGIN_OF_RESERVE = 1 / 16
 _HOST_SHARE = 0.8
 
 
-def resolve_limits(config: OffloadConfig, tensors: Iterable[Any]) -> Limits:
-    """Limits for a graph with these inputs (fake or real tensors; parameters among them)."""
+def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Sequence[torch.Tensor] | None = None) -> Limits:
+    """Limits for a graph with these inputs (parameters among them).
+
+    Args:
+        tensors: real ones, or fake ones that stand for them.
+        parameters: those that are trained, where `tensors` cannot tell; None: leaves that require a gradient.
+    """
     inputs = [value for value in tensors if isinstance(value, torch.Tensor)]
     device = next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))
-    explicit = config.device_budget != "auto" or config.max_slowdown is not None
-    trained = [value for value in inputs if value.requires_grad and value.is_leaf]
-    trainable = sum(value.numel() for value in trained if isinstance(value.numel(), int))
     hardware = resolve_hardware(config.hardware, str(device))
-    static_bytes = _static_bytes(device, inputs)
+    reserve_bytes = _reserve(config, inputs, parameters, device, hardware)
     return Limits(
-        explicit=explicit,
-        device_budget_bytes=_device_budget(config, device, hardware),
-        static_bytes=static_bytes,
-        reserve_bytes=_reserve(config, trainable, device, hardware),
+        explicit=config.device_budget != "auto" or config.max_slowdown is not None,
+        device_budget_bytes=_device_budget(config, device, hardware, reserve_bytes),
+        static_bytes=_static_bytes(device, inputs),
+        reserve_bytes=reserve_bytes,
         host_budget_bytes=_host_budget(config),
         host_locked=config.host_budget == "auto" and _host_budget(config) == _lockable_bytes(),
     )
@@ -47,44 +50,39 @@ def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:
     return sum({storage_id(value): example_storage_nbytes(value) for value in inputs}.values())
 
 
-def _device_budget(config: OffloadConfig, device: torch.device, hardware: HardwareProfile) -> int | None:
+def _device_budget(config: OffloadConfig, device: torch.device, hardware: HardwareProfile, reserve_bytes: int) -> int | None:
     wanted = config.device_budget
     if wanted != "auto":
         return parse_size(wanted, field="device_budget", whole_bytes=hardware.memory_bytes)
     if device.type != "cuda":
         whole = hardware.memory_bytes  # planned for a GPU that is not there: what fits its memory
-        return None if hardware.source == "cpu" else max(0, whole - _margin(whole))
+        return None if hardware.source == "cpu" else max(0, whole - _margin(whole, reserve_bytes))
     free, total = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - _margin(total))
+    return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes))
 
 
-def _margin(whole_bytes: int) -> int:
-    return max(_MARGIN_BYTES, int(whole_bytes * _MARGIN_SHARE))
+def _margin(whole_bytes: int, reserve_bytes: int) -> int:
+    """What is left free for what nobody predicts. More where much is to come: it lands where activations were, so that what
+    torch's allocator holds is cut into pieces."""
+    return max(_MARGIN_BYTES, int(whole_bytes * _MARGIN_SHARE)) + int(reserve_bytes * _MARGIN_OF_RESERVE)
 
 
-def _reserve(config: OffloadConfig, trainable: int, device: torch.device, hardware: HardwareProfile) -> int:
-    """Room for optimizer state that does not exist yet: two fp32 copies of what is trained."""
+def _reserve(
+    config: OffloadConfig,
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor] | None,
+    device: torch.device,
+    hardware: HardwareProfile,
+) -> int:
+    """Room for optimizer state that `_static_bytes` does not count: on a GPU what does not exist yet, elsewhere all of it."""
     if config.reserve != "auto":
         return parse_size(config.reserve, field="reserve", whole_bytes=hardware.memory_bytes)
-    if device.type != "cuda" or _optimizer_state_exists():
+    if device.type != "cuda" and hardware.source == "cpu":
         return 0
-    return 2 * 4 * trainable
-
-
-_seen_state = False
-
-
-def _optimizer_state_exists() -> bool:
-    """Whether an optimizer of this process has made its state: noticed by a hook that torch calls after every step."""
-    return _seen_state
-
-
-def _after_step(*_: Any) -> None:
-    global _seen_state
-    _seen_state = True
-
-
-register_optimizer_step_post_hook(_after_step)
+    leaves = [value for value in inputs if value.requires_grad and value.is_leaf]
+    if parameters is None:
+        parameters = [value for value in leaves if isinstance(value, torch.nn.Parameter)]
+    return state_bytes(parameters, leaves, to_come=device.type == "cuda")
 
 
 def _host_budget(config: OffloadConfig) -> int:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphoffload import compat
 from graphoffload.log import say
+from graphoffload.remedies import AS_ONE_GRAPH
 from graphoffload.runtime import captured, registry
 from graphoffload.saved import Plan
 from graphoffload.units import format_bytes
@@ -87,24 +88,41 @@ def note(plan: Plan, where: str, allocated_peak_bytes: int | None) -> str:
     """The note for an error in `where`, "forward" or "backward"; the allocated peak is None where no allocator counts."""
     prediction = plan.prediction
     allocated = "unknown" if allocated_peak_bytes is None else format_bytes(allocated_peak_bytes)
+    predicted = format_bytes(prediction.with_reserve(prediction.predicted_peak_bytes))
+    kept = format_bytes(prediction.with_reserve(prediction.keep_peak_bytes))
+    reserved = f" ({format_bytes(prediction.reserve_bytes)} of it reserved)" if prediction.reserve_bytes else ""
     return (
-        f"{_MARK} in {where} of {plan.graph} (plan {plan.key}): "
-        f"predicted peak {format_bytes(prediction.predicted_peak_bytes)}, "
-        f"allocated peak {allocated}, with everything kept {format_bytes(prediction.keep_peak_bytes)}. "
-        f'Try options={{"device_budget": "{format_bytes(next_budget_bytes(plan, allocated_peak_bytes))}"}}; '
-        "a budget that cannot be met is an error that names the least feasible one."
+        f"{_MARK} in {where} of {plan.graph} (plan {plan.key}): predicted peak {predicted}{reserved}, "
+        f"allocated peak {allocated}, with everything kept {kept}. {_what_to_do(plan, allocated_peak_bytes)}"
     )
 
 
-def next_budget_bytes(plan: Plan, allocated_peak_bytes: int | None) -> int:
-    """The budget to try next.
+def _what_to_do(plan: Plan, allocated_peak_bytes: int | None) -> str:
+    budget = next_budget_bytes(plan, allocated_peak_bytes)
+    alone = "These figures speak of this graph alone, and it is one of several" if plan.part else ""
+    if budget is None:
+        why = alone or "More is missing than any plan of this graph frees"
+        return f"{why}: no device_budget would help. Make the batch or the sequence smaller, or {AS_ONE_GRAPH}."
+    otherwise = f" {alone}: otherwise, {AS_ONE_GRAPH}." if alone else ""
+    return (
+        f'Try options={{"device_budget": "{format_bytes(budget)}"}}; '
+        f"a budget that cannot be met is an error that names the least feasible one.{otherwise}"
+    )
+
+
+def next_budget_bytes(plan: Plan, allocated_peak_bytes: int | None) -> int | None:
+    """The budget to try next; None where none would help.
 
     Where more was allocated than predicted, the prediction was short by the difference, and the next plan's will be: the budget
     goes down by that. Where less was, that much is what there is: other processes or fragmentation have the rest. In both cases
-    5 % are left free, as the allocation that failed is in none of the figures.
+    5 % are left free, as the allocation that failed is in none of the figures. No plan gets below what lives beside the saved
+    activations at keep-all's peak.
     """
-    predicted = plan.prediction.predicted_peak_bytes
+    prediction = plan.prediction
+    predicted = prediction.with_reserve(prediction.predicted_peak_bytes)
     if allocated_peak_bytes is None:
         allocated_peak_bytes = predicted
     short = max(0, allocated_peak_bytes - predicted)
-    return max(0, int((min(predicted, allocated_peak_bytes) - short) * (1.0 - _MARGIN)))
+    budget = int((min(predicted, allocated_peak_bytes) - short) * (1.0 - _MARGIN))
+    least = prediction.with_reserve(prediction.keep_peak_bytes) - plan.saved.saved_bytes if plan.saved.tensors else 0
+    return budget if budget > max(0, least) else None

@@ -11,6 +11,7 @@ import torch
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Limits
 from graphoffload.errors import BudgetExceededWarning, warn
+from graphoffload.remedies import AS_ONE_GRAPH, lower_budget
 from graphoffload.runtime import registry
 from graphoffload.saved import Plan
 from graphoffload.units import format_bytes
@@ -44,12 +45,15 @@ def _look(plan: Plan, budget_bytes: int, digest: str) -> None:
     if peak_bytes <= budget_bytes:
         return
     _said.add(digest)
-    excess, peak = format_bytes(peak_bytes - budget_bytes), format_bytes(peak_bytes)
+    excess, peak, predicted = peak_bytes - budget_bytes, format_bytes(peak_bytes), plan.prediction
+    planned = format_bytes(predicted.with_reserve(predicted.predicted_peak_bytes))
+    reserved = f", {format_bytes(predicted.reserve_bytes)} of it reserved" if predicted.reserve_bytes else ""
+    alone = f", and speaks of that graph alone, which is one of several: {AS_ONE_GRAPH}" if plan.part else ""
     warn(
         BudgetExceededWarning,
-        f"device_budget={format_bytes(budget_bytes)} was exceeded by {excess}: torch counts a peak of {peak} "
-        f"since it was last reset; the plan of {plan.graph} predicted {format_bytes(plan.prediction.predicted_peak_bytes)}. If "
-        f"nothing else was allocated in this process, lower device_budget by {excess}, or let graphoffload.tune() correct the "
-        "plan by what it measures.",
+        f"device_budget={format_bytes(budget_bytes)} was exceeded by {format_bytes(excess)}: torch counts a peak of {peak} "
+        f"since it was last reset; the plan of {plan.graph} predicted {planned}{reserved}{alone}. If "
+        f"nothing else was allocated in this process, {lower_budget(budget_bytes, excess)}, "
+        "or let graphoffload.tune() correct the plan by what it measures.",
         stacklevel=3,
     )

@@ -1,7 +1,7 @@
 """The partitioner object that torch calls with a joint graph.
 
-It holds the configuration, the plan's key and the graph's name, and nothing else: Inductor copies and pickles it, and puts its
-`uuid()` into its cache key.
+It holds the configuration, the limits, the plan's key and the graph's name, and nothing else: Inductor copies and pickles it,
+and puts its `uuid()` into its cache key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class OffloadPartitioner(CustomPartitionerFn):
     Args:
         config: what the user asks for; None: what the environment says, else what fits the device.
         key: identity of graph, names, annotations and configuration together, where the caller knows it.
-        shared, behind: as in decide.Limits.
+        limits: what the process may use, where the caller has seen the graph's real inputs; None: as the joint graph's, which
+            are fake, tell.
     """
 
     def __init__(
@@ -54,8 +55,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         key: str | None = None,
         name: str = "",
         fragment: Fragment = WHOLE,
-        shared: bool = False,
-        behind: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         if config is not None and not isinstance(config, OffloadConfig):
             raise ConfigError(f"OffloadPartitioner got config={config!r}, a {type(config).__name__}; give an OffloadConfig.")
@@ -63,15 +63,14 @@ class OffloadPartitioner(CustomPartitionerFn):
         self.key = key
         self.name = name
         self.fragment = fragment
-        self.shared = shared
-        self.behind = behind
+        self.limits = limits
 
     def __getstate__(self) -> dict[str, Any]:
-        """What torch's cache key sees: not the name, which numbers the graphs of a process, nor the model's number, but what
-        decides the plan."""
+        """What torch's cache key sees: not the name, which numbers the graphs of a process, nor the model's number, nor bytes
+        that differ from run to run, but what decides the plan."""
         fragment = replace(self.fragment, model=0)
-        graph = {"key": self.key, "name": "", "fragment": fragment, "shared": self.shared, "behind": self.behind}
-        return {"config": self.config, **graph}
+        limits = None if self.limits is None else self.limits.quantised()
+        return {"config": self.config, "key": self.key, "name": "", "fragment": fragment, "limits": limits}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
         """Inductor copies its configuration; a copy is this partitioner, name included."""
@@ -83,7 +82,9 @@ class OffloadPartitioner(CustomPartitionerFn):
         _check_torch_settings()
         if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
             return _partition_region(gm, joint_inputs, kwargs)
-        limits = replace(resolve_limits(self.config, _inputs(gm)), shared=self.shared, behind=self.behind)
+        limits = self.limits
+        if limits is None:
+            limits = resolve_limits(self.config, _inputs(gm), compat.trained_inputs(gm.graph, kwargs))
         key = self.key or graph_key(gm, self.config)
         request = Request(
             gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
@@ -95,7 +96,8 @@ class OffloadPartitioner(CustomPartitionerFn):
         if rewritten.plan.transfers and self.key is None and inductor:
             _check_inductor_settings(self.config)
         warn_of_surroundings(rewritten.plan, self.config, inductor=inductor)
-        _announce(rewritten, gm, self.config, limits)
+        part = limits.behind or bool(self.fragment)
+        _announce(replace(rewritten, plan=replace(rewritten.plan, part=part)), gm, self.config, limits)
         return rewritten.graphs.forward, rewritten.graphs.backward
 
     def uuid(self) -> str:
@@ -139,7 +141,13 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
     hardware = resolve_hardware(config.hardware, rewritten.plan.device)
     device_bytes = None if hardware.source == "cpu" else hardware.memory_bytes
     budget_bytes = None if config.device_budget == "auto" else limits.device_budget_bytes
-    summary = summary_line(rewritten.plan, device_bytes=device_bytes, budget_bytes=budget_bytes, hint=rewritten.hint)
+    summary = summary_line(
+        rewritten.plan,
+        device_bytes=device_bytes,
+        budget_bytes=budget_bytes,
+        reserved_for="optimizer state" if config.reserve == "auto" else "",
+        hint=rewritten.hint,
+    )
     named = "" if config.hardware == "measure" or hardware.source == "cpu" else hardware.name
     plan = replace(rewritten.plan, summary=summary, hardware=named)
     predicted = _predicted(rewritten, limits, hardware.name, config.max_slowdown)

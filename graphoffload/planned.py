@@ -66,7 +66,7 @@ def make_plan(
         graph=name,
         decisions=decisions,
         transfers=transfers,
-        prediction=_prediction(decided, timeline),
+        prediction=_prediction(decided, timeline, planned.instance.program.reserve_bytes),
         notes=tuple(notes),
         saved=SavedTable(tuple(tensors)),
         torch_version=compat.torch_version(),
@@ -115,7 +115,7 @@ def _release_after(planned: PlannedPair, places: _Places, item: Scheduled) -> st
     return None if places.forward[position].op == "output" else places.forward[position].name
 
 
-def _prediction(decided: Decided, timeline: Timeline) -> Prediction:
+def _prediction(decided: Decided, timeline: Timeline, reserve_bytes: int) -> Prediction:
     return Prediction(
         keep_peak_bytes=decided.keep_timeline.peak_bytes,
         predicted_peak_bytes=timeline.peak_bytes,
@@ -125,4 +125,5 @@ def _prediction(decided: Decided, timeline: Timeline) -> Prediction:
         host_bytes=timeline.host_bytes,
         stall_s=timeline.stall_s,
         lower_bound_peak_bytes=None if (bound := decided.lower_bound_peak_bytes) is None else min(bound, timeline.peak_bytes),
+        reserve_bytes=reserve_bytes,
     )

@@ -44,6 +44,30 @@ def remedy(cause: str) -> str:
     return next((what for part, what in _OFFLOAD if part in cause), "")
 
 
+AS_ONE_GRAPH = "compile the whole model as one graph, whose plan knows what all parts keep"
+
+
+def lower_budget(budget_bytes: int, excess_bytes: int) -> str:
+    """What to do about a peak that is `excess_bytes` above what was planned for."""
+    if excess_bytes < budget_bytes:
+        return f"lower device_budget by {format_bytes(excess_bytes)}"
+    return (
+        f"make the batch or the sequence smaller: {format_bytes(excess_bytes)} is more than any lower device_budget "
+        "makes up for"
+    )
+
+
+def share_of_budget(budget_bytes: int, fixed_bytes: int, count: int) -> str:
+    """The budget to plan each of `count` graphs for which together keep too much, where any would do."""
+    room_bytes = (budget_bytes - fixed_bytes) // count
+    if room_bytes <= 0:
+        return (
+            f"or make the batch or the sequence smaller: {format_bytes(fixed_bytes)} leave no share of the budget "
+            "for what each keeps."
+        )
+    return f'or plan each for its share: device_budget="{format_bytes(fixed_bytes + room_bytes)}".'
+
+
 def disobeyed(tensor: SavedTensor, tag: str, cause: str) -> str:
     """The warning for a binding tag that cannot be obeyed: what is kept, how much, why, and what to do."""
     change = remedy(cause)

@@ -48,7 +48,7 @@ class OffloadReport:
         plans: in the order of compilation.
         graph_breaks: how often the model's code was cut into graphs.
         measured: None until a step ran.
-        notes: what `tune` tried, a line each.
+        notes: what `tune` tried, or what `explain` leaves out, a line each.
         calls: how often each plan's graph ran in the forward that was explained; () where that is not known.
     """
 
@@ -63,7 +63,8 @@ class OffloadReport:
         """Largest predicted peak of any graph of the call; 0 without a prediction.
 
         Each plan's peak is absolute: it counts what lives outside its graph, as far as its planner knew of it. Graphs planned
-        one by one, each as if alone, do not know of each other's saved activations: then this is a lower bound.
+        one by one, each as if alone, do not know of each other's saved activations: then this is a lower bound. What is
+        reserved comes on top: `reserve_bytes`.
         """
         return max((plan.prediction.predicted_peak_bytes for plan in self.plans), default=0)
 
@@ -71,6 +72,11 @@ class OffloadReport:
     def keep_peak_bytes(self) -> int:
         """The same with everything kept."""
         return max((plan.prediction.keep_peak_bytes for plan in self.plans), default=0)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes that are left free beside a graph's predicted peak, the most of any graph: optimizer state to come, say."""
+        return max((plan.prediction.reserve_bytes for plan in self.plans), default=0)
 
     @property
     def predicted_slowdown(self) -> float:
@@ -203,13 +209,19 @@ class OffloadReport:
             return []
         peak, slowdown = self.predicted_peak_bytes, self.predicted_slowdown
         timed = any(plan.prediction.keep_time_s for plan in self.plans)
-        least = self.lower_bound_peak_bytes
-        against = f"keep-all {format_bytes(self.keep_peak_bytes)}" + (f", bound {format_bytes(least)}" if least else "")
-        lines = [f"peak      predicted {format_bytes(peak) if peak else 'nothing'} ({against})"]
+        least, reserve = self.lower_bound_peak_bytes, self.reserve_bytes
+        against = [f"{format_bytes(reserve)} of it reserved"] if reserve and peak else []
+        against.append(f"keep-all {format_bytes(self.keep_peak_bytes + reserve)}")
+        against += [f"bound {format_bytes(least + reserve)}"] if least else []
+        shown = format_bytes(peak + reserve) if peak else "nothing"
+        lines = [f"peak      predicted {shown} ({', '.join(against)})"]
         lines.append(f"slowdown  predicted {percent(slowdown) + bound(self.lower_bound_slowdown) if timed else 'nothing'}")
         if self.measured_peak_bytes is not None:
-            off = f" ({percent(self.measured_peak_bytes / peak - 1.0)})" if peak else ""
-            lines[0] += f", measured {format_bytes(self.measured_peak_bytes)}{off}"
+            # How much of the reserve was taken by then, nobody knows: a peak between the two is as predicted.
+            measured = self.measured_peak_bytes
+            due = max(peak, min(measured, peak + reserve))
+            off = f" ({percent(measured / due - 1.0)})" if peak and (due != measured or not reserve) else ""
+            lines[0] += f", measured {format_bytes(measured)}{off}"
         if self.measured_slowdown is not None:
             lines[1] += f", measured {percent(self.measured_slowdown)}"
         elif self.measured is not None and self.measured.step_time_s is not None:

@@ -151,6 +151,8 @@ class Transfer:
 class Prediction:
     """What a plan is predicted to cost. Bytes are absolute device bytes at the peak; times are one forward and backward.
 
+    `reserve_bytes` are in none of the peaks: left free beside them, for what comes later. `with_reserve` adds them.
+
     A time of 0.0 means that no hardware numbers were at hand (a CPU-only machine).
     """
 
@@ -162,6 +164,11 @@ class Prediction:
     host_bytes: int = 0
     stall_s: float = 0.0
     lower_bound_peak_bytes: int | None = None  # of a plan for a slowdown: no other within it has a smaller peak
+    reserve_bytes: int = 0
+
+    def with_reserve(self, peak_bytes: int) -> int:
+        """A peak as it will be once the reserve is taken; 0 for one that was not predicted."""
+        return peak_bytes + self.reserve_bytes if peak_bytes else 0
 
     @property
     def predicted_slowdown(self) -> float:
@@ -182,6 +189,7 @@ class Plan:
 
     `apart_bytes`: two operations that write so much each and do not need each other are not fused; None: they may be.
     `device`: that of the tensors; `hardware`: name of the profile that was planned for, "" where it is this device's own.
+    `part`: other graphs are trained with this one, and what they keep is in none of its figures.
     """
 
     key: str
@@ -197,6 +205,7 @@ class Plan:
     summary: str = ""
     hardware: str = ""
     apart_bytes: int | None = None
+    part: bool = False
 
     def action(self, name: str) -> Action:
         """Decision for a SavedTensor's name; "keep" when the plan does not mention it."""

@@ -12,15 +12,19 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from graphoffload import compat
 from graphoffload.config import OffloadConfig
-from graphoffload.decide import Limits
+from graphoffload.decide import Limits, is_one_of_many
 from graphoffload.errors import SharedBudgetWarning, warn
+from graphoffload.remedies import share_of_budget
 from graphoffload.runtime import registry
 from graphoffload.runtime.staying import Budget
 from graphoffload.surroundings import asks_for_cuda_graphs
@@ -80,13 +84,12 @@ def judge(calls: Mapping[str, int], limits: Limits) -> None:
     fixed = limits.static_bytes + limits.reserve_bytes
     total = fixed + kept
     if total > budget:
-        share = fixed + max(0, budget - fixed) // number
         warn(
             SharedBudgetWarning,
             f"device_budget={format_bytes(budget)} was planned for each of {len(plans)} graphs alone, and {number} calls of "
             f"them ran in one forward: until backward they keep {format_bytes(kept)} on top of {format_bytes(fixed)}, "
-            f"which is {format_bytes(total - budget)} too much. Compile the whole model as one graph, or plan each for its "
-            f'share: device_budget="{format_bytes(share)}".',
+            f"which is {format_bytes(total - budget)} too much. Compile the whole model as one graph, "
+            f"{share_of_budget(budget, fixed, number)}",
             stacklevel=3,
         )
 
@@ -104,6 +107,19 @@ def may_share_budget(config: OffloadConfig) -> bool:
 def runs_behind(inputs: Iterable[Any]) -> bool:
     """Whether a graph with these inputs runs behind something that is trained: an input that is not a leaf needs a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
+
+
+def where_it_runs(limits: Limits, gm: GraphModule, inputs: Sequence[Any], config: OffloadConfig) -> Limits:
+    """Limits of a graph with what follows from where it runs, as its inputs show; its compile is for such inputs alone.
+
+    Equal blocks share one compile. Where the first one's input is a leaf that needs a gradient (hidden states of a frozen
+    embedding), the plan of a graph that runs alone would be that of all others as well.
+    """
+    behind = runs_behind(inputs)
+    found = replace(limits, shared=behind and may_share_budget(config), behind=behind)
+    if may_share_budget(config) or is_one_of_many(config, replace(limits, behind=True)):
+        compat.guard_leaves(gm.graph, [x if not isinstance(x, torch.nn.Parameter) else None for x in inputs])
+    return found
 
 
 def budget_of(limits: Limits) -> Budget | None:

@@ -121,21 +121,26 @@ def plan_table(plan: Plan, *, width: int = 128, color: bool = False) -> str:
     return table_of([plan], width=width, color=color)
 
 
-def summary_line(plan: Plan, *, device_bytes: int | None = None, budget_bytes: int | None = None, hint: str = "") -> str:
-    """One line that says what the plan does, also where that is nothing.
+def summary_line(
+    plan: Plan, *, device_bytes: int | None = None, budget_bytes: int | None = None, reserved_for: str = "", hint: str = ""
+) -> str:
+    """One line that says what the plan does, also where that is nothing. Its peaks count what is reserved.
 
     Args:
         plan: decisions for one graph; its own `summary` is not read.
         device_bytes: memory of the device, for "31.2 of 139.0 GiB"; None when unknown.
         budget_bytes: the budget that was given, for "9.93 of 10.0 GiB budget"; None where none was.
+        reserved_for: what the reserve is for; "" where only the user knows.
         hint: what another option would do, such as "max_slowdown=0.01 would save 13 GiB".
     """
     predicted, amounts = plan.prediction, totals(folded_rows([plan]))
-    peak = _peak(predicted.predicted_peak_bytes, device_bytes if budget_bytes is None else budget_bytes)
+    peak_bytes = predicted.with_reserve(predicted.predicted_peak_bytes)
+    peak = _peak(peak_bytes, device_bytes if budget_bytes is None else budget_bytes)
     device = ""
     if budget_bytes is not None:
         peak += " budget" * bool(peak)
         device = f"device {format_bytes(device_bytes)}" if device_bytes is not None else ""
+    ends = [*_caveats(plan, reserved_for), hint]
     words: dict[Action, str] = {"offload": "offloads", "recompute": "recomputes"}
     done = [f"{word} {_amount(*amounts[action])}" for action, word in words.items() if amounts[action][0]]
     if not done:
@@ -143,17 +148,26 @@ def summary_line(plan: Plan, *, device_bytes: int | None = None, budget_bytes: i
         line = f"{peak}{f' ({device})' * bool(device)}: kept all"
         if not peak:
             line = f"kept all {format_bytes(nbytes)} in {_tensors(count)}; no peak predicted"
-        return f"{line}; {hint}" if hint else line
+        return "; ".join(filter(None, [line, *ends]))
     parts = [*done, f"keeps {format_bytes(amounts['keep'][1])}"]
-    least = predicted.lower_bound_peak_bytes
-    against = [f"keep-all {format_bytes(predicted.keep_peak_bytes)}", f"bound {format_bytes(least)}" if least else "", device]
+    least = predicted.with_reserve(predicted.lower_bound_peak_bytes or 0)
+    keep = f"keep-all {format_bytes(predicted.with_reserve(predicted.keep_peak_bytes))}"
+    against = [keep, f"bound {format_bytes(least)}" if least else "", device]
     costs = [f"{peak} ({', '.join(filter(None, against))})" if peak else "no peak predicted"]
     if predicted.keep_time_s and predicted.predicted_time_s:
         costs.append(f"slowdown {percent(predicted.predicted_slowdown)}{bound(predicted.lower_bound_slowdown)}")
     else:
         costs.append("no time predicted")
-    line = f"{', '.join(parts)}: {', '.join(costs)}"
-    return f"{line}; {hint}" if hint else line
+    return "; ".join(filter(None, [f"{', '.join(parts)}: {', '.join(costs)}", *ends]))
+
+
+def _caveats(plan: Plan, reserved_for: str) -> list[str]:
+    """What the peak in a plan's line has in it, and what not."""
+    if not plan.prediction.predicted_peak_bytes:
+        return []
+    reserve = plan.prediction.reserve_bytes
+    reserved = f"{format_bytes(reserve)} of the peak are reserved{f' for {reserved_for}' * bool(reserved_for)}"
+    return [*[reserved] * bool(reserve), *["the peak is this graph's alone, one of several"] * plan.part]
 
 
 def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False) -> str:

@@ -229,7 +229,8 @@ class _Tuner:
             return None
         if (1.0 - _NEAR) * budget <= trial.peak_bytes <= budget:
             return None
-        return replace(trial.config, device_budget=budget - (trial.peak_bytes - trial.predicted_peak_bytes))
+        corrected = budget - (trial.peak_bytes - trial.predicted_peak_bytes)
+        return replace(trial.config, device_budget=corrected) if corrected > 0 else None
 
     def score(self, chosen: OffloadConfig, trial: _Trial, keep: _Trial | None) -> tuple[float, float]:
         """Less is better: what misses the goal least, then what is fastest, or smallest."""

@@ -63,9 +63,9 @@ def format_bytes(nbytes: int | None) -> str:
     return f"{sign}{size} B"
 
 
-def coarse_size(nbytes: int | None) -> str:
-    """A size to the nearest GiB, for keys that must not change with every byte; "none" for None."""
-    return "none" if nbytes is None else str(round(nbytes / _FACTORS["gib"]))
+def coarse_size(nbytes: int | None) -> int | None:
+    """A size to the nearest GiB, for keys that must not change with every byte; None for None."""
+    return None if nbytes is None else round(nbytes / _FACTORS["gib"]) * _FACTORS["gib"]
 
 
 def per_gib(amount: float, nbytes: int) -> float:

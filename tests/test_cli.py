@@ -90,9 +90,12 @@ def test_explain_prints_the_report_and_what_it_leaves_out(script: Path, capsys: 
     assert "kept all" in out
     assert "of 139.0 GiB" in out, "the named GPU's memory is the budget"
     parameters = 64 * 512 * 2 + 512 + 64
-    assert f"Adam's in fp32 is {8 * parameters / 1024:.1f} KiB for this model; --reserve leaves room" in out
+    assert f"; {8 * parameters / 1024:.1f} KiB of the peak are reserved for optimizer state" in out
+    assert f"not counted: gradients that stay from one backward to the next ({4 * parameters / 1024:.1f} KiB where" in out
     assert "kept all" not in err, "the report ends with the line; it is not said twice"
-    assert "Adam" not in run(capsys, "explain", f"{script}:build", *QUICK, "--reserve", "0")[1]
+    without = run(capsys, "explain", f"{script}:build", *QUICK, "--reserve", "0")[1]
+    assert "reserved" not in without
+    assert "not counted" not in without
     assert "No GPU here and none named" in run(capsys, "explain", script, "--inner", "aot_eager")[1]
 
 

@@ -453,13 +453,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 def test_keep_all_that_fits_says_what_a_percent_would_buy(capfd: pytest.CaptureFixture[str]) -> None:
     """A named GPU that is not there is the budget; the hint is no promise that the planner cannot keep."""
-    (plan,) = explained(hardware="h200-sxm").plans
+    (plan,) = explained(hardware="h200-sxm", reserve=0).plans
     found = re.fullmatch(
         r"predicted peak (\S+) of 139\.0 GiB: kept all; max_slowdown=0\.01 would save (\S+) MiB", plan.summary
     )
     assert found, plan.summary
     assert plan.summary in capfd.readouterr().err
-    (paid,) = explained(hardware="h200-sxm", max_slowdown=0.01).plans
+    (paid,) = explained(hardware="h200-sxm", reserve=0, max_slowdown=0.01).plans
     assert paid.prediction.predicted_slowdown <= 0.01 + 1e-9
     saved_bytes = paid.prediction.keep_peak_bytes - paid.prediction.predicted_peak_bytes
     assert 0 < float(found[2]) <= saved_bytes / MIB + 1
@@ -496,13 +496,13 @@ def test_no_hint_where_there_is_nothing_to_say(fields: dict[str, object]) -> Non
 
 def test_no_hint_that_was_not_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: None)
-    (plan,) = explained(hardware="h200-sxm").plans
+    (plan,) = explained(hardware="h200-sxm", reserve=0).plans
     assert plan.summary.endswith("of 139.0 GiB: kept all")
 
 
 def test_no_hint_that_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: 2 * MIB)
-    assert explained(hardware="h200-sxm").plans[0].summary.endswith("kept all")
+    assert explained(hardware="h200-sxm", reserve=0).plans[0].summary.endswith("kept all")
     monkeypatch.setattr(decide, "saved_within", lambda *args, **kwargs: 200 * MIB)
     assert explained(hardware="h200-sxm").plans[0].summary.endswith("max_slowdown=0.01 would save 200.0 MiB")
 

@@ -22,7 +22,9 @@ COUNT = 5
 
 def backend(budget: Any) -> graphoffload.OffloadBackend:
     """Planned for a GPU that is not here."""
-    config = graphoffload.OffloadConfig(device_budget=budget, inner="aot_eager", hardware="h200-sxm", min_tensor_bytes=0)
+    config = graphoffload.OffloadConfig(
+        device_budget=budget, reserve=0, inner="aot_eager", hardware="h200-sxm", min_tensor_bytes=0
+    )
     return graphoffload.OffloadBackend(config)
 
 

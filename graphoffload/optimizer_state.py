@@ -1,0 +1,109 @@
+"""What optimizers keep for the parameters of a graph, and what of it is still to come.
+
+    step 1   forward, backward, optimizer.step(): the state of every trained parameter is made, and stays
+    step 2   forward, backward: as large as before, and the state beside it
+
+A plan is made in the first forward, so it leaves room for what the optimizer will make. Whether the state of a parameter exists
+is the optimizers' to say: those of this process that hold it are looked at when a graph is compiled, and nothing is remembered.
+So the state of another model says nothing about this one, loaded state counts as what it is, and state that was dropped with
+its optimizer is to come again.
+
+An optimizer that has made nothing yet keeps what its class is known to; one that nobody knows, or none at all, two tensors like
+the parameter, as Adam does. Too little where a wrapper keeps master copies in another dtype: those are nobody's state.
+
+Optimizers are found among the objects that Python's garbage collector tracks, as torch tells of none before its first step.
+One that was frozen out of sight (gc.freeze) counts as not there. Parameters that are fake, as in explain() and in a joint graph,
+stand for real ones of the same shape, dtype and device, one for one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+_TWO = 2  # tensors like the parameter: Adam and its kin
+
+
+def state_bytes(parameters: Iterable[Tensor], others: Iterable[Tensor] = (), *, to_come: bool) -> int:
+    """Device bytes of optimizer state for trained parameters: all of it, or only what is `to_come`.
+
+    `others`: leaves that need a gradient and may be trained or not; they count where an optimizer holds them.
+    """
+    held, leaves = _Held(), {id(leaf): leaf for leaf in parameters}
+    known = sum(held.state_bytes(leaf, to_come=to_come, alone=_TWO) for leaf in leaves.values())
+    return known + sum(held.state_bytes(leaf, to_come=to_come, alone=0) for leaf in others if id(leaf) not in leaves)
+
+
+class _Held:
+    """Which optimizers hold which parameters, in which of their groups."""
+
+    def __init__(self) -> None:
+        self._holders: defaultdict[int, list[tuple[Optimizer, dict[str, Any]]]] = defaultdict(list)
+        self._alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        for optimizer in _optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in self._holders:
+                        self._alike[_kind(parameter)].append(parameter)
+                    self._holders[id(parameter)].append((optimizer, group))
+
+    def state_bytes(self, leaf: Tensor, *, to_come: bool, alone: int) -> int:
+        """For one leaf; `alone`: how many tensors like it are kept where no optimizer holds it."""
+        alike = self._alike[_kind(leaf)] if isinstance(leaf, FakeTensor) else []
+        real = alike.pop(0) if alike else leaf
+        holders = self._holders.get(id(real), [])
+        if not holders:
+            return alone * _nbytes(leaf)
+        return sum(_bytes_by(optimizer, group, real, to_come=to_come) for optimizer, group in holders)
+
+
+def _optimizers() -> Iterator[Optimizer]:
+    """Those that live in this process, lazily started subclasses and wrapped ones included."""
+    for found in gc.get_objects():
+        if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
+            yield found
+
+
+def _bytes_by(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, *, to_come: bool) -> int:
+    """What one optimizer keeps for a parameter on its device: counted where it exists, else estimated."""
+    state = optimizer.state.get(parameter)
+    if not state:
+        return _copies(optimizer, group) * _nbytes(parameter)
+    if to_come:
+        return 0
+    kept = [value for value in pytree.tree_leaves(state) if isinstance(value, Tensor) and value.device == parameter.device]
+    return sum(map(_nbytes, kept))
+
+
+def _copies(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """How many tensors like a parameter an optimizer will keep for it."""
+    kind = type(optimizer)
+    if kind is torch.optim.SGD:
+        return int(bool(group["momentum"]))
+    if kind is torch.optim.RMSprop:
+        return 1 + bool(group["momentum"]) + bool(group["centered"])
+    if kind in _ONE:
+        return 1
+    return 0 if kind is torch.optim.Adafactor else _TWO + bool(group.get("amsgrad"))
+
+
+_ONE = {getattr(torch.optim, name, None) for name in ("Adagrad", "ASGD", "Muon")} - {None}
+
+
+def _kind(value: Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.dtype, value.device
+
+
+def _nbytes(value: Tensor) -> int:
+    """Of this process's part, where it is sharded; 0 for a size that is symbolic."""
+    local = value.to_local() if hasattr(value, "to_local") else value
+    count = local.numel()
+    return count * local.element_size() if isinstance(count, int) else 0
