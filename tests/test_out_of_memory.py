@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import graphoffload
 from graphoffload.out_of_memory import next_budget_bytes, note, with_note
 from graphoffload.runtime import host_memory, registry
-from graphoffload.saved import Plan, Prediction
+from graphoffload.saved import Plan, Prediction, SavedTable, SavedTensor
 from graphoffload.testing import assert_equal_bits, compiled, draw, keep_all, run_step
 from graphoffload.units import parse_size
 
@@ -181,7 +182,7 @@ def planned(predicted: int, keep: int) -> Plan:
 
 @pytest.mark.parametrize(
     ("allocated", "budget"),
-    [(None, 0.95 * 40), (44 * GIB, 0.95 * 36), (30 * GIB, 0.95 * 30), (40 * GIB, 0.95 * 40), (90 * GIB, 0)],
+    [(None, 0.95 * 40), (44 * GIB, 0.95 * 36), (30 * GIB, 0.95 * 30), (40 * GIB, 0.95 * 40)],
 )
 def test_the_budget_to_try_next(allocated: int | None, budget: float) -> None:
     """Less by what the prediction was short of, or what there was when less than predicted could be had."""
@@ -192,3 +193,31 @@ def test_the_budget_to_try_next(allocated: int | None, budget: float) -> None:
     assert "with everything kept 60.0 GiB" in text
     quoted = text.split('"device_budget": "')[1].split('"')[0]
     assert parse_size(quoted, field="device_budget") == pytest.approx(budget * GIB, abs=0.05 * GIB)
+
+
+def test_no_budget_is_offered_where_none_would_help() -> None:
+    """As much is missing as was predicted, or all that is saved would not be enough: "0 B" was offered."""
+    assert next_budget_bytes(planned(40 * GIB, 60 * GIB), 90 * GIB) is None
+    text = note(planned(40 * GIB, 60 * GIB), "forward", 90 * GIB)
+    assert "More is missing than any plan of this graph frees: no device_budget would help. Make the batch" in text
+    assert "device_budget\"" not in text
+    saved = SavedTable((SavedTensor(name="a", views=(), nbytes=30 * GIB, dtype="", shape=(), strides=(), op=""),))
+    with_table = replace(planned(40 * GIB, 60 * GIB), saved=saved)
+    assert next_budget_bytes(with_table, 44 * GIB) == int(0.95 * 36 * GIB)
+    assert next_budget_bytes(with_table, 46 * GIB) == int(0.95 * 34 * GIB)
+    assert next_budget_bytes(with_table, 50 * GIB) is None, "30 GiB are not saved for backward"
+
+
+def test_the_note_counts_what_is_reserved() -> None:
+    plan = planned(40 * GIB, 60 * GIB)
+    plan = replace(plan, prediction=replace(plan.prediction, reserve_bytes=4 * GIB))
+    text = note(plan, "backward", 48 * GIB)
+    assert "predicted peak 44.0 GiB (4.00 GiB of it reserved), allocated peak 48.0 GiB, with everything kept 64.0 GiB" in text
+    assert next_budget_bytes(plan, 48 * GIB) == int(0.95 * 40 * GIB)
+
+
+def test_the_note_of_a_part_says_that_it_is_one() -> None:
+    """A block of many, alone far from full."""
+    text = note(replace(planned(20 * GIB, 20 * GIB), part=True), "forward", 135 * GIB)
+    assert "These figures speak of this graph alone, and it is one of several: no device_budget would help." in text
+    assert "compile the whole model as one graph" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from graphoffload.saved import Plan, Prediction
 
 BUDGET = 10 * 2**30
 KEY = "a plan that is watched"
+LIMITS = Limits(device_budget_bytes=BUDGET)
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +68,22 @@ def test_nothing_is_looked_at_without_a_number_or_a_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", fails)
     assert said(watched(device="cpu"), 20) == []
     assert said(watched(budget="auto"), 20) == []
+
+
+def test_no_budget_of_nothing_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More too much than there is to lower."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * BUDGET)
+    (text,) = said(watched(), 20)
+    assert "exceeded by 10.0 GiB" in text
+    assert "make the batch or the sequence smaller: 10.0 GiB is more than any lower device_budget makes up for" in text
+    assert "lower device_budget by" not in text
+
+
+def test_what_was_reserved_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: BUDGET + 2**30)
+    watched()
+    plan = registry._PLANS[KEY]
+    told = dataclasses.replace(plan, part=True, prediction=dataclasses.replace(plan.prediction, reserve_bytes=2**29))
+    registry._PLANS[KEY] = told
+    (text,) = said(overrun.watch_budget(lambda x: x + 1, KEY, OffloadConfig(device_budget=BUDGET), LIMITS), 20)
+    assert "graph7 predicted 9.50 GiB, 512.0 MiB of it reserved, and speaks of that graph alone, which is one of several" in text

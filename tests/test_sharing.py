@@ -12,8 +12,10 @@ from torch import nn
 
 import graphoffload
 from graphoffload import sharing
+from graphoffload.decide import Limits
 from graphoffload.errors import SharedBudgetWarning
 from graphoffload.runtime import registry
+from graphoffload.saved import Decision, Plan, SavedTable, SavedTensor
 from graphoffload.testing import ZOO
 from graphoffload.testing.attention import Blocks
 
@@ -54,8 +56,9 @@ def block_peak() -> int:
     return int(report.keep_peak_bytes)
 
 
-def test_blocks_that_fit_alone_and_not_together(block_peak: int) -> None:
-    """Said once, behind the first forward, with the numbers and a budget to try; that budget is not complained about."""
+def test_blocks_that_fit_alone_and_not_together(block_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing reaches from graph to graph: said once, behind the first forward, with the numbers and a budget to try."""
+    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "0")
     budget = int(block_peak * 1.1)
     found = steps(blocks(budget))
     assert len(found) == 1
@@ -81,8 +84,9 @@ def test_a_whole_model_is_planned_as_a_whole(block_peak: int) -> None:
     assert sum(calls.values()) == 1
 
 
-def test_a_second_model_is_counted_on_its_own(block_peak: int) -> None:
+def test_a_second_model_is_counted_on_its_own(block_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same configuration: a judged forward is over."""
+    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "0")
     budget = int(block_peak * 1.1)
     assert len(steps(blocks(budget))) == 1
     torch._dynamo.reset()
@@ -155,3 +159,76 @@ def test_explain_warns_as_training_does(block_peak: int) -> None:
     alone = mock.patch.object(sharing, "may_link", return_value=False)
     with alone, pytest.warns(SharedBudgetWarning, match=f"{COUNT + 1} calls of them"):
         graphoffload.explain(model, backend(static + block_peak).config)(*ZOO["three_blocks"].example("cpu", seed=0))
+
+
+def test_a_share_of_nothing_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lives outside leaves none of the budget: "0 B" was offered."""
+    saved = SavedTable((SavedTensor(name="a", views=(), nbytes=8, dtype="", shape=(), strides=(), op=""),))
+    plan = Plan(key="k", graph="g", saved=saved, decisions=(Decision("a", "keep", ""),))
+    monkeypatch.setattr(registry, "of_key", lambda key: plan)
+    texts = []
+    for static in (100, 0):
+        with pytest.warns(SharedBudgetWarning) as caught:
+            sharing.judge({"k": 9}, Limits(device_budget_bytes=8, static_bytes=static))
+        texts.append(str(caught[0].message))
+    for text, fixed in zip(texts, ("100 B", "0 B"), strict=True):
+        assert "device_budget=\"" not in text
+        assert f"make the batch or the sequence smaller: {fixed} leave no share of the budget" in text
+    with pytest.warns(SharedBudgetWarning, match=r'plan each for its share: device_budget="102 B"'):
+        sharing.judge({"k": 9}, Limits(device_budget_bytes=120, static_bytes=100))
+
+
+@pytest.mark.parametrize("explained", [False, True], ids=["trained", "explained"])
+def test_a_first_block_that_runs_alone_does_not_plan_for_the_others(explained: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """Hidden states of a frozen embedding, made to require a gradient, are a leaf: the first block is behind nothing, and keeps
+    what fits; the others are one compile of their own, and share the budget. They ran the first one's plan, and kept as much."""
+    torch._dynamo.reset()
+    sharing._FORWARDS.clear()
+    registry.forget()
+    model = Blocks(COUNT)
+    x = ZOO["three_blocks"].example("cpu", seed=0)[0].detach().requires_grad_()
+    if explained:
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+        report = graphoffload.explain(model, backend("1GiB").config)(x)
+        plans, calls = report.plans, report.calls
+    else:
+        for layer in model.layers:
+            layer.compile(backend=backend("1GiB"))
+        for _ in range(3):
+            model(x).square().sum().backward()
+        plans, calls = graphoffload.last_plans(), (1, COUNT - 1)
+    assert calls == (1, COUNT - 1)
+    first, others = plans
+    assert first.bytes_of("keep") > 0 == first.offloaded_bytes
+    assert others.offloaded_bytes == first.bytes_of("keep"), "goes, or stays where it fits"
+    assert "the peak is this graph's alone, one of several" in capfd.readouterr().err
+
+
+def test_a_budget_is_kept_whatever_the_first_block_starts_from(block_peak: int) -> None:
+    """A budget that one block fits alone, and all together do not, if each keeps everything."""
+    kept: list[int] = []
+    for leaf in (False, True):
+        model = blocks(int(block_peak * 1.1))
+        x = ZOO["three_blocks"].example("cpu", seed=0)[0].detach().requires_grad_()
+        registry.forget()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model(x if leaf else x * 1).square().sum().backward()
+        assert not [item for item in caught if issubclass(item.category, SharedBudgetWarning)]
+        kept.append(sum(plan.bytes_of("keep") for plan in graphoffload.last_plans()))
+    behind, first = kept
+    assert behind == 0
+    assert 0 < first < block_peak
+
+
+def test_a_leaf_is_no_reason_to_compile_again_without_a_shared_budget() -> None:
+    """Nothing in the plan depends on it."""
+    torch._dynamo.reset()
+    registry.forget()
+    model = Blocks(COUNT)
+    for layer in model.layers:
+        layer.compile(backend=backend("auto"))
+    model(ZOO["three_blocks"].example("cpu", seed=0)[0].detach().requires_grad_()).sum().backward()
+    assert len(graphoffload.last_plans()) == 1
