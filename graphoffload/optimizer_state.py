@@ -9,7 +9,7 @@ So the state of another model says nothing about this one, loaded state counts a
 its optimizer is to come again.
 
 An optimizer that has made nothing yet keeps what its class is known to; one that nobody knows, or none at all, two tensors like
-the parameter, as Adam does. Too little where a wrapper keeps master copies in another dtype: those are nobody's state.
+the parameter, as Adam does. Too little where a wrapper keeps copies in another dtype: those are no optimizer's state of it.
 
 Optimizers are found among the objects that Python's garbage collector tracks, as torch tells of none before its first step.
 One that was frozen out of sight (gc.freeze) counts as not there. Parameters that are fake, as in explain() and in a joint graph,
