@@ -29,7 +29,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from graphoffload.config import ENV_PREFIX, OffloadConfig, parse_text
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError

@@ -8,11 +8,11 @@ is the optimizers' to say: those of this process that hold it are looked at when
 So the state of another model says nothing about this one, loaded state counts as what it is, and state that was dropped with
 its optimizer is to come again.
 
-An optimizer that has made nothing yet keeps what its class is known to; one that nobody knows, or none at all, two tensors like
-the parameter, as Adam does. Too little where a wrapper keeps copies in another dtype: those are no optimizer's state of it.
+An optimizer that has made nothing yet keeps what its class is known to; one that nobody knows, or none at all, two tensors
+like the parameter, as Adam does. Too little where a wrapper keeps copies in another dtype: those are no optimizer's state.
 
 Optimizers are found among the objects that Python's garbage collector tracks, as torch tells of none before its first step.
-One that was frozen out of sight (gc.freeze) counts as not there. Parameters that are fake, as in explain() and in a joint graph,
+One that was frozen out of sight (gc.freeze) counts as not there. Fake parameters, as in explain() and in a joint graph,
 stand for real ones of the same shape, dtype and device, one for one.
 """
 

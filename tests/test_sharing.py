@@ -180,8 +180,8 @@ def test_a_share_of_nothing_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("explained", [False, True], ids=["trained", "explained"])
 def test_a_first_block_does_not_plan_for_the_others(explained: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """Hidden states of a frozen embedding, made to require a gradient, are a leaf: the first block comes after nothing, and keeps
-    what fits; the others are one compile of their own, and share the budget. They ran the first one's plan, and kept as much.
+    """Hidden states of a frozen embedding, made to require a gradient, are a leaf: the first block comes after nothing, and
+    keeps what fits; the others are one compile of their own, and share the budget. They ran its plan, and kept as much.
     """
     torch._dynamo.reset()
     sharing._FORWARDS.clear()
