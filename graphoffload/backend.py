@@ -112,7 +112,7 @@ def compile_graph(
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
     known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, config, key, behind=behind)
+    partitioner = _partitioner(gm, example_inputs, config, key, behind=behind)
     before = registry.of_key(key)
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
@@ -131,7 +131,7 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, config, key, behind=runs_behind(example_inputs))
+    partitioner = _partitioner(gm, example_inputs, config, key, behind=runs_behind(example_inputs))
     if config.inner == "aot_eager":
         compiled: Any = _aot_eager(gm, example_inputs, partitioner)
     else:
@@ -142,7 +142,9 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     return registry.only_explained(key), compiled
 
 
-def _partitioner(gm: GraphModule, config: OffloadConfig, key: str, *, behind: bool) -> OffloadPartitioner:
+def _partitioner(
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, key: str, *, behind: bool
+) -> OffloadPartitioner:
     """The partitioner of one Dynamo graph; `behind`: as in decide.Limits."""
     return OffloadPartitioner(
         config,
@@ -151,6 +153,7 @@ def _partitioner(gm: GraphModule, config: OffloadConfig, key: str, *, behind: bo
         fragment=_fragment(gm, config),
         shared=behind and may_share_budget(config),
         behind=behind,
+        parameters=compat.parameter_positions(gm.graph, example_inputs),
     )
 
 

@@ -45,6 +45,8 @@ class OffloadPartitioner(CustomPartitionerFn):
         config: what the user asks for; None: what the environment says, else what fits the device.
         key: identity of graph, names, annotations and configuration together, where the caller knows it.
         shared, behind: as in decide.Limits.
+        parameters: which of the graph's inputs, by position, are parameters; None: as Dynamo says. What is no parameter is
+            the caller's memory, which backward reads only where torch alone would.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         fragment: Fragment = WHOLE,
         shared: bool = False,
         behind: bool = False,
+        parameters: tuple[int, ...] | None = None,
     ) -> None:
         if config is not None and not isinstance(config, OffloadConfig):
             raise ConfigError(f"OffloadPartitioner got config={config!r}, a {type(config).__name__}; give an OffloadConfig.")
@@ -65,13 +68,14 @@ class OffloadPartitioner(CustomPartitionerFn):
         self.fragment = fragment
         self.shared = shared
         self.behind = behind
+        self.parameters = parameters
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's cache key sees: not the name, which numbers the graphs of a process, nor the model's number, but what
         decides the plan."""
         fragment = replace(self.fragment, model=0)
         graph = {"key": self.key, "name": "", "fragment": fragment, "shared": self.shared, "behind": self.behind}
-        return {"config": self.config, **graph}
+        return {"config": self.config, **graph, "parameters": self.parameters}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
         """Inductor copies its configuration; a copy is this partitioner, name included."""
@@ -86,7 +90,15 @@ class OffloadPartitioner(CustomPartitionerFn):
         limits = replace(resolve_limits(self.config, _inputs(gm)), shared=self.shared, behind=self.behind)
         key = self.key or graph_key(gm, self.config)
         request = Request(
-            gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
+            gm,
+            joint_inputs,
+            kwargs,
+            self.config,
+            key,
+            self.name or f"graph{len(registry.last_plans())}",
+            limits,
+            self.fragment,
+            compat.parameters_among(gm.graph, self.parameters),
         )
         rewritten = rewrite(request)
         inductor = kwargs.get("compiler") == "inductor"
