@@ -110,7 +110,7 @@ def compile_graph(
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
     known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, config, key, limits)
+    partitioner = _partitioner(gm, example_inputs, config, key, limits)
     before = registry.of_key(key)
     with memory_ahead(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
@@ -129,7 +129,7 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, config, key, _limits(gm, example_inputs, config))
+    partitioner = _partitioner(gm, example_inputs, config, key, _limits(gm, example_inputs, config))
     if config.inner == "aot_eager":
         compiled: Any = _aot_eager(gm, example_inputs, partitioner)
     else:
@@ -146,9 +146,18 @@ def _limits(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfi
     return where_it_runs(limits, gm, example_inputs, config)
 
 
-def _partitioner(gm: GraphModule, config: OffloadConfig, key: str, limits: Limits) -> OffloadPartitioner:
+def _partitioner(
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, key: str, limits: Limits
+) -> OffloadPartitioner:
     """The partitioner of one Dynamo graph."""
-    return OffloadPartitioner(config, key=key, name=f"graph{next(_graphs)}", fragment=_fragment(gm, config), limits=limits)
+    return OffloadPartitioner(
+        config,
+        key=key,
+        name=f"graph{next(_graphs)}",
+        fragment=_fragment(gm, config),
+        limits=limits,
+        parameters=compat.parameter_positions(gm.graph, example_inputs),
+    )
 
 
 def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -13,6 +13,8 @@ import torch._functorch.config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
@@ -137,6 +139,50 @@ def _described(desc: Any) -> Any:
     while isinstance(desc, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
         desc = desc.base
     return desc
+
+
+def parameter_positions(graph: Graph, values: Iterable[Any] = ()) -> tuple[int, ...]:
+    """Which inputs of one of Dynamo's graphs are parameters: their positions among its placeholders."""
+    placeholders = graph.find_nodes(op="placeholder")
+    given = dict(enumerate(values))
+    return tuple(at for at, node in enumerate(placeholders) if _is_parameter(node, given.get(at)))
+
+
+def _is_parameter(node: Node, value: Any) -> bool:
+    """By its value, or by where Dynamo found it: `_parameters` of a module may hold a plain tensor in a parameter's place."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")  # a property from torch 2.13 on, a method before
+    shown = name() if callable(name) else name
+    known = isinstance(value, torch.nn.Parameter) or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+    return known or "._parameters[" in str(shown)
+
+
+def parameters_among(joint: Graph, positions: tuple[int, ...] | None) -> frozenset[str]:
+    """Names of a joint graph's placeholders that are parameters.
+
+    Args:
+        positions: of parameters among what AOTAutograd was given; None: as the graph has them that Dynamo compiles now, and
+            none where there is no such graph, or AOTAutograd has only a part of it.
+    """
+    chosen = _positions_of_dynamos_graph() if positions is None else positions
+    found = set()
+    for node in joint.find_nodes(op="placeholder"):
+        desc = _described(node.meta.get("desc"))
+        if isinstance(desc, ParamAOTInput) or (isinstance(desc, PlainAOTInput) and desc.idx in chosen):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _positions_of_dynamos_graph() -> tuple[int, ...]:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    context = torch._guards.TracingContext.try_get()
+    if context is None or getattr(context, "ddp_optimizer_ctx", None) is not None:
+        return ()
+    try:
+        return parameter_positions(InstructionTranslator.current_tx().output.graph)
+    except AttributeError:
+        return ()
 
 
 def is_pointwise_use(node: Node) -> bool:

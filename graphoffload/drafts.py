@@ -40,7 +40,7 @@ from graphoffload.errors import BudgetError
 from graphoffload.folders import cache_dir
 from graphoffload.fragments import WHOLE, Fragment
 from graphoffload.hardware import HardwareProfile
-from graphoffload.joint import tagged_copy
+from graphoffload.joint import Binding, bind, tagged_copy
 from graphoffload.modules import Resolution
 from graphoffload.passes.tag import tag_joint
 from graphoffload.plan.ahead import with_slack
@@ -68,6 +68,7 @@ class Request:
     name: str
     limits: Limits
     fragment: Fragment = WHOLE
+    parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
 
     @property
     def num_fwd_outputs(self) -> int:
@@ -87,6 +88,7 @@ class Work:
     wanted: tuple[Wish, ...]
     resolution: Resolution
     notes: list[str]
+    binding: Binding
     outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
     apart_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
 
@@ -361,7 +363,7 @@ def _partition_again(
 
     An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so.
     """
-    joint = tagged_copy(work.request.joint, relax=work.request.limits.explicit, notes=[])
+    joint = bind(tagged_copy(work.request.joint, relax=work.request.limits.explicit, notes=[]), work.binding)
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
     again = [name for name, action in actions.items() if action == "recompute"]
     recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}

@@ -41,6 +41,7 @@ def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
             node.meta.get("custom"),
             str(node.meta.get("recompute")),
             layout,
+            isinstance(value, torch.nn.Parameter),
         )
         digest.update(repr(facts).encode())
     for module in modules:

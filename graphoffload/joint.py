@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload import compat
+from graphoffload.analysis.callers import CallersMemory, readers_of_unread
 from graphoffload.analysis.chains import mutated_placeholders
 from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
 from graphoffload.analysis.regions import give_own_memory
@@ -67,6 +69,40 @@ def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
         for user in real_uses(placeholder):  # a saved view of the input would be the input itself
             if user.op == "call_function" and isinstance(user.meta.get("val"), torch.Tensor):
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What every partition of one joint graph must hold to.
+
+    Attributes:
+        decisions: operations that must not run again, since a discrete decision hangs on their bits (analysis/decisions.py).
+        callers: what may be read of the caller's memory (analysis/callers.py); None: not known yet.
+        theirs: operations of the user's checkpoint regions, which run again as the user asked.
+    """
+
+    decisions: frozenset[str] = frozenset()
+    callers: CallersMemory | None = None
+    theirs: frozenset[str] = frozenset()
+
+
+def bind(joint: GraphModule, binding: Binding) -> GraphModule:
+    """Tag a copy of the joint graph with what must not run again, and with the outputs that must not be read instead."""
+    callers = binding.callers or CallersMemory()
+    unread = frozenset(node.name for node in readers_of_unread(joint.graph, callers)) if binding.callers else frozenset()
+    for node in joint.graph.nodes:
+        if node.name in callers.again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+        elif node.name in binding.decisions or node.name in unread:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return joint
+
+
+def users_own(joint: GraphModule) -> frozenset[str]:
+    """Operations that a tagged copy recomputes because the user's checkpoint regions say so."""
+    regions = ("must_recompute", "prefer_recompute")
+    return frozenset(node.name for node in joint.graph.nodes if compat.tag_of(node.meta) in regions)
 
 
 def tagged_operations(nodes: Iterable[Node]) -> list[SavedTensor]:

@@ -46,6 +46,8 @@ class OffloadPartitioner(CustomPartitionerFn):
         key: identity of graph, names, annotations and configuration together, where the caller knows it.
         limits: what the process may use, where the caller has seen the graph's real inputs; None: as the joint graph's, which
             are fake, tell.
+        parameters: which of the graph's inputs, by position, are parameters; None: as Dynamo says. What is no parameter is
+            the caller's memory, which backward reads only where torch alone would.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         name: str = "",
         fragment: Fragment = WHOLE,
         limits: Limits | None = None,
+        parameters: tuple[int, ...] | None = None,
     ) -> None:
         if config is not None and not isinstance(config, OffloadConfig):
             raise ConfigError(f"OffloadPartitioner got config={config!r}, a {type(config).__name__}; give an OffloadConfig.")
@@ -64,13 +67,15 @@ class OffloadPartitioner(CustomPartitionerFn):
         self.name = name
         self.fragment = fragment
         self.limits = limits
+        self.parameters = parameters
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's cache key sees: not the name, which numbers the graphs of a process, nor the model's number, nor bytes
         that differ from run to run, but what decides the plan."""
         fragment = replace(self.fragment, model=0)
         limits = None if self.limits is None else self.limits.quantised()
-        return {"config": self.config, "key": self.key, "name": "", "fragment": fragment, "limits": limits}
+        graph = {"key": self.key, "name": "", "fragment": fragment, "limits": limits, "parameters": self.parameters}
+        return {"config": self.config, **graph}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
         """Inductor copies its configuration; a copy is this partitioner, name included."""
@@ -87,7 +92,15 @@ class OffloadPartitioner(CustomPartitionerFn):
             limits = resolve_limits(self.config, _inputs(gm), compat.trained_inputs(gm.graph, kwargs))
         key = self.key or graph_key(gm, self.config)
         request = Request(
-            gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
+            gm,
+            joint_inputs,
+            kwargs,
+            self.config,
+            key,
+            self.name or f"graph{len(registry.last_plans())}",
+            limits,
+            self.fragment,
+            compat.parameters_among(gm.graph, self.parameters),
         )
         rewritten = rewrite(request)
         inductor = kwargs.get("compiler") == "inductor"

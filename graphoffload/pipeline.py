@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from graphoffload.analysis.callers import callers_memory
 from graphoffload.analysis.chains import chains_of
+from graphoffload.analysis.decisions import retaken
 from graphoffload.analysis.modules_of import boundary_names, module_path
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.config import OffloadConfig
@@ -19,7 +21,7 @@ from graphoffload.drafts import Request, Work, device_name, feasible_draft, part
 from graphoffload.errors import GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.fragments import matched_somewhere, missing_so_far, warn_of_unmatched
 from graphoffload.hardware import resolve_hardware
-from graphoffload.joint import copy_graph, tagged_copy, tagged_operations
+from graphoffload.joint import Binding, bind, copy_graph, tagged_copy, tagged_operations, users_own
 from graphoffload.modules import Resolution, resolve
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.once import save_memory_once
@@ -77,7 +79,7 @@ def rewrite(request: Request) -> Rewritten:
     names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
     graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
     if request.config.verify != "off":
-        verify_graphs(graphs, plan, names)
+        verify_graphs(graphs, plan, names, work.binding.callers, work.binding.theirs)
     return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, draft.instance.kernels, decided.hint)
 
 
@@ -101,8 +103,9 @@ def _copies(pair: GraphPair) -> GraphPair:
 
 def _analyse(request: Request) -> Work:
     notes: list[str] = []
-    pair, table = partition(request, tagged_copy(request.joint, relax=request.limits.explicit, notes=notes))
-    chains = chains_of(pair, table)
+    pair, table, binding = _keep_all(request, notes)
+    assert binding.callers is not None
+    chains = chains_of(pair, table, binding.callers, binding.theirs)
     table = SavedTable(
         tuple(
             replace(tensor, recomputable=not chains[tensor.name].why_not, why_not_recompute=chains[tensor.name].why_not)
@@ -115,7 +118,21 @@ def _analyse(request: Request) -> Work:
     measured_by_size = request.config.max_slowdown is not None or request.limits.device_budget_bytes is not None
     if symbolic and measured_by_size and any(wish.action is None for wish in wanted):
         notes.append(f"{symbolic} of {len(table)} activations change their size: planned for the sizes of this call")
-    return Work(request, hardware, pair, table, chains, wanted, resolution, notes)
+    return Work(request, hardware, pair, table, chains, wanted, resolution, notes, binding)
+
+
+def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable, Binding]:
+    """Torch's own partition, again and again while backward decides on floats that it computes again; and what binds others."""
+    joint = tagged_copy(request.joint, relax=request.limits.explicit, notes=notes)
+    binding = Binding(theirs=users_own(joint))
+    while True:
+        pair, table = partition(request, joint)
+        decisions = binding.decisions.union(retaken(pair, binding.theirs).inexact)
+        if decisions == binding.decisions:
+            callers = callers_memory(pair, request.joint.graph, request.parameters)
+            return pair, table, replace(binding, callers=callers)
+        binding = replace(binding, decisions=decisions)
+        joint = bind(tagged_copy(request.joint, relax=request.limits.explicit, notes=[]), binding)
 
 
 def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Wish, ...]]:

@@ -11,6 +11,8 @@ A rule yields one sentence for each violation. Each stands for a way in which a 
     counterpart saved values and backward inputs correspond one to one
     donated     no two saved values share memory (torch would donate it twice, and Inductor write over it too early)
     fresh       no new value shares a fake storage with another (torch would donate or alias its memory)
+    callers     backward reads no memory of the caller's but what keep-all reads there too (it may hold something else by then)
+    decisions   no discrete decision is taken again on floats that are computed again (other last bits could decide otherwise)
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from graphoffload.analysis.saved_values import GraphPair, graph_outputs
+from graphoffload.analysis.callers import CallersMemory, foreign
+from graphoffload.analysis.decisions import retaken
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_placeholders
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.errors import VerifyError
 from graphoffload.saved import Plan
@@ -34,6 +38,8 @@ class _Case:
     graphs: GraphPair
     plan: Plan
     output_names: tuple[str | None, ...]
+    callers: CallersMemory | None = None
+    theirs: frozenset[str] = frozenset()
     ops: dict[str, dict[int, list[Node]]] = field(default_factory=dict)
     at: dict[Node, int] = field(default_factory=dict)
 
@@ -41,16 +47,24 @@ class _Case:
 Rule = Callable[[_Case], Iterator[str]]
 
 
-def verify_graphs(graphs: GraphPair, plan: Plan, output_names: tuple[str | None, ...]) -> None:
+def verify_graphs(
+    graphs: GraphPair,
+    plan: Plan,
+    output_names: tuple[str | None, ...],
+    callers: CallersMemory | None = None,
+    theirs: frozenset[str] = frozenset(),
+) -> None:
     """Check every rule.
 
     Args:
         output_names: names of the forward's outputs before any pass; the first `num_fwd_outputs` must be unchanged.
+        callers: what keep-all reads of the caller's memory; None: not known, and not checked.
+        theirs: operations of the user's checkpoint regions.
 
     Raises:
         VerifyError: with every violation of every rule.
     """
-    case = _Case(graphs, plan, output_names)
+    case = _Case(graphs, plan, output_names, callers, theirs)
     for graph in (graphs.forward.graph, graphs.backward.graph):
         case.at.update({node: position for position, node in enumerate(graph.nodes)})
     for name in _OPS:
@@ -186,6 +200,23 @@ def donated(case: _Case) -> Iterator[str]:
             yield f"{', '.join(node.name for node in nodes)} are saved side by side and share memory"
 
 
+def callers(case: _Case) -> Iterator[str]:
+    """Backward reads no memory of the caller's but parameters and what keep-all reads there; inputs and outputs as wholes."""
+    if case.callers is None:
+        return
+    roots = dict(foreign(case.graphs))
+    for node, _ in saved_placeholders(case.graphs):
+        root = roots.get(node)
+        if root is not None and root.name not in case.callers.roots | case.callers.parameters:
+            yield f"backward reads {node.name}, which lies in the memory of {root.name}, and keep-all does not"
+
+
+def decisions(case: _Case) -> Iterator[str]:
+    """No discrete decision is taken again on floats that are computed again."""
+    for name, what in retaken(case.graphs, case.theirs).inexact.items():
+        yield f"backward runs {name} again, and {what} decides by its bits"
+
+
 def _comes_from(node: Node, origin: Node) -> bool:
     while node is not origin:
         inputs = [argument for argument in node.args if isinstance(argument, Node)]
@@ -209,4 +240,6 @@ def _layout(node: Node) -> str:
     return type(value).__name__
 
 
-RULES: tuple[Rule, ...] = (once, same_source, last_use, saved, readers, outputs, counterpart, donated, fresh)
+RULES: tuple[Rule, ...] = (
+    once, same_source, last_use, saved, readers, outputs, counterpart, donated, fresh, callers, decisions,
+)  # fmt: skip

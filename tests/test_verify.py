@@ -93,6 +93,28 @@ def save_a_handle_twice(graphs: GraphPair) -> None:
     node.args = (tuple(first if value is second else value for value in node.args[0]),)
 
 
+def read_an_output(graphs: GraphPair) -> None:
+    """The model's result, which keep-all does not read again, becomes one more saved value."""
+    node = output(graphs)
+    result = node.args[0][0]
+    node.args = ((*node.args[0], result),)
+    first = graphs.backward.graph.find_nodes(op="placeholder")[0]
+    with graphs.backward.graph.inserting_before(first):
+        graphs.backward.graph.placeholder(result.name).meta.update(result.meta)
+
+
+def decide_again(graphs: GraphPair) -> None:
+    """Forward's tanh becomes a rounding, and so does a copy of it in backward, of a product that is computed anew."""
+    forward, backward = graphs.forward.graph, graphs.backward.graph
+    rounded = forward.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)[-1]
+    rounded.target = torch.ops.aten.round.default
+    last = next(iter(reversed(backward.nodes)))
+    product = next(n for n in backward.nodes if n.op == "call_function" and n.target is torch.ops.aten.mm.default)
+    with backward.inserting_before(last):
+        again = backward.create_node("call_function", torch.ops.aten.round.default, (product,), name=rounded.name)
+    again.meta["val"] = rounded.meta["val"]
+
+
 BREAKS: dict[str, Callable[[GraphPair], None]] = {
     "once": drop_release,
     "same_source": release_another,
@@ -103,6 +125,8 @@ BREAKS: dict[str, Callable[[GraphPair], None]] = {
     "counterpart": lose_a_saved_value,
     "donated": save_a_handle_twice,
     "fresh": share_a_fake_storage,
+    "callers": read_an_output,
+    "decisions": decide_again,
 }
 
 

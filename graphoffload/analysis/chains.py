@@ -4,9 +4,9 @@
                   w (parameter) ─┘
 
 The chain goes up from the activation to what is saved anyway and to graph inputs. It is refused where running an operation
-again would not give the same bits or has an effect: randomness that is not drawn from a saved seed, inputs that the forward
-writes to (their value is another one by then), collectives, operations that mutate, and operations nobody told us anything
-about.
+again would not give the same value or has an effect: randomness that is not drawn from a saved seed, inputs that the forward
+writes to or the caller may (callers.py: their value is another one by then), discrete decisions, which other last bits would
+turn (decisions.py), collectives, operations that mutate, and operations nobody told us anything about.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from graphoffload.analysis.callers import CallersMemory, foreign, is_view
+from graphoffload.analysis.decisions import decided_on, depends_on_bits, is_input, retaken, trace_of, used_by_forward
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.compat import mutated_inputs
@@ -35,30 +37,63 @@ class Chain:
     why_not: str = ""
 
 
-def chain_of(targets: tuple[Node, ...], owner: Mapping[Node, str], own: str, mutated: frozenset[Node]) -> Chain:
+@dataclass(slots=True)
+class _Around:
+    """What a chain is judged by.
+
+    Attributes:
+        owner: forward node -> name of the SavedTensor whose storage it lives in.
+        mutated: placeholders that the forward writes to. callers: what keep-all reads of the caller's memory.
+        roots: nodes in the caller's memory, each with its root.
+        used, decided: of decisions.used_by_forward and decided_on.
+    """
+
+    owner: Mapping[Node, str]
+    mutated: frozenset[Node]
+    callers: CallersMemory
+    roots: Mapping[Node, Node]
+    used: frozenset[str]
+    decided: frozenset[str]
+
+    def forbids(self, node: Node) -> str:
+        """Why the memory of a node that lies in the caller's must not be read in backward; "" where it may."""
+        root = self.roots[node]
+        if root in self.mutated:
+            return f"its recomputation reads {root.name}, which forward writes to"
+        if node.name in self.callers.read or root.name in self.callers.parameters:
+            return ""
+        if is_view(node) and all(source not in self.roots or not self.forbids(source) for source in node.all_input_nodes):
+            return ""
+        kind = "an input" if root.op == "placeholder" else "an output"
+        return f"its recomputation reads {root.name}, {kind} that the caller may write to before backward"
+
+    def is_an_inputs(self, node: Node) -> bool:
+        """Whether a node lies in the memory of an input."""
+        return node in self.roots and self.roots[node].op == "placeholder"
+
+
+def chain_of(targets: tuple[Node, ...], own: str, around: _Around, fixed: Collection[str] = ()) -> Chain:
     """The chain that recomputes one saved activation.
 
     Args:
-        targets: forward nodes of the activation's storage that backward receives.
-        owner: forward node -> name of the SavedTensor whose storage it lives in.
-        own: name of this SavedTensor.
-        mutated: placeholders that the forward writes to.
+        targets: forward nodes of the activation's storage that backward receives. own: name of this SavedTensor.
+        fixed: names of SavedTensors that are never recomputed.
     """
     nodes: set[Node] = set()
     reads: dict[str, None] = {}
-    pending = list(targets)
+    pending, owner = list(targets), around.owner
     while pending:
         node = pending.pop()
         if node in nodes:
             continue
-        if node.op == "placeholder":
-            if node in mutated:
-                return Chain((), (), f"its recomputation reads {node.name}, which forward writes to")
-            continue
-        if node.op != "call_function":
-            continue
-        if owner.get(node, own) != own:
+        saved = owner.get(node, own) != own
+        ends = saved or node.op != "call_function" or (around.is_an_inputs(node) and node.name in around.callers.read)
+        why_not = around.forbids(node) if ends and node in around.roots else ""
+        if why_not:
+            return Chain((), (), why_not)
+        if saved:
             reads[owner[node]] = None
+        if ends:
             continue
         if "inductor_seed" in str(node.target):
             continue
@@ -67,7 +102,23 @@ def chain_of(targets: tuple[Node, ...], owner: Mapping[Node, str], own: str, mut
             return Chain((), (), why_not)
         nodes.add(node)
         pending.extend(node.all_input_nodes)
-    return Chain(tuple(node.name for node in sorted(nodes)), tuple(reads))
+    why_not = _decides_again(nodes, own, around, fixed)
+    return Chain((), (), why_not) if why_not else Chain(tuple(node.name for node in sorted(nodes)), tuple(reads))
+
+
+def _decides_again(nodes: Collection[Node], own: str, around: _Around, fixed: Collection[str]) -> str:
+    """Why a chain that decides on floats is refused: they are computed, or saved now and recomputed by another plan."""
+
+    def stored(node: Node) -> bool:
+        return is_input(node) or around.owner.get(node, own) != own
+
+    for node in sorted(nodes):
+        if depends_on_bits(node, around.used, around.decided):
+            trace = trace_of(node, stored)
+            others = (source for source in trace.stored if not is_input(source) and around.owner[source] not in fixed)
+            if trace.computed or any(others):
+                return f"its recomputation decides again ({node.target}), where other last bits could decide otherwise"
+    return ""
 
 
 def _refusal(node: Node) -> str:
@@ -89,39 +140,6 @@ def _refusal(node: Node) -> str:
     return ""
 
 
-def compared(placeholder: Node, forward_names: Collection[str]) -> bool:
-    """Whether backward asks if a saved value, or what it recomputes from it, equals another tensor's elements.
-
-    So do gradients of amax, amin and scatter_reduce: they look for the elements that are the maximum. A compiler may compute a
-    value in other bits the second time (fused into another loop, vectorised or not): nothing is equal then, and 0 / 0 is NaN.
-    """
-    pending, seen = [placeholder], set()
-    while pending:
-        for user in pending.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if user.target in _EQUALITY and _is_float(placeholder):
-                return True
-            if user.op == "call_function" and (user.name in forward_names or user.target in _MOVES):
-                pending.append(user)
-    return False
-
-
-_EQUALITY = frozenset((torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor))
-_MOVES = frozenset(
-    (
-        torch.ops.aten.expand.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.view.default,
-        torch.ops.aten.permute.default, torch.ops.aten.gather.default, torch.ops.aten.squeeze.dim,
-    )
-)  # fmt: skip
-
-
-def _is_float(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 def mutated_placeholders(forward: Graph, named: frozenset[Node]) -> frozenset[Node]:
     """Placeholders that the forward writes to: those that AOTAutograd names, and targets of in-place operations."""
     found = set(named)
@@ -131,8 +149,12 @@ def mutated_placeholders(forward: Graph, named: frozenset[Node]) -> frozenset[No
     return frozenset(found)
 
 
-def chains_of(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
-    """By SavedTensor name, the operations that compute it again."""
+def chains_of(pair: GraphPair, table: SavedTable, callers: CallersMemory, theirs: frozenset[str]) -> dict[str, Chain]:
+    """By SavedTensor name, the operations that compute it again.
+
+    Args:
+        callers: what keep-all reads of the caller's memory. theirs: as in decisions.retaken.
+    """
     nodes = {node.name: node for node in pair.forward.graph.nodes}
     groups = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
     owner: dict[Node, str] = {}
@@ -141,11 +163,16 @@ def chains_of(pair: GraphPair, table: SavedTable) -> dict[str, Chain]:
         assert value is not None
         owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
     mutated = mutated_placeholders(pair.forward.graph, mutated_inputs(pair.forward.graph))
-    inputs = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
-    found = {}
+    used = used_by_forward(pair)
+    around = _Around(owner, mutated, callers, dict(foreign(pair)), used, decided_on(pair, used))
+    looked_at = retaken(pair, theirs).exact
+    found: dict[str, Chain] = {}
     for tensor in table.tensors:
+        what = next((looked_at[name] for name in tensor.views if name in looked_at), None)
+        if what is not None:
+            found[tensor.name] = Chain((), (), f"backward decides or compares by its bits ({what}), and they could be others")
+            continue
         targets = tuple(nodes[name] for name in dict.fromkeys((*tensor.views, tensor.name)))
-        found[tensor.name] = chain_of(targets, owner, tensor.name, mutated)
-        if any(compared(inputs[name], nodes.keys()) for name in tensor.views if name in inputs):
-            found[tensor.name] = Chain((), (), "backward looks for equal elements, and other bits would not be equal")
+        fixed = {name for name, chain in found.items() if chain.why_not}
+        found[tensor.name] = chain_of(targets, tensor.name, around, fixed)
     return found

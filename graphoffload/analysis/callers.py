@@ -1,0 +1,125 @@
+"""Memory that is not ours: what the caller may write to between forward and backward, and how much of it backward may read.
+
+    h = f(x);  y = g(h @ w)        torch saves h. Computing f again in backward would read x, which the caller may have refilled
+                                   by then: through numpy, `.data`, a receive into the same buffer, the replay of a CUDA graph.
+
+Autograd reports an in-place write to a saved tensor; nobody sees the others. So a plan reads in backward what keep-all reads
+there, and beyond that parameters alone, which only an optimizer writes to. Buffers are no parameters: the next forward may
+write to them before this one's backward. Outputs of the model are the caller's from the moment they are returned.
+
+Why tags suffice. Keep-all's cut has x on forward's side. MUST_SAVE on what reads x can only move more to that side, so it
+changes nothing in keep-all, and x stays there in every later partition: what is recomputed there is a chain that ends at saved
+values, and a chain that reads x is refused. One case is left: an output that keep-all computes again. Once its inputs are
+recomputed, torch could read the caller's in its place, so it is tagged MUST_RECOMPUTE.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_placeholders
+from graphoffload.analysis.storages import fake, group_by_storage, only_views, storage_id
+from graphoffload.compat import tag_of
+
+_NOT_MEMORY = ("tangents", "fwd_seed", "fwd_base_offset", "fwd_rng_state", "bwd_seed", "bwd_base_offset", "bwd_rng_state")
+
+
+@dataclass(frozen=True, slots=True)
+class CallersMemory:
+    """By the names of nodes of the joint graph, what a plan may do with memory that is not ours.
+
+    Attributes:
+        parameters: graph inputs that only an optimizer writes to.
+        read: values in the caller's memory that backward reads under keep-all, or that a checkpoint region of the user's reads.
+        roots: for each of these the input, or the first node of the output's memory.
+        again: outputs of the model that backward computes again under keep-all, and must not read instead.
+    """
+
+    parameters: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
+    roots: frozenset[str] = frozenset()
+    again: frozenset[str] = frozenset()
+
+
+def callers_memory(pair: GraphPair, joint: Graph, parameters: frozenset[str]) -> CallersMemory:
+    """What keep-all does with the caller's memory.
+
+    Args:
+        pair: the graphs as partitioned with everything kept.
+        joint: the joint graph with the user's tags as they came.
+        parameters: as in CallersMemory.
+    """
+    roots = {node.name: root for node, root in foreign(pair)}
+    saved = [node.name for node, _ in saved_placeholders(pair)]
+    read = frozenset(name for name in (*saved, *_read_by_regions(joint)) if name in roots)
+    backward = {node.name for node in pair.backward.graph.nodes if node.op == "call_function"}
+    again = (name for name, root in roots.items() if name in backward and name not in read and root.op != "placeholder")
+    return CallersMemory(parameters, read, frozenset(roots[name].name for name in read), frozenset(again))
+
+
+def foreign(pair: GraphPair) -> Iterator[tuple[Node, Node]]:
+    """Forward nodes in the caller's memory, each with its root: an input, or the first node of an output's memory."""
+    seen = set()
+    for placeholder in inputs_of(pair.forward.graph):
+        for node in _shown_by(placeholder):
+            seen.add(node)
+            yield node, placeholder
+    groups = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
+    for output in dict.fromkeys(graph_outputs(pair.forward)[: pair.num_fwd_outputs]):
+        value = fake(output) if output is not None and output not in seen else None
+        members = groups.pop(storage_id(value), []) if value is not None else []
+        yield from ((member, members[0]) for member in members)
+
+
+def inputs_of(graph: Graph) -> Iterator[Node]:
+    """Placeholders of tensors that forward is given: no gradients, no state of random numbers, no sizes or opaque values."""
+    for node in graph.find_nodes(op="placeholder"):
+        if fake(node) is not None and not str(node.target).startswith(_NOT_MEMORY):
+            yield node
+
+
+def readers_of_unread(graph: Graph, callers: CallersMemory) -> Iterator[Node]:
+    """Operations that read an input, or a part of one, which keep-all does not read in backward."""
+    for placeholder in inputs_of(graph):
+        if placeholder.name not in callers.parameters:
+            shown = _shown_by(placeholder, stop=callers.read)
+            yield from (user for node in shown for user in node.users if user.op == "call_function" and user not in shown)
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node only shows memory of what it is given."""
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return is_view(node.args[0])
+    return node.op == "call_function" and only_views(node)
+
+
+def _shown_by(placeholder: Node, stop: Collection[str] = ()) -> dict[Node, None]:
+    """A node and its views but those that `stop` names, which none of their views are looked for either."""
+    found: dict[Node, None] = {}
+    pending = [placeholder]
+    while pending:
+        node = pending.pop()
+        if node not in found and node.name not in stop:
+            found[node] = None
+            pending.extend(user for user in node.users if is_view(user))
+    return found
+
+
+def _read_by_regions(joint: Graph) -> Iterator[str]:
+    """What operations of the user's checkpoint regions read, and what that is a view of."""
+    pending = [source for node in joint.nodes if _users_own(node) for source in node.all_input_nodes if not _users_own(source)]
+    seen: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node.name
+            pending.extend(node.all_input_nodes if is_view(node) else ())
+
+
+def _users_own(node: Node) -> bool:
+    return tag_of(node.meta) in ("must_recompute", "prefer_recompute")
