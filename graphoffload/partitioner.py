@@ -22,6 +22,7 @@ from graphoffload.drafts import Request
 from graphoffload.dump import write_dump
 from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
 from graphoffload.fragments import WHOLE, Fragment
+from graphoffload.frames import name_modules
 from graphoffload.hardware import resolve_hardware
 from graphoffload.identity import graph_key
 from graphoffload.joint import copy_graph, tagged_copy
@@ -84,6 +85,8 @@ class OffloadPartitioner(CustomPartitionerFn):
         if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
             return _partition_region(gm, joint_inputs, kwargs)
         limits = replace(resolve_limits(self.config, _inputs(gm)), shared=self.shared, behind=self.behind)
+        if self.key is None:
+            name_modules(gm)  # no backend has done so
         key = self.key or graph_key(gm, self.config)
         request = Request(
             gm, joint_inputs, kwargs, self.config, key, self.name or f"graph{len(registry.last_plans())}", limits, self.fragment
