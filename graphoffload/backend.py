@@ -20,6 +20,7 @@ from graphoffload.config import OffloadConfig, split_options
 from graphoffload.decide import Limits, is_one_of_many
 from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.fragments import Fragment, fragment_of
+from graphoffload.frames import is_part, name_modules
 from graphoffload.identity import graph_key
 from graphoffload.inner_compile import compile_as_planned
 from graphoffload.limits import resolve_limits
@@ -54,7 +55,7 @@ class OffloadBackend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph. `options` and `mode` of torch.compile change this backend's configuration."""
-        return compile_graph(gm, example_inputs, self.configured(**kwargs), planned=self._planned)
+        return compile_graph(gm, example_inputs, _checked(self.configured, **kwargs), planned=self._planned)
 
     def configured(self, *, options: Mapping[str, Any] | None = None, mode: str | None = None) -> OffloadConfig:
         """This backend's configuration under `options` and `mode` of torch.compile."""
@@ -82,7 +83,20 @@ def graphoffload(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """The backend by name: `torch.compile(model, backend="graphoffload", options={...})`."""
-    return compile_graph(gm, example_inputs, configured(options=options, mode=mode))
+    return compile_graph(gm, example_inputs, _checked(configured, options=options, mode=mode))
+
+
+def _checked(configure: Callable[..., OffloadConfig], **given: Any) -> OffloadConfig:
+    """A configuration from what torch.compile was given, which it keeps to itself until it has a first graph to compile.
+
+    Raises:
+        ConfigError: as `configure`; it reaches the user as it is.
+    """
+    try:
+        return configure(**given)
+    except ConfigError as error:
+        late = f"{error} (torch.compile hands options on with a first graph; OffloadBackend and offload() check them at once.)"
+        raise compat.as_it_is(ConfigError(late)) from None
 
 
 def configured(*, options: Mapping[str, Any] | None = None, mode: str | None = None) -> OffloadConfig:
@@ -106,6 +120,7 @@ def compile_graph(
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)
+    name_modules(gm)
     limits = _limits(gm, example_inputs, config)
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
     known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
@@ -128,6 +143,7 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     """Plan one Dynamo graph as compiling would; returns the plan (None: no gradient) and what runs the graphs uncompiled."""
     if not _needs_gradient(example_inputs):
         return None, gm.forward
+    name_modules(gm)
     key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
     partitioner = _partitioner(gm, example_inputs, config, key, _limits(gm, example_inputs, config))
     if config.inner == "aot_eager":
@@ -209,7 +225,9 @@ def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
     """Whether this graph is only part of what the user compiled, so that a pattern may well match in another part."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     broken = reason is None or getattr(reason, "graph_break", False)
-    return fragment_of(compat.running_compile(), config.digest(), whole=not broken)
+    frame = compat.compiling()
+    whole = not broken and (frame is None or not is_part(frame))
+    return fragment_of(frame.running if frame is not None else None, config.digest(), whole=whole)
 
 
 def _inner(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -245,16 +247,50 @@ def tracing_backend() -> tuple[Any, bool]:
     return innermost_backend(backend), bool(getattr(output, "export", False))
 
 
-def running_compile() -> Any:
-    """The function that torch.compile was given and whose call Dynamo compiles now; None outside of one."""
-    from torch._dynamo import eval_frame
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """What Dynamo compiles now: a frame with its variables, for the function that torch.compile was given.
 
+    running: that function; None where it is unknown. around: frames between its call and this one, outermost first.
+    """
+
+    running: Any
+    code: CodeType
+    local: Mapping[str, Any]
+    outside: Mapping[str, Any]
+    around: tuple[FrameType, ...]
+
+
+def compiling() -> Compiling | None:
+    """The frame that Dynamo compiles now; None outside of a compile."""
+    from torch._dynamo import convert_frame, eval_frame
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        traced: Any = InstructionTranslator.current_tx().output.root_tx
+        facts = (traced.f_code, traced.f_locals, traced.f_globals)
+    except AttributeError:
+        return None
+    around: list[FrameType] = []
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__:
-            return frame.f_locals.get("fn")
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__:
+            return Compiling(frame.f_locals.get("fn"), *facts, tuple(reversed(around)))
+        around = [] if code.co_filename == convert_frame.__file__ else [*around, frame]
         frame = frame.f_back
-    return None
+    return Compiling(None, *facts, ())
+
+
+def as_it_is(error: Exception) -> Exception:
+    """An error of the same class and text that Dynamo passes on, where it would put any other into a BackendCompilerFailed."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "first_useful_frame": None}
+    shown = type(kind.__name__, (kind, ShortenTraceback), {**names, "__init__": Exception.__init__})
+    passed_on: Exception = shown(*error.args)
+    return passed_on
 
 
 def torch_memory_budget() -> float:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -244,11 +245,29 @@ def _size(name: str, value: Any, *, word: str | None = "auto", share: bool = Tru
         nbytes = parse_size(value, field=name, whole_bytes=10**18 if share else None)
     except ConfigError as error:
         raise ConfigError(f'{error} Or "{word}".' if word else str(error)) from None
+    if name in _BUDGETS and 0 < nbytes < _least_meant(value):
+        raise ConfigError(_no_unit(name, value, nbytes))
     if nbytes < least:
         raise ConfigError(
             f'{name}={value!r} is less than {least} byte; give a size such as "40GiB"' + (f', or "{word}".' if word else ".")
         )
     return f"{float(value.strip()[:-1]):g}%" if isinstance(value, str) and value.strip().endswith("%") else nbytes
+
+
+_BUDGETS = ("device_budget", "host_budget", "reserve")
+
+
+def _least_meant(value: Any) -> int:
+    """Bytes below which a size without a unit cannot have been meant: what is typed by hand may also have lost its "MiB"."""
+    if isinstance(value, str):
+        return 2**20 if re.fullmatch(r"[\s\d.]+", value) else 0
+    return 2**12
+
+
+def _no_unit(name: str, value: Any, nbytes: int) -> str:
+    number = str(value).strip()
+    meant = f"{number}{'GiB' if nbytes < 2**10 else 'MiB'}"
+    return f'{name}={value!r} has no unit, which makes it {nbytes} bytes. Did you mean "{meant}"? If not, write "{number}B".'
 
 
 def _device_budget(name: str, value: Any) -> int | str:

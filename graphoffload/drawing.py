@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import networkx as nx
 
+from graphoffload.modules import clean_path
 from graphoffload.svg import element, page, shorten
 from graphoffload.units import format_bytes
 
@@ -323,8 +324,7 @@ def _role(name: str, op: str, actions: Mapping[str, str]) -> Role:
 def _module_of(node: Node) -> str:
     """Path of the innermost module on the node's stack, "" without one."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = str(list(stack.values())[-1][0]) if stack else ""
-    return re.sub(r"\['?(\w+)'?\]", r".\1", re.sub(r"^L\['\w+'\]\.?", "", path)).strip(".")
+    return clean_path(str(list(stack.values())[-1][0])) if stack else ""
 
 
 def _shape_and_bytes(value: Any) -> tuple[str, int | None]:

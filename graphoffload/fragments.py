@@ -3,8 +3,9 @@
 A model is what one torch.compile was given: the function that runs while Dynamo compiles. What another one is made of says
 nothing about it, equal configurations or not.
 
-What matched nowhere is said behind the last part. Where none is known to be the last (DDP cuts one graph into parts of its
-own, and what ends behind a break may need no gradient) it is said once an optimizer has made two steps.
+What matched nowhere is said after the last part. Where none is known to be the last (DDP cuts one graph into parts of its
+own, what ends after a break may need no gradient, and a frame that Dynamo skips leaves the functions that it calls, each
+compiled by itself) it is said once an optimizer has made two steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any, Literal
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from graphoffload.errors import PatternError, PatternWarning, warn
+from graphoffload.errors import PatternWarning, warn
+from graphoffload.modules import Resolution, what_there_is
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,16 @@ WHOLE = Fragment()
 class _Model:
     """What is known of one model under one configuration: whether it broke, what matched and what was warned of.
 
-    missing: what matched in no part so far, with the error that it would be in a whole graph. steps: of optimizers since.
+    missing: what matched in no part so far. steps: of optimizers since. paths, boundaries: modules and names of all parts.
     """
 
     breaks: bool = False
     matched: set[str] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
-    missing: dict[str, PatternError | None] = field(default_factory=dict)
+    missing: dict[str, None] = field(default_factory=dict)
     steps: int = 0
+    paths: dict[str, None] = field(default_factory=dict)
+    boundaries: dict[str, None] = field(default_factory=dict)
 
 
 _STEPS = 2  # of an optimizer: by then all parts of what it trains were compiled
@@ -79,31 +83,34 @@ def _number(running: object) -> int:
     return known[1]
 
 
-def matched_somewhere(model: int, config: str, patterns: Iterable[str]) -> None:
-    """Remember patterns that matched in a graph of a model, compiled with the configuration of this digest."""
-    _models[model, config].matched.update(patterns)
+def remember(graph: Fragment, config: str, patterns: Iterable[str], resolution: Resolution) -> None:
+    """Remember which patterns of a configuration (by its digest) matched in a graph, and, of a part, which did not.
 
-
-def missing_so_far(model: int, config: str, patterns: Iterable[str], error: PatternError | None) -> None:
-    """Remember patterns that matched nothing in a part, to be warned of when all parts are known."""
-    known = _models[model, config]
-    known.missing.update(dict.fromkeys(patterns, error))
-    known.steps = 0
+    A whole graph may have parts beside it: the hooks of its module are compiled by themselves.
+    """
+    if graph == WHOLE:
+        return
+    known = _models[graph.model, config]
+    known.matched.update(pattern for pattern in patterns if pattern not in resolution.unmatched)
+    known.paths.update(dict.fromkeys(resolution.paths))
+    known.boundaries.update(dict.fromkeys(resolution.boundaries))
+    if graph and resolution.unmatched:
+        known.missing.update(dict.fromkeys(resolution.unmatched))
+        known.steps = 0
 
 
 def warn_of_unmatched(model: int, config: str) -> None:
-    """Behind the last graph of a model: one warning for each pattern that matched in none of its graphs."""
+    """After the last graph of a model: one warning for each pattern that matched in none of its graphs."""
     known = _models[model, config]
     missing, known.missing = known.missing, {}
-    for pattern, error in missing.items():
+    for pattern in missing:
         if pattern in known.matched | known.warned:
             continue
         known.warned.add(pattern)
-        detail = f" {error}" if error is not None else ""
         warn(
             PatternWarning,
-            f"pattern {pattern!r} matched no module in any graph of this model, so it has no effect.{detail} "
-            "Correct the pattern, or remove it.",
+            f"pattern {pattern!r} matched no module in any graph of this model, so it has no effect. "
+            f"{what_there_is(pattern, known.paths, known.boundaries)} Correct the pattern, or remove it.",
             stacklevel=7,
         )
 

@@ -22,13 +22,13 @@ from graphoffload.backend import OffloadBackend, plan_graph
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import ConfigError
 from graphoffload.hardware import resolve_hardware
+from graphoffload.in_place import compile_in_place, offload_in_place
 from graphoffload.inlined import teller, told_when_inlined
 from graphoffload.limits import resolve_limits
 from graphoffload.report import OffloadReport
 from graphoffload.saved import Plan
 from graphoffload.sharing import judge
 from graphoffload.units import format_bytes
-from graphoffload.unused import watched
 
 _T = TypeVar("_T")
 
@@ -210,8 +210,7 @@ def _apply(config: OffloadConfig, options: Mapping[str, Any], target: Any) -> An
             "offload(compiled._orig_mod, ...)."
         )
     if isinstance(target, nn.Module):
-        compile_in_place(target, backend)
-        return watched(target, config, options)
+        return offload_in_place(target, config, options)
     if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target):
         name = getattr(target, "__name__", type(target).__name__)
         raise ConfigError(
@@ -221,23 +220,6 @@ def _apply(config: OffloadConfig, options: Mapping[str, Any], target: Any) -> An
         return told_when_inlined(torch.compile(target, backend=backend), tell)
     got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
     raise ConfigError(f"offload() takes a function, an nn.Module class or an instance; got {got}.")
-
-
-def compile_in_place(module: nn.Module, backend: OffloadBackend, **options: Any) -> None:
-    """`module.compile(backend=backend)`, also where forward is torch.nn's, inherited or not, which Dynamo does not compile."""
-    forward = type(module).forward
-    if getattr(forward, "__module__", "").startswith("torch.nn.") and forward is not nn.Module.forward:
-        # Dynamo skips frames inside torch.nn, so compiling Sequential.forward itself would compile nothing, silently.
-        module._compiled_call_impl = torch.compile(_caller(module), backend=backend, **options)
-        return
-    module.compile(backend=backend, **options)
-
-
-def _caller(module: nn.Module) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return nn.Module._call_impl(module, *args, **kwargs)
-
-    return call
 
 
 def _compile_class(kind: type[nn.Module], backend: OffloadBackend, tell: Callable[[Any], None]) -> type[nn.Module]:

@@ -25,17 +25,36 @@ from graphoffload.errors import PatternError
 from graphoffload.megatron_names import MEGATRON_NAMES, BodyRule, rules_for
 from graphoffload.saved import Action, SavedTensor
 
-_WRAPPERS = frozenset({"", "_orig_mod", "_modules", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_AROUND = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_WRAPPERS = _AROUND | {"", "_modules", "__dict__", "__wrapped__", "__self__", "__func__"}
+_PLACED = re.compile(r"M\[(['\"])([^'\"]*)\1\]")
 _OP_PREFIX = "op:"
+
+
+def placed(root: str, path: str) -> str:
+    """A module's path in tracing's form: `path` from the module whose code is compiled, which is `root` in the model.
+
+    clean_path makes one name of both; root_of gives the first.
+    """
+    return ".".join(part for part in (f"M['{root}']", path) if part)
+
+
+def root_of(raw: str) -> str:
+    """The first argument of `placed`; "" for a path that was made otherwise."""
+    found = _PLACED.match(raw.strip())
+    return found[2] if found else ""
 
 
 def clean_path(raw: str) -> str:
     """A module path as `named_modules` gives it, from what tracing calls it; "" is the root.
 
     "L['self'].layers[0]._modules['mlp']" and "getattr(L['self'].layers, '0').mlp" both become "layers.0.mlp". A root of any
-    name (L['self'], L['s'], G['model']) is dropped, so are the wrappers that compile and checkpointing put around a module.
+    name (L['self'], L['s'], G['model']) is dropped, so are the wrappers that compile and checkpointing put around a module. The
+    root that `placed` writes is kept: "M['model'].layers[0]" becomes "model.layers.0".
     """
     text = re.sub(r"@\d+$", "", raw.strip())
+    text = _PLACED.sub(r"\2", text, count=1) if _PLACED.match(text) else text
+    text = re.sub(r"\.__closure__\[\d+\]\.cell_contents", "", text)
     previous = None
     while previous != text:
         previous, text = text, re.sub(r"getattr\(([^(),]*), (['\"])([^'\"]*)\2\)", r"\1.\3", text)
@@ -54,11 +73,23 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(translate(pattern))
 
 
-def matches(pattern: str, path: str) -> bool:
-    """Whether a glob matches a module path: "*" spans dots, and "*.self_attn" also matches "self_attn"."""
+def matches(pattern: str, path: str, roots: Iterable[str] = ()) -> bool:
+    """Whether a glob matches a module path: "*" spans dots, and "*.self_attn" also matches "self_attn".
+
+    What torch.compile and checkpointing put around a module ("_orig_mod") may stand in the pattern or not. roots: modules from
+    which the path may be written as well.
+    """
+    pattern = _without_wrappers(pattern)
     if _compiled(pattern).match(path):
         return True
-    return pattern.startswith("*.") and _compiled(pattern[2:]).match(path) is not None
+    if pattern.startswith("*.") and _compiled(pattern[2:]).match(path) is not None:
+        return True
+    return any(path.startswith(root + ".") and matches(pattern, path[len(root) + 1 :]) for root in roots if root)
+
+
+@functools.cache
+def _without_wrappers(pattern: str) -> str:
+    return ".".join(part for part in pattern.split(".") if part not in _AROUND) or pattern
 
 
 def ancestors(path: str) -> tuple[str, ...]:
@@ -108,8 +139,11 @@ class Resolution:
         raise KeyError(pattern)
 
     def error(self, where: str = "policy or offload_modules") -> PatternError | None:
-        """The error for the first unmatched pattern, None without one. For a fragment its text makes the warning."""
-        return no_match(self.unmatched[0], self.paths, where=where, boundaries=self.boundaries) if self.unmatched else None
+        """The error for the unmatched patterns, None without one."""
+        if not self.unmatched:
+            return None
+        first, *others = self.unmatched
+        return no_match(first, self.paths, where=where, boundaries=self.boundaries, others=others)
 
 
 def resolve(
@@ -117,6 +151,7 @@ def resolve(
     paths: Iterable[str],
     boundaries: Mapping[str, Collection[str]] | Iterable[str] = (),
     ops_by_path: Mapping[str, Collection[str]] | None = None,
+    roots: Collection[str] = (),
 ) -> Resolution:
     """What each pattern selects among the modules, boundaries and operations of a graph.
 
@@ -125,15 +160,16 @@ def resolve(
         paths: module paths of the graph's operations, as clean_path gives them; modules around them are known by themselves.
         boundaries: names given by mark_boundary; a mapping also gives the innermost modules inside each.
         ops_by_path: forward operations directly inside each module path ("" for none); without it, none is missing.
+        roots: modules whose code is compiled by itself: a pattern may be written from there as well.
 
-    Bad patterns do not raise here: `Resolution.error()` makes the PatternError, or the text of a fragment's warning.
+    Bad patterns do not raise here: `Resolution.error()` makes the PatternError.
     """
     known = tuple(dict.fromkeys(outer for path in paths for outer in reversed(ancestors(path))))
     inside: dict[str, Collection[str]] = dict(boundaries) if isinstance(boundaries, Mapping) else dict.fromkeys(boundaries, ())
     found: list[Selection] = []
     unmatched: list[str] = []
     for pattern in dict.fromkeys(patterns):
-        selection = _select(pattern, known, inside, ops_by_path)
+        selection = _select(pattern, known, inside, ops_by_path, roots)
         (found if selection else unmatched).append(selection if selection else pattern)  # type: ignore[arg-type]
     return Resolution(tuple(found), tuple(unmatched), known, tuple(inside))
 
@@ -143,6 +179,7 @@ def _select(
     paths: tuple[str, ...],
     boundaries: Mapping[str, Collection[str]],
     ops_by_path: Mapping[str, Collection[str]] | None,
+    roots: Collection[str],
 ) -> Selection:
     if pattern and not pattern.strip("*"):
         return Selection(pattern, everything=True)
@@ -151,7 +188,7 @@ def _select(
         known = ops_by_path is None or any(_op_matches(op, name) for names in ops_by_path.values() for name in names)
         return Selection(pattern, op=op if known else "")
     named = frozenset(name for name in boundaries if matches(pattern, name))
-    modules = frozenset(path for path in paths if matches(pattern, path))
+    modules = frozenset(path for path in paths if matches(pattern, path, roots))
     if named or modules or pattern not in MEGATRON_NAMES:
         within = frozenset(path for name in named for path in boundaries[name])
         return Selection(pattern, modules=modules, boundaries=named, boundary_modules=within)
@@ -183,23 +220,43 @@ def _op_matches(pattern: str, op: str) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for name in names)
 
 
-def no_match(pattern: str, paths: Iterable[str], *, where: str, boundaries: Iterable[str] = ()) -> PatternError:
-    """The error for a pattern that matches nothing: near misses, some of what exists, and what to write instead."""
+def no_match(
+    pattern: str, paths: Iterable[str], *, where: str, boundaries: Iterable[str] = (), others: Iterable[str] = ()
+) -> PatternError:
+    """The error for a pattern that matches nothing: near misses, some of what exists, and what to write instead.
+
+    others: patterns that match nothing either, each named with its own near misses.
+    """
     paths = tuple(paths)
-    known = tuple(dict.fromkeys((*boundaries, *paths)))
-    near = tuple(name for name in near_misses(pattern, known) if name != pattern)
     lines = [f"{where}: the pattern {pattern!r} matches no module, boundary or operation of this graph."]
+    lines.append(what_there_is(pattern, paths, boundaries))
+    for other in others:
+        near = _near_text(other, (*boundaries, *paths))
+        lines.append(f"{other!r} matches none either.{' ' if near else ''}{near}")
+    lines.append('Write a glob such as "*.self_attn", a name given by mark_boundary, a Megatron name, or "op:aten.silu*".')
+    return PatternError(" ".join(lines))
+
+
+def what_there_is(pattern: str, paths: Iterable[str], boundaries: Iterable[str] = ()) -> str:
+    """What a pattern that matches nothing may have meant, and some of the modules that exist."""
+    paths = tuple(paths)
+    lines = []
     if pattern in MEGATRON_NAMES:
         lines.append(f"It stands for {MEGATRON_NAMES[pattern]}, and the model has none that is known by name.")
-    if near:
-        lines.append(f"Near: {', '.join(repr(name) for name in near)}.")
-    shown = [path for path in paths if path not in near][:8]
+    known = (*boundaries, *paths)
+    if near := _near_text(pattern, known):
+        lines.append(near)
+    shown = [path for path in paths if path not in near_misses(pattern, known)][:8]
     if shown:
         lines.append(f"Modules here ({len(paths)}): {', '.join(shown)}{', …' if len(paths) > len(shown) else ''}.")
     elif not paths:
         lines.append("Its operations carry no module names.")
-    lines.append('Write a glob such as "*.self_attn", a name given by mark_boundary, a Megatron name, or "op:aten.silu*".')
-    return PatternError(" ".join(lines))
+    return " ".join(lines)
+
+
+def _near_text(pattern: str, known: Iterable[str]) -> str:
+    near = [name for name in near_misses(pattern, dict.fromkeys(known)) if name != pattern]
+    return f"Near: {', '.join(repr(name) for name in near)}." if near else ""
 
 
 def near_misses(pattern: str, known: Iterable[str], count: int = 3) -> tuple[str, ...]:

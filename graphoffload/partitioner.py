@@ -22,6 +22,7 @@ from graphoffload.drafts import Request
 from graphoffload.dump import write_dump
 from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
 from graphoffload.fragments import WHOLE, Fragment
+from graphoffload.frames import name_modules
 from graphoffload.hardware import resolve_hardware
 from graphoffload.identity import graph_key
 from graphoffload.joint import copy_graph, tagged_copy
@@ -90,6 +91,8 @@ class OffloadPartitioner(CustomPartitionerFn):
         limits = self.limits
         if limits is None:
             limits = resolve_limits(self.config, _inputs(gm), compat.trained_inputs(gm.graph, kwargs))
+        if self.key is None:
+            name_modules(gm)  # no backend has done so
         key = self.key or graph_key(gm, self.config)
         request = Request(
             gm,

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from graphoffload.analysis.callers import callers_memory
 from graphoffload.analysis.chains import chains_of
 from graphoffload.analysis.decisions import retaken
-from graphoffload.analysis.modules_of import boundary_names, module_path
+from graphoffload.analysis.modules_of import boundary_names, module_path, module_roots
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Decided, Limits, with_noise
 from graphoffload.drafts import Request, Work, device_name, feasible_draft, partition
 from graphoffload.errors import GoalMissedWarning, NotOffloadedWarning, warn
-from graphoffload.fragments import matched_somewhere, missing_so_far, warn_of_unmatched
+from graphoffload.fragments import remember, warn_of_unmatched
 from graphoffload.hardware import resolve_hardware
 from graphoffload.joint import Binding, bind, copy_graph, tagged_copy, tagged_operations, users_own
 from graphoffload.modules import Resolution, resolve
@@ -147,13 +147,11 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Reso
             boundaries.setdefault(name, []).append(path)
     config = request.config
     patterns = patterns_of(config.policy, config.offload_modules)
-    resolution = resolve(patterns, [p for p in operations if p], boundaries, operations)
-    if request.fragment:
-        model, digest = request.fragment.model, config.digest()
-        matched_somewhere(model, digest, (pattern for pattern in patterns if pattern not in resolution.unmatched))
-        missing_so_far(model, digest, resolution.unmatched, resolution.error())
-        if request.fragment.place == "last":
-            warn_of_unmatched(model, digest)
+    roots = dict.fromkeys(root for node in nodes for root in module_roots(node))
+    resolution = resolve(patterns, [p for p in operations if p], boundaries, operations, tuple(roots))
+    remember(request.fragment, config.digest(), patterns, resolution)
+    if request.fragment.place == "last":
+        warn_of_unmatched(request.fragment.model, config.digest())
     check_tags(tagged_operations(nodes), config, resolution)
     wanted = wishes_for(table, config, resolution, fragment=bool(request.fragment))
     notes.extend(without_effect(table, config, resolution))

@@ -23,7 +23,8 @@ from graphoffload import compat
 from graphoffload.backend import OffloadBackend
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
-from graphoffload.introspect import chosen_config, compile_in_place
+from graphoffload.in_place import compile_in_place
+from graphoffload.introspect import chosen_config
 from graphoffload.limits import resolve_limits
 from graphoffload.log import say
 from graphoffload.report import Measured, OffloadReport

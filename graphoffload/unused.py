@@ -100,7 +100,8 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
             if waiting.ran and kind not in _taken_in and kind not in _compiled:
                 warn(NotOffloadedWarning, _left_to_eager(kind.__qualname__, waiting.given), stacklevel=4)
             elif module._compiled_call_impl is waiting.call() and kind not in _taken_in:
-                warn(NotOffloadedWarning, _never_ran(kind.__qualname__, waiting.given), stacklevel=4)
+                inside = _trained_inside(module, {key for key, has_grad in stepped.items() if has_grad})
+                warn(NotOffloadedWarning, _never_ran(kind.__qualname__, waiting.given, inside), stacklevel=4)
 
 
 register_optimizer_step_post_hook(_after_step)
@@ -121,12 +122,27 @@ def other_options(what: str, given: str, ours: OffloadConfig, theirs: OffloadCon
     )
 
 
-def _never_ran(what: str, given: str) -> str:
+def _trained_inside(module: nn.Module, trained: set[int]) -> list[str]:
+    """Names of the outermost modules inside with a forward of their own and a parameter that has a gradient."""
+    names: list[str] = []
+    for name, child in module.named_children():
+        if not any(id(parameter) in trained for parameter in child.parameters()):
+            continue
+        if type(child).forward is nn.Module.forward:  # a ModuleList
+            names.extend(f"{name}.{inner}" for inner in _trained_inside(child, trained))
+        else:
+            names.append(name)
+    return names
+
+
+def _never_ran(what: str, given: str, inside: list[str]) -> str:
+    shown = ", ".join(f"offload(module.{name}, {given})" for name in inside[:2]) + (", …" if len(inside) > 2 else "")
+    instead = f", or compile what is called instead of it: {shown}" if inside else ""
     return (
         f"offload({given}) of this {what} has no effect: an optimizer has stepped twice on its parameters, and it never ran as "
         "it was compiled. Either another torch.compile around it took it into its own graph: compile that one with "
-        'backend="graphoffload" and these options, or leave it away. Or its forward or its layers are called directly: call '
-        "the module itself."
+        'backend="graphoffload" and these options, or leave it away. Or its forward, its layers or another method, such as '
+        f"Lightning's training_step, are called directly: call the module itself{instead}."
     )
 
 

@@ -25,6 +25,7 @@ from graphoffload.errors import (
     PatternWarning,
     TagError,
 )
+from graphoffload.modules import resolve
 from graphoffload.runtime import pool
 from graphoffload.testing import ZOO, assert_equal_bits, compiled, keep_all, observe, run_case, run_step
 from graphoffload.testing.structure import Selective, tag_everything
@@ -96,15 +97,26 @@ def test_options_are_checked_at_once(options: dict[str, Any], parts: tuple[str, 
     says(info.value, *parts)
 
 
-def test_a_bad_option_of_torch_compile_reaches_the_user() -> None:
-    """Through torch.compile(options=...) the same message comes, from the name's function."""
-    from graphoffload.backend import graphoffload as by_name
-
+@pytest.mark.parametrize("how", ["name", "object"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_bad_option_of_torch_compile_reaches_the_user(how: str, in_place: bool) -> None:
+    """As the error that it is: torch.compile keeps options to itself until the first graph."""
     module = CASE.fresh("cpu")
     torch._dynamo.reset()
-    with pytest.raises((BackendCompilerFailed, ConfigError)) as info:
-        torch.compile(module, backend=by_name, options={"device_bugdet": "1GiB"})(*CASE.example("cpu"))
-    says(info.value, "device_bugdet", "device_budget")
+    given: dict[str, Any] = {"backend": "graphoffload" if how == "name" else graphoffload.OffloadBackend()}
+    given["options"] = {"device_bugdet": "1GiB"}
+    if in_place:
+        module.compile(**given)
+    with pytest.raises(ConfigError) as info:
+        (module if in_place else torch.compile(module, **given))(*CASE.example("cpu"))
+    says(info.value, "device_bugdet", "device_budget", "OffloadBackend and offload() check them at once")
+
+
+def test_a_bad_option_is_an_error_at_once_where_we_are_called() -> None:
+    """By offload(), by the backend's object, and by the decorator."""
+    for call in (graphoffload.OffloadBackend, lambda **options: graphoffload.offload(CASE.fresh("cpu"), **options)):
+        with pytest.raises(ConfigError, match="device_bugdet"):
+            call(device_bugdet="1GiB")
 
 
 def test_a_bad_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +260,13 @@ def test_a_pattern_that_matches_nothing_where_no_part_is_the_last(
 
 def test_one_configurations_last_part_says_nothing_of_another() -> None:
     """Of one model (0: nobody knows which) whose other compile has parts to come, in which a pattern may match."""
-    fragments.missing_so_far(0, "one", ["first"], None)
-    fragments.missing_so_far(0, "other", ["second"], None)
+    part = fragments.Fragment("part")
+    fragments.remember(part, "one", ["first"], resolve(["first"], ["a"]))
+    fragments.remember(part, "other", ["second"], resolve(["second"], ["a"]))
     with pytest.warns(PatternWarning, match="'second' matched no module") as caught:
         fragments.warn_of_unmatched(0, "other")
     assert len(caught) == 1
-    fragments.matched_somewhere(0, "one", ["first"])
+    fragments.remember(part, "one", ["first"], resolve(["first"], ["first"]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fragments.warn_of_unmatched(0, "one")

@@ -70,8 +70,8 @@ def test_the_fields_are_those_of_the_contract() -> None:
     [
         ("device_budget", "40 GiB", 40 * 2**30),
         ("device_budget", " 80 % ", "80%"),
-        ("device_budget", 1, 1),
-        ("device_budget", np.int64(7), 7),
+        ("device_budget", 4096, 4096),
+        ("device_budget", np.int64(4097), 4097),
         ("max_slowdown", np.float32(0.5), 0.5),
         ("offload_fraction", np.int64(1), 1.0),
         ("reserve", 0, 0),
@@ -221,3 +221,11 @@ def test_mappings_keep_their_order(policy: dict[str, str]) -> None:
     else:
         with pytest.raises(ConfigError, match="a pattern is a str"):
             OffloadConfig(policy=policy)
+
+
+def test_small_sizes_with_a_unit_or_for_what_may_be_small_are_meant() -> None:
+    """A hint is for what nobody means: tests of tiny models have budgets of kilobytes."""
+    config = OffloadConfig(device_budget="40B", host_budget="512 b", reserve=0, min_tensor_bytes="40", max_inflight_bytes=40)
+    assert (config.device_budget, config.host_budget, config.min_tensor_bytes, config.max_inflight_bytes) == (40, 512, 40, 40)
+    assert OffloadConfig(device_budget=8192, host_budget=0, reserve="0").device_budget == 8192
+    assert OffloadConfig(device_budget=str(2**20)).device_budget == 2**20

@@ -81,6 +81,12 @@ WHY = "the compile cache must tell two policies apart, and the partitioner that 
     ("options", "parts"),
     [
         ({"device_budget": None}, ("device_budget=None", "NoneType", "40GiB", '"auto"')),
+        ({"device_budget": "40"}, ("device_budget='40' has no unit", "40 bytes", 'Did you mean "40GiB"?', '"40B"')),
+        ({"device_budget": " 40.5 "}, ("40 bytes", '"40.5GiB"')),
+        ({"device_budget": 40}, ("device_budget=40 has no unit", 'Did you mean "40GiB"?')),
+        ({"device_budget": "40000"}, ("device_budget='40000'", 'Did you mean "40000MiB"?')),
+        ({"host_budget": "64"}, ("host_budget='64'", 'Did you mean "64GiB"?')),
+        ({"reserve": "4"}, ("reserve='4'", 'Did you mean "4GiB"?')),
         ({"device_budget": 0}, ("device_budget=0", "less than 1 byte", '"auto"')),
         ({"device_budget": "0%"}, ("device_budget='0%'", "less than 1 byte")),
         ({"reserve": "lots"}, ("reserve='lots'", "does not parse", '"auto"')),

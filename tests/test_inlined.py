@@ -268,3 +268,30 @@ def test_a_module_that_waits_is_held_by_nobody() -> None:
     gc.collect()
     assert gone() is None
     assert graphoffload.offload(Equal(), **OPTIONS)._compiled_call_impl is not None
+
+
+class Lightning(torch.nn.Module):
+    """Trained as a LightningModule is: by its training_step, and never by a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.blocks, self.metric = Tanhs(), torch.nn.ModuleList([Tanhs()]), torch.nn.Linear(8, 8)
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks[0](self.net(x))
+        return out
+
+
+def test_a_module_that_is_trained_by_another_method() -> None:
+    """The warning says what to compile, and that works."""
+    model = Lightning()
+    graphoffload.offload(model, **OPTIONS)
+    (text,) = trained(model, model.training_step)
+    given = unused.given_text(OPTIONS)
+    assert f"offload(module.net, {given}), offload(module.blocks.0, {given})." in text
+    assert "training_step" in text
+    assert "metric" not in text
+    other, before = Lightning(), graphoffload.stats()["offloads"]
+    graphoffload.offload(other.net, **OPTIONS)
+    assert trained(other, other.training_step) == []
+    assert graphoffload.stats()["offloads"] > before

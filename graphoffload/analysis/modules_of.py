@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from graphoffload.boundary import boundaries_of
-from graphoffload.modules import clean_path
+from graphoffload.modules import clean_path, root_of
 
 
 def module_stack(node: Node) -> tuple[str, ...]:
@@ -19,6 +19,13 @@ def module_path(node: Node) -> str:
     """Path of the innermost module, "" when tracing left none."""
     stack = module_stack(node)
     return stack[-1] if stack else ""
+
+
+def module_roots(node: Node) -> tuple[str, ...]:
+    """Modules from which the paths of `module_stack` may be written as well, where the model does not start there."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    roots = (root_of(entry[0]) for entry in stack.values() if isinstance(entry, tuple))
+    return tuple(dict.fromkeys(root for root in roots if root))
 
 
 def boundary_names(node: Node) -> tuple[str, ...]:
