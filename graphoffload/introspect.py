@@ -43,9 +43,9 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
     A model on the meta device is traced as one on the CPU. Together with a named `hardware` this answers on a laptop whether a
     model would fit a GPU that is not there.
 
-    A model may read a value between two graphs (`.item()`, `x[mask]`). What follows from the inputs alone is computed on the CPU.
-    What follows from parameters too is computed by running the forward once, where all of it is on the CPU; elsewhere the report
-    has the graphs before that place, and a PartialPlanWarning and a note say where it ends.
+    A model may read a value between two graphs (`.item()`, `x[mask]`). Values that follow from the inputs alone are computed on
+    the CPU. For those that follow from parameters too, the forward is run once, where all tensors are on the CPU; elsewhere the
+    report has the graphs before that place, and a PartialPlanWarning and a note say where it ends.
 
     Args:
         model: a module or function, not compiled.
@@ -124,11 +124,12 @@ def _ends_at(error: BaseException, graphs: _Graphs, where: set[str]) -> str:
     asks = f"{_place(error)} asks for a value ({error}) that is not known"
     why = "an operation before it has no value on a CPU" if where == {"cpu"} else f"tensors are on: {', '.join(sorted(where))}"
     remedy = (
-        "Give inputs with values on the CPU (parameters too, where the value depends on them), explain the parts before and after "
-        "it, or compile the model and look at graphoffload.last_plans() after a step."
+        "Give inputs with values on the CPU (parameters too, where the value depends on them), explain the parts before and "
+        "after it, or compile the model and look at graphoffload.last_plans() after a step."
     )
     if not graphs.plans:
-        raise ConfigError(f"explain() plans nothing: {asks} ({why}), and no graph before it saves anything. {remedy}") from error
+        nothing = f"explain() plans nothing: {asks} ({why}), and no graph before it saves anything."
+        raise ConfigError(f"{nothing} {remedy}") from error
     planned = f"{len(graphs.plans)} graph{'s' * (len(graphs.plans) != 1)} before it"
     return f"{asks} ({why}): planned are the {planned}, and nothing after. {remedy}"
 

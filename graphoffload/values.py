@@ -3,12 +3,12 @@
     ids (given) ──▶ ids == 7 ──▶ .sum() ──▶ .item()      known: computed on the CPU beside the fake tensors
     ids (given) ──▶ embedding(weight) ──▶ .item()         unknown, unless the whole forward is run: `everything`
 
-A model that reads a value (`.item()`, `.tolist()`, an `if` on a tensor) or whose sizes hang on one (`x[mask]`, `masked_select`,
-`nonzero`) cannot go on with fake tensors alone. Vision-language models read image grids and token ids, which the caller gives; so
-each operation whose tensors are all known is run once more on small real ones. Parameters are known only under `everything`: then
-the forward runs for real, on the CPU. An operation that writes to a known tensor writes to our copy; where it writes what is not
-known, the tensor's storage is not known from then on. When this is wrong: values computed on the CPU may differ in their last bits
-from a GPU's, and random numbers are others than training will draw.
+A model that reads a value (`.item()`, `.tolist()`, an `if` on a tensor) or whose sizes depend on one (`x[mask]`,
+`masked_select`, `nonzero`) cannot go on with fake tensors alone. Vision-language models read image grids and token ids, which
+the caller gives; so each operation whose tensors are all known is run once more on small real ones. Parameters are known only
+under `everything`: then the forward runs for real, on the CPU. An operation that writes to a known tensor writes to our copy;
+where it writes a value that is not known, the storage is not known from then on. When this is wrong: values computed on
+the CPU may differ in their last bits from a GPU's, and random numbers are others than training will draw.
 """
 
 from __future__ import annotations
@@ -76,19 +76,21 @@ class Values:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """In the mode, with numbers out of known tensors where torch reads them without asking a mode: `torch.tensor([fake])`."""
+        """In the mode, with known numbers also where torch reads them without asking a mode: `torch.tensor([fake])`."""
 
         def reading(name: str) -> Callable[[Tensor], Any]:
             def read(fake: Tensor) -> Any:
                 real = self._value(fake)
                 return getattr(Tensor, name)(fake if real is _NOTHING else real)
 
-            return torch.compiler.disable(read)
+            undisturbed: Callable[[Tensor], Any] = torch.compiler.disable(read)
+            return undisturbed
 
         with ExitStack() as stack:
             for name in ("__index__", "__int__", "__float__"):
                 stack.enter_context(patch.object(FakeTensor, name, reading(name)))
-            yield stack.enter_context(self.mode)
+            stack.enter_context(self.mode)
+            yield
 
     def _taken(self, real: Tensor) -> Tensor:
         if not isinstance(real, torch.nn.Parameter):
@@ -96,7 +98,9 @@ class Values:
         self._callers.add(real.untyped_storage()._cdata)
         return real.detach()
 
-    def _dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def _dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """One operation on fake tensors, and on their values where they are known."""
         kwargs = kwargs or {}
         if self._inside or not isinstance(func, torch._ops.OpOverload):
