@@ -14,11 +14,13 @@ from graphoffload.analysis.callers import callers_memory
 from graphoffload.analysis.chains import chains_of
 from graphoffload.analysis.decisions import retaken
 from graphoffload.analysis.modules_of import boundary_names, module_path, module_roots
+from graphoffload.analysis.outputs import returned_by
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
+from graphoffload.checkpointing import draft_of, hint_of
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Decided, Limits, with_noise
-from graphoffload.drafts import Request, Work, device_name, feasible_draft, partition
-from graphoffload.errors import GoalMissedWarning, NotOffloadedWarning, warn
+from graphoffload.drafts import Request, Work, device_name, partition
+from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.fragments import remember, warn_of_unmatched
 from graphoffload.hardware import resolve_hardware
 from graphoffload.joint import Binding, bind, copy_graph, tagged_copy, tagged_operations, users_own
@@ -57,7 +59,11 @@ def rewrite(request: Request) -> Rewritten:
     Raises:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
-    draft = feasible_draft(_analyse(replace(request, config=with_noise(request.config))))
+    try:
+        draft = draft_of(replace(request, config=with_noise(request.config)), _analyse)
+    except BudgetError as error:
+        error.args = (". ".join(filter(None, (str(error).rstrip("."), _cache_of(request)))) + ".",)
+        raise
     work, decided = draft.work, draft.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
@@ -80,7 +86,8 @@ def rewrite(request: Request) -> Rewritten:
     graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
     if request.config.verify != "off":
         verify_graphs(graphs, plan, names, work.binding.callers, work.binding.theirs)
-    return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, draft.instance.kernels, decided.hint)
+    hint = "; ".join(filter(None, (hint_of(draft), returned_by(work.pair).cache_hint, decided.hint)))
+    return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, draft.instance.kernels, hint)
 
 
 def _goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:
@@ -97,6 +104,12 @@ def _goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, deci
     )
 
 
+def _cache_of(request: Request) -> str:
+    """The hint on a key-value cache for an error, which has no plan to carry it."""
+    hint = returned_by(partition(request, tagged_copy(request.joint, relax=False, notes=[]))[0]).cache_hint
+    return f"{hint[:1].upper()}{hint[1:]}"
+
+
 def _copies(pair: GraphPair) -> GraphPair:
     return GraphPair(copy_graph(pair.forward), copy_graph(pair.backward), pair.num_fwd_outputs)
 
@@ -104,6 +117,7 @@ def _copies(pair: GraphPair) -> GraphPair:
 def _analyse(request: Request) -> Work:
     notes: list[str] = []
     pair, table, binding = _keep_all(request, notes)
+    notes.extend(returned_by(pair).notes(table.saved_bytes))
     assert binding.callers is not None
     chains = chains_of(pair, table, binding.callers, binding.theirs)
     table = SavedTable(
@@ -123,7 +137,7 @@ def _analyse(request: Request) -> Work:
 
 def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable, Binding]:
     """Torch's own partition, again and again while backward decides on floats that it computes again; and what binds others."""
-    joint = tagged_copy(request.joint, relax=request.limits.explicit, notes=notes)
+    joint = tagged_copy(request.joint, relax=request.relax, notes=notes)
     binding = Binding(theirs=users_own(joint))
     while True:
         pair, table = partition(request, joint)
@@ -132,7 +146,7 @@ def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable
             callers = callers_memory(pair, request.joint.graph, request.parameters)
             return pair, table, replace(binding, callers=callers)
         binding = replace(binding, decisions=decisions)
-        joint = bind(tagged_copy(request.joint, relax=request.limits.explicit, notes=[]), binding)
+        joint = bind(tagged_copy(request.joint, relax=request.relax, notes=[]), binding)
 
 
 def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Wish, ...]]:
