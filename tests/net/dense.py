@@ -13,6 +13,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 """What most configs of decoders call their sizes."""
+ONE = {**SMALL, "num_hidden_layers": 1}
 
 
 def without(*names: str, **others: Any) -> dict[str, Any]:
@@ -42,20 +43,20 @@ def gpt2() -> Built:
 LIKE_LLAMA: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("dense decoder, biases", "Qwen2Config", SMALL),
     "qwen3": ("dense decoder, normed heads", "Qwen3Config", {**SMALL, "head_dim": 8}),
-    "mistral": ("dense decoder, sliding window", "MistralConfig", {**SMALL, "sliding_window": 6}),
-    "gemma": ("dense decoder", "GemmaConfig", {**SMALL, "head_dim": 8}),
+    "mistral": ("dense decoder, sliding window", "MistralConfig", {**ONE, "sliding_window": 6}),
+    "gemma": ("dense decoder", "GemmaConfig", {**ONE, "head_dim": 8}),
     "gemma2": ("dense decoder, sliding and full windows, soft caps", "Gemma2Config", {**SMALL, "head_dim": 8, "sliding_window": 6}),
     "gemma3": ("dense decoder, sliding windows", "Gemma3TextConfig", {**SMALL, "head_dim": 8, "sliding_window": 6}),
-    "phi3": ("dense decoder, fused projections", "Phi3Config", SMALL),
-    "phi": ("dense decoder, parallel blocks", "PhiConfig", SMALL),
-    "stablelm": ("dense decoder, partial rotary", "StableLmConfig", SMALL),
-    "olmo2": ("dense decoder, norms after", "Olmo2Config", SMALL),
-    "cohere": ("dense decoder, parallel blocks", "CohereConfig", SMALL),
-    "granite": ("dense decoder, scaled residuals", "GraniteConfig", SMALL),
-    "glm4": ("dense decoder, sandwich norms", "Glm4Config", {**SMALL, "head_dim": 8, "pad_token_id": 0}),
-    "starcoder2": ("dense decoder, sliding window", "Starcoder2Config", {**SMALL, "sliding_window": 6}),
-    "smollm3": ("dense decoder, layers without positions", "SmolLM3Config", SMALL),
-    "nemotron": ("dense decoder, squared ReLU", "NemotronConfig", SMALL),
+    "phi3": ("dense decoder, fused projections", "Phi3Config", ONE),
+    "phi": ("dense decoder, parallel blocks", "PhiConfig", ONE),
+    "stablelm": ("dense decoder, partial rotary", "StableLmConfig", ONE),
+    "olmo2": ("dense decoder, norms after", "Olmo2Config", ONE),
+    "cohere": ("dense decoder, parallel blocks", "CohereConfig", ONE),
+    "granite": ("dense decoder, scaled residuals", "GraniteConfig", ONE),
+    "glm4": ("dense decoder, sandwich norms", "Glm4Config", {**ONE, "head_dim": 8, "pad_token_id": 0}),
+    "starcoder2": ("dense decoder, sliding window", "Starcoder2Config", {**ONE, "sliding_window": 6}),
+    "smollm3": ("dense decoder, layers without positions", "SmolLM3Config", ONE),
+    "nemotron": ("dense decoder, squared ReLU", "NemotronConfig", ONE),
 }
 """What an architecture is, its config, and the config's fields."""
 
@@ -67,7 +68,7 @@ for _name, (_kind, _config, _fields) in LIKE_LLAMA.items():
 
 @architecture("llama-cache", "dense decoder that returns its keys and values")
 def llama_cache() -> Built:
-    return decoder("LlamaConfig", **without("use_cache", use_cache=True))
+    return decoder("LlamaConfig", **without(num_hidden_layers=1, use_cache=True))
 
 
 @architecture("llama-checkpointed", "dense decoder under gradient checkpointing")
@@ -79,19 +80,19 @@ def llama_checkpointed() -> Built:
 
 @architecture("gpt-neox", "dense decoder, parallel blocks")
 def gpt_neox() -> Built:
-    return decoder("GPTNeoXConfig", **without("num_key_value_heads"))
+    return decoder("GPTNeoXConfig", **without("num_key_value_heads", num_hidden_layers=1))
 
 
 @architecture("opt", "dense decoder, learned positions, dropout 0.1", random=True)
 def opt() -> Built:
-    return decoder("OPTConfig", **without("intermediate_size", "num_key_value_heads", ffn_dim=64, word_embed_proj_dim=32, dropout=0.1))
+    return decoder("OPTConfig", **without("intermediate_size", "num_key_value_heads", num_hidden_layers=1, ffn_dim=64, word_embed_proj_dim=32, dropout=0.1))
 
 
 @architecture("bloom", "dense decoder, ALiBi")
 def bloom() -> Built:
-    return decoder("BloomConfig", vocab_size=128, hidden_size=32, n_layer=2, n_head=4, use_cache=False)
+    return decoder("BloomConfig", vocab_size=128, hidden_size=32, n_layer=1, n_head=4, use_cache=False)
 
 
 @architecture("falcon", "dense decoder, one head of keys")
 def falcon() -> Built:
-    return decoder("FalconConfig", **without("num_key_value_heads", "intermediate_size"), multi_query=True)
+    return decoder("FalconConfig", **without("num_key_value_heads", "intermediate_size", num_hidden_layers=1), multi_query=True)

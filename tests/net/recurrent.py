@@ -9,7 +9,7 @@ from net.table import Built, architecture
 @architecture("mamba", "state space", fast=True)
 def mamba() -> Built:
     return decoder(
-        "MambaConfig", tokens=8, vocab_size=128, hidden_size=32, state_size=4, num_hidden_layers=2, time_step_rank=4,
+        "MambaConfig", tokens=8, vocab_size=128, hidden_size=32, state_size=4, num_hidden_layers=1, time_step_rank=4,
         use_cache=False, use_mambapy=False,
     )  # fmt: skip
 
@@ -17,7 +17,7 @@ def mamba() -> Built:
 @architecture("falcon-mamba", "state space, normed")
 def falcon_mamba() -> Built:
     return decoder(
-        "FalconMambaConfig", tokens=8, vocab_size=128, hidden_size=32, state_size=4, num_hidden_layers=2, time_step_rank=4,
+        "FalconMambaConfig", tokens=8, vocab_size=128, hidden_size=32, state_size=4, num_hidden_layers=1, time_step_rank=4,
         use_cache=False, use_mambapy=False,
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ def recurrent_gemma() -> Built:
 
 @architecture("rwkv", "linear attention")
 def rwkv() -> Built:
-    return decoder("RwkvConfig", tokens=8, vocab_size=128, hidden_size=32, num_hidden_layers=2, context_length=16, use_cache=False)
+    return decoder("RwkvConfig", tokens=8, vocab_size=128, hidden_size=32, num_hidden_layers=1, context_length=16, use_cache=False)
 
 
 @architecture("qwen3-next", "gated delta rule, and attention, with experts")

@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     everything()
     if options.device == "cpu":
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["net.judge", "transformers", "torch._inductor.compile_fx"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["net.warm"])
     failed = 0
     pairs = wanted(options, load(options.results))
     for number, (name, inner) in enumerate(pairs, 1):
