@@ -18,7 +18,7 @@ def adapted(config: str, **fields: Any) -> Built:
     return peft.get_peft_model(model, getattr(peft, config)(task_type="CAUSAL_LM", **fields)), inputs
 
 
-@architecture("lora", "adapter, low rank", needs=NEEDS, fast=True)
+@architecture("lora", "adapter, low rank", needs=NEEDS)
 def lora() -> Built:
     return adapted("LoraConfig", r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])
 

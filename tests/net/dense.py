@@ -28,12 +28,12 @@ def decoder(config: str, model: str = "", *, batch: int = 2, tokens: int = 16, *
     return made, {"input_ids": words, "labels": words.clone()}
 
 
-@architecture("llama", "dense decoder", fast=True)
+@architecture("llama", "dense decoder")
 def llama() -> Built:
     return decoder("LlamaConfig", **SMALL)
 
 
-@architecture("gpt2", "dense decoder, dropout 0.1", random=True, fast=True)
+@architecture("gpt2", "dense decoder, dropout 0.1", random=True)
 def gpt2() -> Built:
     return decoder(
         "GPT2Config", "GPT2LMHeadModel", vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=64, use_cache=False
@@ -45,7 +45,11 @@ LIKE_LLAMA: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("dense decoder, normed heads", "Qwen3Config", {**SMALL, "head_dim": 8}),
     "mistral": ("dense decoder, sliding window", "MistralConfig", {**ONE, "sliding_window": 6}),
     "gemma": ("dense decoder", "GemmaConfig", {**ONE, "head_dim": 8}),
-    "gemma2": ("dense decoder, sliding and full windows, soft caps", "Gemma2Config", {**SMALL, "head_dim": 8, "sliding_window": 6}),
+    "gemma2": (
+        "dense decoder, sliding and full windows, soft caps",
+        "Gemma2Config",
+        {**SMALL, "head_dim": 8, "sliding_window": 6},
+    ),
     "gemma3": ("dense decoder, sliding windows", "Gemma3TextConfig", {**SMALL, "head_dim": 8, "sliding_window": 6}),
     "phi3": ("dense decoder, fused projections", "Phi3Config", ONE),
     "phi": ("dense decoder, parallel blocks", "PhiConfig", ONE),
@@ -85,7 +89,12 @@ def gpt_neox() -> Built:
 
 @architecture("opt", "dense decoder, learned positions, dropout 0.1", random=True)
 def opt() -> Built:
-    return decoder("OPTConfig", **without("intermediate_size", "num_key_value_heads", num_hidden_layers=1, ffn_dim=64, word_embed_proj_dim=32, dropout=0.1))
+    return decoder(
+        "OPTConfig",
+        **without(
+            "intermediate_size", "num_key_value_heads", num_hidden_layers=1, ffn_dim=64, word_embed_proj_dim=32, dropout=0.1
+        ),
+    )
 
 
 @architecture("bloom", "dense decoder, ALiBi")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from net.table import Built, architecture
 from torch import Tensor, nn
 
 from graphoffload.testing.case import weighted_loss
+from net.table import Built, architecture
 
 
 class Denoised(nn.Module):

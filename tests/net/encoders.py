@@ -25,19 +25,77 @@ def masked(config: str, model: str = "", **fields: Any) -> Built:
 
 MASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta": ("encoder", "RobertaConfig", {**SIZES, **STILL}),
-    "deberta": ("encoder, disentangled attention", "DebertaConfig", {**SIZES, **STILL, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    "deberta": (
+        "encoder, disentangled attention",
+        "DebertaConfig",
+        {**SIZES, **STILL, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    ),
     "deberta-v2": (
-        "encoder, disentangled attention", "DebertaV2Config",
-        {**SIZES, **STILL, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8, "norm_rel_ebd": "layer_norm"},
+        "encoder, disentangled attention",
+        "DebertaV2Config",
+        {
+            **SIZES,
+            **STILL,
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "position_buckets": 8,
+            "norm_rel_ebd": "layer_norm",
+        },
     ),
     "electra": ("encoder, factored embedding", "ElectraConfig", {**SIZES, **STILL, "embedding_size": 16}),
-    "albert": ("encoder, one layer's weights for all", "AlbertConfig", {**SIZES, **STILL, "embedding_size": 16, "num_hidden_layers": 2}),
-    "distilbert": ("encoder", "DistilBertConfig", {"vocab_size": 128, "dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 4, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0}),
-    "modernbert": ("encoder, local and global attention", "ModernBertConfig", {**SIZES, "num_hidden_layers": 2, "local_attention": 8, "global_attn_every_n_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "reference_compile": False}),
+    "albert": (
+        "encoder, one layer's weights for all",
+        "AlbertConfig",
+        {**SIZES, **STILL, "embedding_size": 16, "num_hidden_layers": 2},
+    ),
+    "distilbert": (
+        "encoder",
+        "DistilBertConfig",
+        {
+            "vocab_size": 128,
+            "dim": 32,
+            "hidden_dim": 64,
+            "n_layers": 1,
+            "n_heads": 4,
+            "max_position_embeddings": 64,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
+    "modernbert": (
+        "encoder, local and global attention",
+        "ModernBertConfig",
+        {
+            **SIZES,
+            "num_hidden_layers": 2,
+            "local_attention": 8,
+            "global_attn_every_n_layers": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "reference_compile": False,
+        },
+    ),
     "mpnet": ("encoder, relative positions", "MPNetConfig", {**SIZES, **STILL}),
-    "fnet": ("encoder, Fourier transform instead of attention", "FNetConfig", {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0}),
-    "convbert": ("encoder, dynamic convolutions", "ConvBertConfig", {**SIZES, **STILL, "embedding_size": 16, "conv_kernel_size": 3}),
-}  # fmt: skip
+    "fnet": (
+        "encoder, Fourier transform instead of attention",
+        "FNetConfig",
+        {
+            "vocab_size": 128,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "max_position_embeddings": 64,
+            "hidden_dropout_prob": 0.0,
+        },
+    ),
+    "convbert": (
+        "encoder, dynamic convolutions",
+        "ConvBertConfig",
+        {**SIZES, **STILL, "embedding_size": 16, "conv_kernel_size": 3},
+    ),
+}
 
 for _name, (_kind, _config, _fields) in MASKED.items():
     architecture(_name, _kind)(functools.partial(masked, _config, **_fields))

@@ -1,9 +1,9 @@
 """One architecture under one inner compiler: plain torch.compile first, then every way, each with its outcome.
 
 The reference is the eager step in float64. A way is wrong where its error is above 3 x plain torch.compile's, by all
-gradients together and by each tensor, plus a floor. Where float64 does not run, or takes other discrete decisions or draws other
-random numbers than float32 does (its gradients are then far off), the eager float32 step is the reference; where plain
-torch.compile draws other random numbers than eager does, plain's step is.
+gradients together and by each tensor, plus a floor. Where float64 does not run, or takes other discrete decisions or draws
+other random numbers than float32 does (its gradients are then far off), the eager float32 step is the reference; where
+plain torch.compile draws other random numbers than eager does, plain's step is.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from net.step import Saved, Taken, take, take_float64, whole_error, worse
-from net.table import Architecture, Missing
 
 import graphoffload
 from graphoffload.errors import BudgetError
 from graphoffload.saved import Plan
 from graphoffload.testing.observed import Observed, observe
+from net.step import Saved, Taken, take, take_float64, whole_error, worse
+from net.table import Architecture, Missing
 
 WAYS = ("offload", "recompute", "slowdown", "budget")
 FAR = 1e-3

@@ -55,7 +55,9 @@ for _name, (_kind, _config, _fields) in EXPERTS.items():
 
 @architecture("mixtral", "experts, grouped products", fast=True)
 def mixtral() -> Built:
-    return decoder("MixtralConfig", **without(num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True))
+    return decoder(
+        "MixtralConfig", **without(num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    )
 
 
 @architecture("mixtral-eager-experts", "experts, a loop over them")

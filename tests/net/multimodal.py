@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from net.dense import ONE
 from net.table import Built, architecture, hf, ids
 
 VISION: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16, "patch_size": 4,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
+    "patch_size": 4,
 }  # fmt: skip
 IMAGE = 100
 """The id that stands for a patch of an image."""
@@ -99,8 +101,8 @@ def qwen2_vl() -> Built:
 @architecture("qwen2.5-vl", "vision-language, any resolution, windows in the vision part")
 def qwen2_5_vl() -> Built:
     vision = {"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 64, "patch_size": 4}
-    sizes = {"temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "window_size": 16, "fullatt_block_indexes": [1]}
-    return qwen("Qwen2_5_VL", {**vision, **sizes})
+    windows = {"window_size": 16, "fullatt_block_indexes": [1]}
+    return qwen("Qwen2_5_VL", {**vision, **windows, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3})
 
 
 @architecture("clip", "image and text encoders, contrastive loss")
@@ -147,4 +149,8 @@ def blip() -> Built:
     }  # fmt: skip
     config = hf("BlipConfig")(text_config=text, vision_config=VISION, projection_dim=16)
     words = ids(2, 8)
-    return hf("BlipForConditionalGeneration")(config), {"pixel_values": torch.randn(2, 3, 16, 16), "input_ids": words, "labels": words.clone()}
+    return hf("BlipForConditionalGeneration")(config), {
+        "pixel_values": torch.randn(2, 3, 16, 16),
+        "input_ids": words,
+        "labels": words.clone(),
+    }

@@ -33,7 +33,10 @@ PAIRS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "marian": ("encoder and decoder", "MarianConfig", "MarianMTModel", BART),
     "pegasus": ("encoder and decoder, norms first", "PegasusConfig", "PegasusForConditionalGeneration", BART),
     "m2m-100": ("encoder and decoder, sinusoidal positions", "M2M100Config", "M2M100ForConditionalGeneration", BART),
-    "longt5": ("encoder with local attention, decoder", "LongT5Config", "LongT5ForConditionalGeneration", {**T5, "local_radius": 3}),
+    "longt5": (
+        "encoder with local attention, decoder", "LongT5Config", "LongT5ForConditionalGeneration",
+        {**T5, "local_radius": 3},
+    ),
     "switch": (
         "encoder and decoder with experts", "SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration",
         {**T5, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 16},
@@ -44,6 +47,6 @@ for _name, (_kind, _config, _model, _fields) in PAIRS.items():
     architecture(_name, _kind)(functools.partial(translator, _config, _model, **_fields))
 
 
-@architecture("t5", "encoder and decoder, relative positions, dropout 0.1", random=True, fast=True)
+@architecture("t5", "encoder and decoder, relative positions, dropout 0.1", random=True)
 def t5() -> Built:
     return translator("T5Config", "T5ForConditionalGeneration", **{**T5, "dropout_rate": 0.1})

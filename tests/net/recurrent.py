@@ -50,8 +50,9 @@ def bamba() -> Built:
 @architecture("zamba2", "state space in chunks, shared attention blocks")
 def zamba2() -> Built:
     sizes = without(
-        num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "mamba"], hybrid_layer_ids=[1], mamba_d_state=8, mamba_headdim=16, n_mamba_heads=4,
-        mamba_ngroups=1, chunk_size=8, num_mem_blocks=1, use_mem_rope=True, adapter_rank=4, use_mem_eff_path=False,
+        num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "mamba"], hybrid_layer_ids=[1], mamba_d_state=8,
+        mamba_headdim=16, n_mamba_heads=4, mamba_ngroups=1, chunk_size=8, num_mem_blocks=1, use_mem_rope=True, adapter_rank=4,
+        use_mem_eff_path=False,
         attention_hidden_size=64, attention_head_dim=16,
     )  # fmt: skip
     return decoder("Zamba2Config", **sizes)
@@ -67,7 +68,9 @@ def recurrent_gemma() -> Built:
 
 @architecture("rwkv", "linear attention")
 def rwkv() -> Built:
-    return decoder("RwkvConfig", tokens=8, vocab_size=128, hidden_size=32, num_hidden_layers=1, context_length=16, use_cache=False)
+    return decoder(
+        "RwkvConfig", tokens=8, vocab_size=128, hidden_size=32, num_hidden_layers=1, context_length=16, use_cache=False
+    )
 
 
 @architecture("qwen3-next", "gated delta rule, and attention, with experts")

@@ -40,6 +40,7 @@ def work(name: str, inner: str, device: str, ways: list[str], pipe: Any) -> None
     os.dup2(null, 1)
     os.dup2(null, 2)
     import torch
+
     from net.judge import begin, examine
     from net.table import everything
 

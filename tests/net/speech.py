@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from net.table import Built, architecture, hf, ids
 
 WAVE: dict[str, Any] = {
@@ -53,7 +54,7 @@ def unispeech_sat() -> Built:
     return wave("UniSpeechSatConfig", "UniSpeechSatForSequenceClassification")
 
 
-@architecture("whisper", "speech to text, encoder and decoder", fast=False)
+@architecture("whisper", "speech to text, encoder and decoder")
 def whisper() -> Built:
     config = hf("WhisperConfig")(
         vocab_size=128, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,

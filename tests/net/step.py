@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from net.table import loss_of
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from graphoffload.testing.compare import in_float64, own_copy
+from net.table import loss_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,11 @@ class _Wide(TorchFunctionMode):
 
 
 def take_float64(model: nn.Module, inputs: dict[str, Any]) -> Taken:
-    """The eager step in float64 throughout, from the float32 parameters and inputs."""
+    """The eager step in float64 throughout, from the float32 parameters and inputs; experts one by one, not in grouped products."""
     default = torch.get_default_dtype()
     wide = pytree.tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.dtype == torch.float32 else v, inputs)
+    if getattr(getattr(model, "config", None), "_experts_implementation", None) not in (None, "eager"):
+        model.set_experts_implementation("eager")  # torch has no grouped product in float64
     torch.set_default_dtype(torch.float64)
     try:
         with _Wide():
@@ -130,7 +132,9 @@ def _apart(left: Tensor, right: Tensor) -> float:
     return float((_wide(left) - _wide(right)).norm())
 
 
-def worse(got: Taken, plain: Taken, reference: Taken, *, factor: float = 3.0, own: float = 1e-5, shared: float = 1e-7) -> list[str]:
+def worse(
+    got: Taken, plain: Taken, reference: Taken, *, factor: float = 3.0, own: float = 1e-5, shared: float = 1e-7
+) -> list[str]:
     """Tensors whose error is above `factor` times plain's, plus `own` of the tensor's norm and `shared` of all gradients'."""
     scale = sum(_norm(grad) ** 2 for grad in reference.grads.values() if grad is not None) ** 0.5
     found = [

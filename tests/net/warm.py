@@ -5,9 +5,10 @@ Nothing is run backward here: autograd's threads do not survive a fork.
 
 import contextlib
 
-import net.judge
 import torch
 import torch._inductor.compile_fx
+
+import net.judge  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import transformers.models.bert.modeling_bert
