@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ WORDS = {"plain": {"off": "off", "error": "fails"}}
 
 INTRODUCTION = """# Models
 
-{count} architectures, built from their configs with random weights and tiny sizes, {where}: two training steps in
-float32 under plain `torch.compile` and under four ways of this package, with both inner compilers. `make net` runs what is
+{count} architectures, built from their configs with random weights and tiny sizes: two training steps in float32
+under plain `torch.compile` and under four ways of this package, with both inner compilers. `make net` runs what is
 missing here and writes this page from `docs/results/net.json`; `tests/net` has the builders and the judge.
 
 * **torch.compile**: without this package. *ok*: its gradients are those of eager to {far:g}; *off*: they are not; *fails*: it
@@ -67,7 +68,8 @@ def outcomes(results: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[str,
     for name in everything():
         for inner in INNERS:
             for way, outcome in results["rows"].get(name, {}).get(inner, {}).items():
-                yield name, inner, way, outcome
+                if way != "ran":
+                    yield name, inner, way, outcome
 
 
 def listed(lines: list[str]) -> list[str]:
@@ -111,10 +113,10 @@ def page(results: dict[str, Any]) -> str:
     from net.judge import FAR, FLOOR
 
     found = list(outcomes(results))
-    versions = ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items())
-    when = f"Last run {results.get('date', '')}: {versions}; `{results.get('command', '')}`."
-    where = f"on one core of a {results.get('device', 'cpu').upper()}"
-    head = INTRODUCTION.format(count=len(everything()), where=where, far=FAR, floor=FLOOR, versions=when)
+    ran = Counter(row["ran"] for rows in results["rows"].values() for row in rows.values())
+    versions = "\n".join(f"* {count} rows: {when}" for when, count in sorted(ran.items()))
+    command = f"`{results.get('command', '')}` ran:\n\n{versions}"
+    head = INTRODUCTION.format(count=len(everything()), far=FAR, floor=FLOOR, versions=command)
     ours = [f"{n}, {i}, {w}: {o['outcome']}: {o['why']}" for n, i, w, o in found if w != "plain" and o["outcome"] in BAD]
     theirs = [f"{n}, {i}: {o['why']}" for n, i, w, o in found if w == "plain" and o["outcome"] in ("error", "off", "timeout")]
     skipped = [f"{n}, {i}, {w}: {o['why']}" for n, i, w, o in found if o["outcome"] == "skipped"]

@@ -127,15 +127,15 @@ def wanted(options: argparse.Namespace, results: dict[str, Any]) -> list[tuple[s
     return [(n, i) for n, i in pairs if not (options.missing and i in results["rows"].get(n, {}))]
 
 
-def environment(device: str) -> dict[str, Any]:
-    """What the results hold for."""
+def environment(device: str) -> str:
+    """What a row holds for."""
     import torch
 
-    versions: dict[str, Any] = {"torch": torch.__version__}
+    versions = [f"torch {torch.__version__}"]
     for package in ("transformers", "peft", "diffusers", "timm"):
         with contextlib.suppress(ImportError):
-            versions[package] = __import__(package).__version__
-    return {"date": datetime.date.today().isoformat(), "device": device, "versions": versions}
+            versions.append(f"{package} {__import__(package).__version__}")
+    return f"{datetime.date.today().isoformat()}, {device}, {', '.join(versions)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -161,8 +161,8 @@ def main(arguments: list[str] | None = None) -> int:
         began = time.perf_counter()
         row = judged(name, inner, options.device, list(options.ways), options.limit_s or LIMIT_S[inner])
         results = load(options.results)
-        results.update(environment(options.device), command="python -m net.runner")
-        results["rows"].setdefault(name, {})[inner] = row
+        results["command"] = "PYTHONPATH=.:tests python -m net.runner"
+        results["rows"].setdefault(name, {})[inner] = {"ran": environment(options.device), **row}
         store(options.results, results)
         bad = [way for way in options.ways if row.get(way, {}).get("outcome") in ("wrong", "error", "timeout")]
         failed += bool(bad)

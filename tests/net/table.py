@@ -15,6 +15,7 @@ from graphoffload.testing.case import weighted_loss
 
 MODULES = (
     "dense", "moe", "recurrent", "encoders", "pairs", "speech", "vision", "detection", "multimodal", "diffusion", "adapters",
+    "timm_models",
 )  # fmt: skip
 
 Built = tuple[nn.Module, dict[str, Any]]
