@@ -22,7 +22,7 @@ import graphoffload
 from graphoffload.errors import BudgetError
 from graphoffload.saved import Plan
 from graphoffload.testing.observed import Observed, observe
-from net.step import Saved, Taken, take, take_float64, whole_error, worse
+from net.step import Saved, Taken, missing, take, take_float64, whole_error, worse
 from net.table import Architecture, Missing
 
 WAYS = ("offload", "recompute", "slowdown", "budget")
@@ -187,7 +187,7 @@ def peaks_of(plans: tuple[Plan, ...]) -> tuple[int, int] | None:
 def verdict(case: Case, taken: Taken) -> list[str]:
     """What is wrong with a step's loss, gradients and buffers."""
     error, plain = whole_error(taken, case.reference), whole_error(case.plain, case.reference)
-    found = worse(taken, case.plain, case.reference)
+    found = [*missing(taken, case.plain), *worse(taken, case.plain, case.reference)]
     if not error <= 3 * plain + FLOOR and math.isfinite(plain):
         found.insert(0, f"all gradients: error {error:.3g}, plain's {plain:.3g}")
     return found

@@ -136,16 +136,21 @@ def _apart(left: Tensor, right: Tensor) -> float:
     return float((_wide(left) - _wide(right)).norm())
 
 
+def missing(got: Taken, plain: Taken) -> list[str]:
+    """Parameters of which only one of the two has a gradient, were it zero."""
+    return [
+        f"grad of {name}: {'missing' if got.grads[name] is None else 'there'} where plain's is not"
+        for name in plain.grads
+        if (got.grads[name] is None) != (plain.grads[name] is None)
+    ]
+
+
 def worse(
     got: Taken, plain: Taken, reference: Taken, *, factor: float = 3.0, own: float = 1e-5, shared: float = 1e-7
 ) -> list[str]:
     """Tensors whose error is above `factor` times plain's, plus `own` of the tensor's norm and `shared` of all gradients'."""
     scale = sum(_norm(grad) ** 2 for grad in reference.grads.values() if grad is not None) ** 0.5
-    found = [
-        f"grad of {name}: {'missing' if got.grads[name] is None else 'there'} where plain's is not"
-        for name in plain.grads
-        if (got.grads[name] is None) != (plain.grads[name] is None)
-    ]
+    found = []
     mine, theirs = got.named(), plain.named()
     for name, exact in reference.named().items():
         if name not in mine or name not in theirs:
