@@ -101,7 +101,7 @@ for _name, (_kind, _config, _fields) in MASKED.items():
     architecture(_name, _kind)(functools.partial(masked, _config, **_fields))
 
 
-@architecture("bert", "encoder, dropout 0.1", random=True, fast=True)
+@architecture("bert", "encoder, dropout 0.1", random=True)
 def bert() -> Built:
     return masked("BertConfig", **SIZES)
 

@@ -103,6 +103,8 @@ def begin(architecture: Architecture, inner: str, device: str) -> tuple[Case | N
         eager, reference, judge = reference_of(architecture, device)
     except Missing as error:
         return None, {"outcome": "skipped", "why": str(error)}
+    except Exception as error:
+        return None, {"outcome": "error", "why": f"eager: {brief(error)}"}
     model, _ = architecture.fresh(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     said: Outcome = {"parameters": parameters}

@@ -65,9 +65,16 @@ def test_a_release_without_an_architecture_is_skipped() -> None:
     def build() -> Any:
         return hf("NowhereConfig")
 
-    case, said = judge.begin(Architecture(name="nowhere", kind="none", build=build), "aot_eager", "cpu")
+    case, said = judge.begin(small(build=build), "aot_eager", "cpu")
     assert case is None
     assert said["outcome"] == "skipped"
+
+    def broken() -> Any:
+        raise TypeError("no such field")
+
+    case, said = judge.begin(small(build=broken), "aot_eager", "cpu")
+    assert case is None
+    assert said == {"outcome": "error", "why": "eager: TypeError: no such field"}
 
 
 # The judge.
