@@ -48,7 +48,7 @@ def unet_2d() -> Built:
     return Denoised(model), {**inputs, "noise": torch.randn(2, 3, 8, 8)}
 
 
-@architecture("dit", "diffusion, transformer with modulated norms", needs=("diffusers",))
+@architecture("dit", "diffusion, transformer with modulated norms", random=True, needs=("diffusers",))
 def dit() -> Built:
     from diffusers import DiTTransformer2DModel
 

@@ -29,12 +29,30 @@ CLASSIFIERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "swin": (
         "image transformer in shifted windows",
         "SwinConfig",
-        {**STAGES, "image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 2},
+        {
+            **STAGES,
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [2, 1],
+            "num_heads": [2, 4],
+            "window_size": 2,
+            "drop_path_rate": 0.0,
+        },
     ),
     "swinv2": (
         "image transformer in shifted windows, cosine attention",
         "Swinv2Config",
-        {**STAGES, "image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2},
+        {
+            **STAGES,
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "num_heads": [2, 4],
+            "window_size": 2,
+            "drop_path_rate": 0.0,
+        },
     ),
     "convnext": (
         "convolutions, depthwise",
