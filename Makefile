@@ -1,6 +1,7 @@
 # make demo   train a byte-level GPT with offloaded activations and compare its gradients with keep-all
 # make test   the whole test suite (lint and types are tests of it)
 # make lint   ruff and mypy alone
+# make net    train every architecture of tests/net that docs/results/net.json lacks, and write docs/models.md (hours)
 #
 # The first target run makes .venv and installs into it; that is repeated only when pyproject.toml changes.
 
@@ -16,7 +17,7 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PIP   := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint net clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -30,6 +31,11 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+# NET="--inner aot_eager --only llama vit" runs these, and again where they were run before; what the page shows is kept.
+net: NET ?= --missing
+net: $(STAMP)
+	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(PY) -m net.runner $(NET); status=$$?; PYTHONPATH=.:tests $(PY) -m net.page; exit $$status
 
 # torch first and pinned, then held by a constraint: nothing that follows may bring another torch along.
 $(STAMP): pyproject.toml
