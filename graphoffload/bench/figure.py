@@ -14,9 +14,10 @@ FAMILIES = {
     "selective checkpointing": ("selective",),
     "activation_memory_budget": ("budget",),
     "torch's offload pass": ("torch-offload",),
+    "save_on_cpu": ("save_on_cpu",),
 }
 """What stands in the legend, and how its variants' names begin."""
-_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:brown", "tab:purple", "black", "tab:cyan")
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:brown", "tab:purple", "black", "tab:cyan", "tab:gray")
 _OURS: dict[str, dict[str, Any]] = {
     "graphoffload, device_budget": {"marker": "o", "linestyle": "-", "color": "tab:red"},
     "graphoffload, max_slowdown": {"marker": "D", "linestyle": "", "color": "tab:red", "markerfacecolor": "white"},

@@ -11,10 +11,11 @@ Between `<!-- results: VIEW ... -->` and `<!-- /results -->` stands what a view 
     peers SUBJECT ...                 full checkpointing and graphoffload at its peak, one model a row
     prediction SUBJECT ...            budgets kept, predicted against measured peaks and times
     longest SUBJECT ...               the longest sequences that train
-    op-cost SUBJECT ...               host time of the four ops
+    op-cost SUBJECT[@PATTERN] ...     host time of the four ops
     figure SUBJECT PATH TITLE         a picture at PATH of all rows of a model
 
 Every row links the file that it is from. A new run replaces the rows that it measured: add its folder, run the command.
+Patterns have * and ? as in a shell; a space in a name is written ?.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class Source:
         return found
 
     def link(self, result: Result) -> str:
-        """A link to a result file, short enough for a cell: date and commit."""
+        """A link to a result file, short enough for a cell: the commit, and whether its numbers were copied from a log."""
         assert result.path is not None
-        text = f"{result.date[:10]} {result.commit}" + ("" if result.source == "measured" else " (copied)")
+        text = result.commit + ("" if result.source == "measured" else ", copied")
         return f"[{text}]({Path(os.path.relpath(result.path, self.folder)).as_posix()})"
 
     def caption(self, rows: Rows) -> list[str]:
@@ -169,7 +170,7 @@ def prediction(source: Source, *subjects: str) -> list[str]:
     """What plans promised against what was measured, over all budgets and slowdowns of each model."""
     lines = []
     for subject in subjects:
-        rows = [row for row in source.rows(subject, "over:*", "slowdown:*") if row[0].get("step_ms")]
+        rows = [row for row in source.rows(subject, "over:*", "slowdown:*") if row[0].get("ratio") is not None]
         budgets = [row for row, _ in rows if row["variant"].startswith("over:") and row.get("peak_bytes")]
         planned = [row for row, _ in rows if _has(row, "peak_bytes", "predicted_peak_bytes")]
         off = [row["peak_bytes"] - row["predicted_peak_bytes"] for row in planned]
@@ -189,6 +190,9 @@ def _has(row: dict[str, Any], *names: str) -> bool:
     return all(row.get(name) is not None for name in names)
 
 
+_METHODS = {"keep": "keep-all", "checkpoint": "full checkpointing", "auto": "**graphoffload**"}
+
+
 def longest(source: Source, *subjects: str) -> list[str]:
     """For each method the longest sequence that trained in any run, and the shortest longer one that did not."""
     lines = []
@@ -196,7 +200,8 @@ def longest(source: Source, *subjects: str) -> list[str]:
         tried = [(row, result) for result in source.results if result.subject == subject for row in result.rows]
         if not tried:
             raise ConfigError(f"no result file has a longest row of {subject}")
-        for method in dict.fromkeys(row["method"] for row, _ in reversed(tried)):
+        found = []
+        for method in {row["method"] for row, _ in tried}:
             own = [(row, result) for row, result in tried if row["method"] == method]
             trained = [row for row in own if row[0]["tokens_per_s"]]
             if not trained:
@@ -204,12 +209,13 @@ def longest(source: Source, *subjects: str) -> list[str]:
             best, result = max(trained, key=lambda row: row[0]["tokens"])
             beyond = min((row for row, _ in own if not row["tokens_per_s"] and row["tokens"] > best["tokens"]),
                          key=lambda row: row["tokens"], default=None)  # fmt: skip
-            lines.append([
-                subject, "**graphoffload**" if method == "auto" else method,
+            found.append([
+                subject.removeprefix("longest-"), _METHODS.get(method, method),
                 f"{best['tokens']:,}", f"{best['tokens_per_s']:,.0f}",
                 f"{best['step_ms'] / 1e3:.1f}", f"{best['steps']}", f"{(best['peak_bytes'] or 0) / 1e9:.1f}",
                 f"{beyond['tokens']:,}: {beyond['why']}" if beyond else "not tried", source.link(result),
             ])  # fmt: skip
+        lines += sorted(found, key=lambda cells: int(cells[2].replace(",", "")))
     header = ("model", "method", "tokens", "tokens/s", "step s", "steps", "peak GB", "does not train", "file")
     return _table(header, lines, left=2)
 
@@ -219,17 +225,22 @@ def op_cost(source: Source, *subjects: str) -> list[str]:
     names = ("offload_us", "release_us", "reload_us", "wait_us", "median_us", "mean_us")
     lines = [
         [row["variant"], *(_form(row.get(name), ".1f") for name in names), source.link(result)]
-        for subject in subjects
-        for row, result in source.rows(subject, kind="op-cost")
+        for subject, _, pattern in (text.partition("@") for text in subjects)
+        for row, result in source.rows(subject, pattern or "*", kind="op-cost")
     ]
     return _table(("us, medians", "offload", "release", "reload", "wait", "all: median", "mean", "file"), lines)
 
 
+def _drawn(source: Source, subject: str) -> Rows:
+    """What a figure shows: the model as one graph."""
+    return [row for row in source.rows(subject) if not row[0]["variant"].startswith("per-block/")]
+
+
 def figure(source: Source, subject: str, path: str, *title: str) -> list[str]:
     """A picture, and the files that its points are from."""
-    rows = source.rows(subject)
+    rows = _drawn(source, subject)
     files = ", ".join(map(source.link, _unique(*(result for row, result in rows if points_of([row])))))
-    return [f"![step time against peak memory: {' '.join(title)}]({path})", "", f"Points: {files}."]
+    return [f"![step time against peak memory: {' '.join(title)}]({path})", f"Points: {files}."]
 
 
 VIEWS: dict[str, Callable[..., list[str]]] = {
@@ -268,7 +279,7 @@ def redraw(text: str, source: Source) -> list[Path]:
         name, *given = match["view"].split()
         if name == "figure":
             subject, path, *title = given
-            if draw([row for row, _ in source.rows(subject)], " ".join(title), source.folder / path):
+            if draw([row for row, _ in _drawn(source, subject)], " ".join(title), source.folder / path):
                 drawn.append(source.folder / path)
     return drawn
 

@@ -183,6 +183,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that the processes are dealt out over, in turn")
     parser.add_argument("--at-a-time", type=int, default=2, help="of them, how many measure at once")
     parser.add_argument("--limit-s", type=float, default=170.0, help="skip what has not begun by then")
+    parser.add_argument("--wall-s", type=float, default=None, help="end what still runs after so long; what it wrote stays")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, where memory is not measured")
     parser.add_argument("--out", type=Path, default=Path("together"), help="folder for every sample, and each process's caches")
     add_result_options(parser)
@@ -205,12 +206,24 @@ def start(given: argparse.Namespace) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     if given.gpus > len(visible):
         raise ConfigError(f"--gpus {given.gpus}: {len(visible)} are visible")
+    deadline = time.monotonic() + given.wall_s if given.wall_s is not None else None
     given.out.mkdir(parents=True, exist_ok=True)
     with keep_results(given):
         subprocess.run([sys.executable, "-m", "graphoffload", "hardware"], check=True)  # not here: a context takes memory
         cache_dir().mkdir(parents=True, exist_ok=True)
         running = [_begun(number, text, visible, given) for number, text in enumerate(given.models)]
-        return max(process.wait() for process in running)
+        return max(_ended(process, text, deadline) for process, text in zip(running, given.models, strict=True))
+
+
+def _ended(process: subprocess.Popen[bytes], text: str, deadline: float | None) -> int:
+    """The process's exit status; one that runs past the deadline is ended, and fails."""
+    try:
+        return process.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        print(f"{text}: ended after --wall-s; what it wrote until then stays", flush=True)
+        process.kill()
+        process.wait()
+        return 1
 
 
 def _begun(number: int, text: str, visible: list[str], given: argparse.Namespace) -> subprocess.Popen[bytes]:
