@@ -71,7 +71,8 @@ def run_content(step_ms: float = 10.0, **changed: Any) -> dict[str, Any]:
     ]  # fmt: skip
     noted = {
         "model": "small", "subject": "small", "date": "2026-11-23T10:00:00Z", "device": "NVIDIA H200, 139.8 GiB",
-        "torch": "2.11.0", "commit": "abc1234", "command": "python -m graphoffload bench", "eager_noise": 0.04, "repeat_noise": 0.001,
+        "torch": "2.11.0", "commit": "abc1234", "command": "python -m graphoffload bench", "eager_noise": 0.04,
+        "repeat_noise": 0.001,
     }  # fmt: skip
     return {**noted, **changed, "rows": [row.to_dict() for row in rows]}
 
