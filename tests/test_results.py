@@ -273,3 +273,19 @@ def test_import_of_the_package_leaves_the_bench_out() -> None:
     code = "import sys, graphoffload; print([name for name in sys.modules if name.startswith('graphoffload.bench')])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_ids_that_an_ended_run_left_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever measures stops every process that its folder names."""
+    (tmp_path / "running0").mkdir()
+    (tmp_path / "running0" / "12345").touch()
+    seen: list[list[str]] = []
+
+    def begun(number: int, text: str, visible: list[str], given: Any) -> Any:
+        seen.append([path.name for path in (tmp_path / "running0").glob("*")])
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(together, "_begun", begun)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert main(["bench", "together", "small", "--out", str(tmp_path)]) == 0
+    assert seen == [[]]

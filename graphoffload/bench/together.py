@@ -211,6 +211,8 @@ def start(given: argparse.Namespace) -> int:
     with keep_results(given):
         subprocess.run([sys.executable, "-m", "graphoffload", "hardware"], check=True)  # not here: a context takes memory
         cache_dir().mkdir(parents=True, exist_ok=True)
+        for gpu in range(given.gpus):  # a run that was ended has left the ids of its processes, which may be others' by now
+            shutil.rmtree(given.out / f"running{gpu}", ignore_errors=True)
         running = [_begun(number, text, visible, given) for number, text in enumerate(given.models)]
         return max(_ended(process, text, deadline) for process, text in zip(running, given.models, strict=True))
 
