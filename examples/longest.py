@@ -15,7 +15,7 @@ Transformers gives a model compiled whole (docs/training.md); and the loss is ta
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import statistics
 import sys
 import time
@@ -27,15 +27,11 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the measuring tools are the tests' own
-
-from gpu import measure  # noqa: E402
-from gpu.models import MODELS, Workload, build, lengthened  # noqa: E402
-from gpu.variants import Eligible, apply, parse, wrap_blocks  # noqa: E402
-
-import graphoffload  # noqa: E402
-from graphoffload.errors import BudgetError, GraphOffloadError, HostMemoryError, LargeSlowdownWarning  # noqa: E402
+import graphoffload
+from graphoffload.bench import measure, results
+from graphoffload.bench.models import MODELS, Workload, build, lengthened
+from graphoffload.bench.variants import Eligible, apply, parse, wrap_blocks
+from graphoffload.errors import BudgetError, GraphOffloadError, HostMemoryError, LargeSlowdownWarning
 
 MARGIN = 0.02  # of the device, left by graphoffload's plans: what device_budget="auto" leaves
 ANY_TIME = 1e6  # max_slowdown of a plan that is to be small at any price
@@ -74,7 +70,7 @@ class OutOfTime(Exception):
 
 def workload_of(tokens: int, device: str, given: argparse.Namespace) -> Workload:
     """The model with one sequence of this length."""
-    workload = build(given.model, device, tiny=given.tiny, **{**given.size, "tokens": tokens, "batch": 1})
+    workload = build(given.model, device, {**given.size, "tokens": tokens, "batch": 1}, tiny=given.tiny)
     return lengthened(workload, given.loss_chunk) if workload.hugging_face else workload
 
 
@@ -265,6 +261,15 @@ def row(method: str, attempts: Sequence[Tried]) -> str:
     return f"{method:<16}{best.tokens:>9}{speed}{peak:>9}  {beyond}"
 
 
+def result_of(given: argparse.Namespace, noted: dict[str, Any], attempts: Sequence[Tried]) -> results.Result:
+    """The result file of a call: every attempt so far."""
+    facts = {"gib": given.gib, "host_gib": given.host_gib, "loss_chunk": given.loss_chunk, "sizes": given.size}
+    names = ("date", "device", "torch", "commit", "command")
+    rows = tuple(asdict(tried) for tried in attempts)
+    subject = results.subject_of(f"longest-{given.model}", {}, tiny=given.tiny)
+    return results.Result(subject=subject, kind="longest", rows=rows, facts=facts, **{name: noted[name] for name in names})
+
+
 def _guess(text: str) -> dict[str, int]:
     pairs = (part.split("=") for part in text.split(",") if part)
     return {method: int(tokens) for method, tokens in pairs}
@@ -290,7 +295,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attempt-s", type=float, default=30.0, help="no further step is begun past these; one is timed")
     parser.add_argument("--limit-s", type=float, default=1200.0, help="for one method")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, one length")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file, written after each attempt")
+    parser.add_argument("--out", type=Path, default=None, help="result file (JSON), written after each attempt")
+    parser.add_argument("--commit", default="", help="what the result file says was measured (default: this checkout's)")
     given = parser.parse_args(argv)
     given.size = {name: int(value) for name, value in (size.split("=") for size in given.size)}
     if given.tiny:
@@ -303,6 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Search for each method and print the table."""
     given = arguments(argv)
     methods, attempts = given.methods.split(","), []
+    noted = results.circumstances(shlex.join(["python", *sys.argv]), given.commit)
     if given.predict:
         for method in methods:
             guessed(method, given)
@@ -313,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = f"{tried.tokens_per_s:.0f} tokens/s" if tried.tokens_per_s else f"does not fit ({tried.why})"
         print(f"  {tried.method}: {tried.tokens} tokens: {found} [{tried.seconds:.0f} s]", flush=True)
         if given.out is not None:
-            given.out.write_text(json.dumps([asdict(each) for each in attempts], indent=1))
+            given.out.write_text(result_of(given, noted, attempts).to_json())
 
     if torch.cuda.is_available():
         whole = torch.cuda.get_device_properties(0).total_memory

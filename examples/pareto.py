@@ -3,11 +3,12 @@
     python examples/pareto.py --tiny --out /tmp/pareto                              # a CPU: shows that it runs
     python examples/pareto.py --model llama4k --steps 30 --out pareto               # on a GPU; minutes for each method
     python examples/pareto.py --model stack32k --methods ours --budgets 6 --out pareto
-    python examples/pareto.py --model stack32k --gather DIR --out pareto            # of what tests/gpu/together.py measured
+    python examples/pareto.py --model stack32k --gather DIR --out pareto            # of what `bench together` measured
 
 Methods: keep-all, full and selective checkpointing, activation_memory_budget, save_on_cpu, torch's own offload pass, and
 graphoffload at budgets between full checkpointing's peak and keep-all's and at a few slowdowns, with the lower bound of each
-plan dashed. Writes pareto_MODEL.csv, the full numbers as JSON, and pareto_MODEL.png where matplotlib is installed.
+plan dashed. Writes pareto_MODEL.csv, the full numbers as JSON, and pareto_MODEL.png where matplotlib is installed. Result files
+of such a run, for a page's tables: python -m graphoffload bench export pareto --into docs/results
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,32 +23,17 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the measuring tools are the tests' own
-
-from gpu.measure import Row  # noqa: E402
-from gpu.models import MODELS  # noqa: E402
-from gpu.runner import Options, Runner  # noqa: E402
+from graphoffload.bench.figure import draw
+from graphoffload.bench.measure import Row
+from graphoffload.bench.models import MODELS
+from graphoffload.bench.results import row_record
+from graphoffload.bench.runner import Options, Runner
 
 PEERS = ("checkpoint", "selective", "budget:0.8", "budget:0.5", "budget:0.2", "budget:0.0", "save_on_cpu", "torch-offload")
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.10)
-FAMILIES = {
-    "graphoffload, device_budget": ("over",),
-    "graphoffload, max_slowdown": ("slowdown",),
-    "keep-all": ("keep",),
-    "full checkpointing": ("checkpoint",),
-    "selective checkpointing": ("selective",),
-    "activation_memory_budget": ("budget",),
-    "torch's offload pass": ("torch-offload",),
-}
-COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:brown", "tab:purple", "black", "tab:cyan")
-OURS: dict[str, dict[str, Any]] = {
-    "graphoffload, device_budget": {"marker": "o", "linestyle": "-", "color": "tab:red"},
-    "graphoffload, max_slowdown": {"marker": "D", "linestyle": "", "color": "tab:red", "markerfacecolor": "white"},
-}
 COLUMNS = (
-    "method", "status", "step_ms", "ratio", "ratio_low", "ratio_high", "peak_over_static_bytes", "predicted_peak_bytes",
-    "predicted_ms", "bound_ratio", "gradient_error", "offloaded_bytes", "recomputed_bytes",
+    "variant", "status", "step_ms", "ratio", "ratio_low", "ratio_high", "peak_bytes", "predicted_peak_bytes", "predicted_ms",
+    "bound_ratio", "gradient_error", "offloaded_bytes", "recomputed_bytes",
 )  # fmt: skip
 
 
@@ -58,89 +43,12 @@ def budgets(keep_bytes: int, least_bytes: int, count: int) -> list[int]:
     return [round(keep_bytes - step * number) for number in range(1, count + 1)]
 
 
-def record(row: Row) -> dict[str, Any]:
-    """One line of the CSV."""
-    plans = row.ours.get("plans") or []
-    bounds = [plan["lower_bound_slowdown"] for plan in plans]
-    low, high = row.ratio_interval or (None, None)
-    return {
-        "method": row.variant,
-        "status": row.status,
-        "step_ms": row.step_ms,
-        "ratio": 1.0 if row.variant.startswith("keep-all") else row.ratio,
-        "ratio_low": low,
-        "ratio_high": high,
-        "peak_over_static_bytes": row.peak_bytes,
-        "predicted_peak_bytes": row.predicted_peak_bytes,
-        "predicted_ms": sum(p["prediction"]["predicted_time_s"] for p in plans) * 1e3 or None,
-        "bound_ratio": 1.0 + max(bounds) if bounds and None not in bounds else None,
-        "gradient_error": row.gradient_error,
-        "offloaded_bytes": sum(p["offloaded_bytes"] for p in plans),
-        "recomputed_bytes": sum(p["recomputed_bytes"] for p in plans),
-    }
-
-
 def write_csv(rows: list[Row], path: Path) -> None:
-    """All points."""
+    """All points, as result files have them."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(record(row) for row in rows)
-
-
-def read_csv(path: Path) -> list[dict[str, Any]]:
-    """The points of an earlier run."""
-    texts = ("method", "status")
-    with path.open(newline="") as file:
-        return [
-            {name: value if name in texts else (float(value) if value else None) for name, value in line.items()}
-            for line in csv.DictReader(file)
-        ]
-
-
-def _family(method: str) -> str:
-    for family, prefixes in FAMILIES.items():
-        if method.startswith(prefixes):
-            return family
-    return method
-
-
-def draw(records: list[dict[str, Any]], title: str, path: Path) -> bool:
-    """The figure: peak over static against step time relative to keep-all. False where there is nothing or no way to draw."""
-    points = [p for p in records if p["ratio"] is not None and p["peak_over_static_bytes"] and p["status"].startswith("ok")]
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return False
-    if not points:
-        return False
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    families: dict[str, list[dict[str, Any]]] = {}
-    for point in sorted(points, key=lambda p: p["peak_over_static_bytes"]):
-        families.setdefault(_family(point["method"]), []).append(point)
-    known = [*FAMILIES, *sorted(families.keys() - FAMILIES.keys())]
-    for family, members in sorted(families.items(), key=lambda item: item[0] in OURS):
-        x, y = [p["peak_over_static_bytes"] / 1e9 for p in members], [(p["ratio"] - 1) * 100 for p in members]
-        style = OURS.get(family, {"marker": "s", "linestyle": "", "color": COLOURS[known.index(family) % len(COLOURS)]})
-        axes.plot(x, y, label=family, zorder=3 if family in OURS else 2, **style)
-        bound = [(at, (p["bound_ratio"] - 1) * 100) for at, p in zip(x, members, strict=True) if p["bound_ratio"]]
-        if bound:
-            axes.plot(*zip(*bound, strict=True), "--", color="black", alpha=0.6, label="no plan is predicted below (LP)")
-    axes.set_yscale("symlog", linthresh=5)
-    highest = max((p["ratio"] - 1) * 100 for p in points)
-    ticks = [-2, 0, 2, 5, 10, *(tick for tick in (20, 50, 100, 200, 400, 800) if tick < 2 * highest)]
-    axes.set_yticks(ticks, [f"{tick:+d} %" if tick else "0" for tick in ticks])
-    axes.set_xlabel("peak memory of a step over what is allocated between steps, GB")
-    axes.set_ylabel("step time over keep-all")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize="small")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-    return True
+        writer.writerows(row_record(row) for row in rows)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -158,8 +66,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, where memory is not measured")
     parser.add_argument("--out", type=Path, default=Path("pareto"))
     parser.add_argument("--gather", type=Path, default=None, metavar="DIR", help="the rows of all DIR/*/MODEL.json instead")
-    parser.add_argument("--redraw", type=Path, default=None, metavar="CSV", help="draw the points of an earlier run, and exit")
-    parser.add_argument("--title", default="", help="of a figure that is drawn again")
     return parser.parse_args(argv)
 
 
@@ -219,8 +125,6 @@ def gather(folder: Path, model: str) -> tuple[list[Row], dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, draw; 1 when a gradient was wrong."""
     given = arguments(argv)
-    if given.redraw is not None:
-        return 0 if draw(read_csv(given.redraw), given.title or given.redraw.stem, given.redraw.with_suffix(".png")) else 1
     given.out.mkdir(parents=True, exist_ok=True)
     if given.gather is not None:
         rows, facts = gather(given.gather, given.model)
@@ -231,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_csv(rows, path)
     print(f"\nwrote {path}")
     picture = given.out / f"pareto_{given.model}.png"
-    if draw([record(row) for row in rows], f"{given.model}: {facts.get('device', 'cpu')}", picture):
+    if draw([row_record(row) for row in rows], f"{given.model}: {facts.get('device', 'cpu')}", picture):
         print(f"wrote {picture}")
     elif rows[0].peak_bytes is None:
         print("no figure: peak memory is not measured on a CPU")

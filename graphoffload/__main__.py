@@ -1,7 +1,8 @@
-"""The command line: what this GPU can do, and what a plan for a model would be, without training.
+"""The command line: what this GPU can do, what a plan for a model would be without training, and what steps really take.
 
     python -m graphoffload hardware [NAME] [--list]
     python -m graphoffload explain script.py:build --hardware h200-sxm --device-budget 40GiB --out pictures
+    python -m graphoffload bench --model llama4k --variants checkpoint over:8.6GB
 
 `build` is a function of the script without arguments that returns (model, args), (model, args, kwargs) or (model, kwargs): args
 a tuple or list, kwargs a dict. Nothing is computed and no memory is taken where the model is on the meta device.
@@ -30,6 +31,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from graphoffload import bench
+from graphoffload.bench.cli import add_tools, completed
 from graphoffload.config import ENV_PREFIX, OffloadConfig, parse_text
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
 from graphoffload.hardware import PROFILES, cache_path, measure, resolve_hardware
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
         args = _arguments(argv)
-        with _quiet():
+        with nullcontext() if args.command == "bench" else _quiet():
             return int(args.run(args))
     except BudgetError as error:
         _complain(error)
@@ -91,17 +94,17 @@ class _Parser(argparse.ArgumentParser):
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """What was asked, or a complaint that names the nearest option there is."""
+    argv = completed(sys.argv[1:] if argv is None else argv)
     args, unknown = _parser().parse_known_args(argv)
+    args.argv = argv
     if not unknown:
         return args
+    command = f"{args.command} {args.tool}" if args.command == "bench" else args.command
     known = [f"--{_dashed(field.name)}" for field in dataclasses.fields(OffloadConfig)]
-    close = difflib.get_close_matches(
-        unknown[0].partition("=")[0], [*known, "--out", "--json", "--meta", "--list", "--device"], n=1
-    )
+    known = getattr(args, "known", [*known, "--out", "--json", "--meta", "--list", "--device"])
+    close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    raise CommandError(
-        f"{unknown[0]} is no argument of {args.command}.{hint} See: python -m graphoffload {args.command} --help"
-    )
+    raise CommandError(f"{unknown[0]} is no argument of {command}.{hint} See: python -m graphoffload {command} --help")
 
 
 def _dashed(name: str) -> str:
@@ -131,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
             f"--{_dashed(field.name)}", dest=f"field_{field.name}", metavar="VALUE", help=field_help(field.name)
         )
     explained.set_defaults(run=_explain)
+    add_tools(commands.add_parser("bench", help="measure steps on this machine", description=bench.__doc__, **shape), shape)
     return parser
 
 

@@ -18,7 +18,7 @@ KERNEL_HOST_S = 33e-6
 """What a kernel of compiled code takes the host: 5.5 ms of a small keep-all, by the 168 kernels that are counted of it."""
 
 OPS_HOST_S = 80e-6
-"""What the four ops of a transfer take the host in a real step (docs/benchmarks.md, twelfth session)."""
+"""What the four ops of a transfer take the host in a real step (docs/history/benchmarks-2026-11.md, twelfth session)."""
 
 _BUSY_SHARE = 0.6
 _warned_of_ranks = False

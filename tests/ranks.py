@@ -27,13 +27,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gpu.overlap import profile
 from gpu.races import RANDOM, disturbances
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphoffload
 from graphoffload import hardware, limits
+from graphoffload.bench.overlap import profile
 from graphoffload.config import OffloadConfig
 from graphoffload.errors import GraphOffloadWarning, PerRankPlanWarning
 from graphoffload.runtime import registry

@@ -150,7 +150,7 @@ def test_write_a_policy() -> None:
 
 def test_pareto_of_several_processes(tmp_path: Path) -> None:
     """Rows that processes measured side by side come back whole, with one keep-all; a folder without any is an error."""
-    from gpu.measure import Row, Sample
+    from graphoffload.bench.measure import Row, Sample
 
     sample, alone = Sample(10.0, 1.0, 10**9, 2 * 10**9, 5.5), Sample(8.0, 1.0, 10**9, 2 * 10**9, 5.5)
     for number, name in enumerate(("over:20GB", "slowdown:0.1")):
@@ -161,7 +161,7 @@ def test_pareto_of_several_processes(tmp_path: Path) -> None:
         (folder / "small.json").write_text(json.dumps({"model": "small", "rows": [row.to_dict() for row in rows]}))
     run_example("pareto.py", "--model", "small", "--gather", str(tmp_path), "--out", str(tmp_path / "out"))
     lines = (tmp_path / "out" / "pareto_small.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in lines] == ["method", "keep-all", "over:20GB", "slowdown:0.1"]
+    assert [line.split(",")[0] for line in lines] == ["variant", "keep-all", "over:20GB", "slowdown:0.1"]
     assert lines[1].startswith("keep-all,ok,8.0,1.0,"), "as it alternated with a variant"
     assert lines[2].startswith("over:20GB,ok,10.0,1.5,1.4,1.6,")
     with pytest.raises(AssertionError, match="in any folder of"):
@@ -174,7 +174,7 @@ def test_pareto(tmp_path: Path) -> None:
     run_example("pareto.py", *ARGUMENTS["pareto.py"], "--out", str(tmp_path))
     (table,) = tmp_path.glob("pareto_*.csv")
     rows = list(csv.DictReader(table.open()))
-    assert any(row["method"].startswith("keep-all") and row["status"] == "ok" for row in rows), rows
+    assert any(row["variant"].startswith("keep-all") and row["status"] == "ok" for row in rows), rows
     assert any(int(row["offloaded_bytes"] or 0) > 0 for row in rows), "no method offloads anything"
 
 

@@ -99,7 +99,7 @@ def test_table_has_both_ends(
     rows = capsys.readouterr().out.splitlines()[-2:]
     assert rows[0].split() == ["keep", "16384", "1000", "5", "3", "8.0", "24576:", "OutOfMemoryError"]
     assert rows[1].split() == ["auto", "32768", "1000", "5", "3", "8.0", "40960:", "OutOfMemoryError"]
-    assert [(row["method"], row["tokens"], row["why"]) for row in json.loads(out.read_text())] == [
+    assert [(row["method"], row["tokens"], row["why"]) for row in json.loads(out.read_text())["rows"]] == [
         ("keep", 16384, ""), ("keep", 24576, "OutOfMemoryError"), ("auto", 40960, "OutOfMemoryError"), ("auto", 32768, "")
     ]  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_call_that_is_cut_off_leaves_its_rows(example: ModuleType, monkeypatch: 
     out = tmp_path / "out.json"
     with pytest.raises(KeyboardInterrupt):
         example.main(["--methods", "keep,auto", "--guess", "keep=16384,auto=40960", "--out", str(out)])
-    assert [row["tokens"] for row in json.loads(out.read_text())] == [16384, 24576]
+    assert [row["tokens"] for row in json.loads(out.read_text())["rows"]] == [16384, 24576]
 
 
 def test_no_attempt_that_would_end_too_late(

@@ -69,6 +69,8 @@ def test_wheel(checkout: Path, modules: set[str], tmp_path: Path) -> None:
     assert "[torch_dynamo_backends]\ngraphoffload = graphoffload.backend:graphoffload" in text
     where = run(sys.executable, "-c", CHECK, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert where.split() == [str(tmp_path / "site" / "graphoffload" / f) for f in ("__init__.py", "passes/__init__.py")]
+    tools = run(sys.executable, "-m", "graphoffload", "bench", "--list", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert "over:11.5GB" in tools, "what measures is installed as well"
 
 
 def test_source_distribution_builds_the_same_wheel(checkout: Path, modules: set[str], tmp_path: Path) -> None:

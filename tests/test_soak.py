@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu.soak import Course, Log, build, run
 
 import graphoffload
+from graphoffload.bench.soak import Course, Log, build, run
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.pool import POOL
 

@@ -22,7 +22,7 @@ from graphoffload.analysis.storages import concrete, example_storage_nbytes, fak
 from graphoffload.hardware import HardwareProfile
 
 # Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens, and what a mask that is
-# read from memory leaves of them (4k tokens): docs/benchmarks.md.
+# read from memory leaves of them (4k tokens): docs/history.
 _ATTENTION_FORWARD = 0.79
 _ATTENTION_BACKWARD = 0.65
 _ATTENTION_WITH_MASK = 0.54
@@ -128,7 +128,7 @@ def _workspace_bytes(node: Operation) -> int:
     """What an attention backward on a GPU allocates while it runs: the query's gradient in float32, a number a row, and where
     several query heads share a key head, keys' and values' gradients of each. Other kernels: nothing worth counting.
 
-    Seen with cuDNN's attention on an H200 (docs/benchmarks.md).
+    Seen with cuDNN's attention on an H200 (docs/history).
     """
     if "attention" not in str(node.target) or "backward" not in str(node.target):
         return 0

@@ -11,11 +11,12 @@ import pytest
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts: deterministic products
 
 import torch
-from gpu.midsize import Measured, measure_midsize
+
+from graphoffload.bench.midsize import Measured, measure_midsize
 
 HERE = Path(__file__).resolve().parent
-ANYWHERE = ("test_bench.py", "test_reader_of_traces", "test_seeds_alternate")
-"""Files and tests of the tools alone."""
+ANYWHERE = ("test_reader_of_traces", "test_seeds_alternate")
+"""Tests that need no GPU."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -24,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE not in Path(item.path).parents:
             continue
-        if item.path.name in ANYWHERE or item.name in ANYWHERE:
+        if item.name in ANYWHERE:
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name not in ("gpu", "skip")]
         elif not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU: streams and device memory are real only there"))

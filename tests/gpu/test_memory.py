@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu.midsize import Measured
+from graphoffload.bench.midsize import Measured
 
 
 def test_peak_falls_by_what_was_offloaded(measured: Measured) -> None:

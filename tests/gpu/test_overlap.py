@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from gpu.midsize import Measured
-from gpu.overlap import common, length, merged, read_trace
+
+from graphoffload.bench.midsize import Measured
+from graphoffload.bench.overlap import common, length, merged, read_trace
 
 
 def test_copies_run_beside_kernels(measured: Measured) -> None:

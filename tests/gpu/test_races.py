@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from gpu import measure, races
-from gpu.models import Workload, build
+from gpu import races
 from gpu.races import (
     AFTER,
     ALL,
@@ -22,10 +21,12 @@ from gpu.races import (
     offloads_blocks,
     twin,
 )
-from gpu.variants import Eligible, apply, parse
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphoffload
+from graphoffload.bench import measure
+from graphoffload.bench.models import Workload, build
+from graphoffload.bench.variants import Eligible, apply, parse
 from graphoffload.runtime import registry, twin_copies
 from graphoffload.testing import ZOO, compile_case, whole_gradient_error
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch
-from gpu.soak import Course, build, run
 
 import graphoffload
+from graphoffload.bench.soak import Course, build, run
 from graphoffload.runtime import twin_copies
 
 STEPS = int(os.environ.get("SOAK_STEPS", "2000"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 
 import torch
-from gpu.midsize import Measured
-from gpu.op_cost import host_times, mean_of_ops
+
+from graphoffload.bench.midsize import Measured
+from graphoffload.bench.op_cost import host_times, mean_of_ops
 
 ALONE_US = 15.0
 """Of host time for one op, all included, in a loop of ops. Seen: 9."""

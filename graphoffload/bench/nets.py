@@ -47,7 +47,8 @@ class LlamaAttention(nn.Module):
         v = self.v_proj(x).view(batch, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, tokens, -1))
+        result: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, tokens, -1))
+        return result
 
 
 class SwiGLU(nn.Module):
@@ -60,7 +61,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
 
 
 class DenseExperts(nn.Module):
@@ -74,7 +76,8 @@ class DenseExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).float().softmax(-1).to(x.dtype)
         outputs = torch.stack([expert(x) for expert in self.experts], dim=-2)
-        return (outputs * weights.unsqueeze(-1)).sum(-2)
+        result: Tensor = (outputs * weights.unsqueeze(-1)).sum(-2)
+        return result
 
 
 class LlamaBlock(nn.Module):
@@ -88,11 +91,15 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_norm(x), cos, sin)
-        return x + self.mlp(self.post_norm(x))
+        result: Tensor = x + self.mlp(self.post_norm(x))
+        return result
 
 
 class LlamaStack(nn.Module):
     """Embedding, blocks, final norm, head, logits in float32, cross entropy on shifted tokens."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(
         self, *, layers: int, dim: int, hidden: int, heads: int, kv_heads: int, vocab: int, tokens: int, experts: int = 0
@@ -135,7 +142,8 @@ class Attention(nn.Module):
             layer(value).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer, value in ((self.q, x), (self.k, source), (self.v, source))
         )
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
+        result: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
+        return result
 
 
 class EncoderBlock(nn.Module):
@@ -153,7 +161,8 @@ class EncoderBlock(nn.Module):
         x = x + self.attention(self.norm1(x))
         if self.cross is not None and self.norm3 is not None:
             x = x + self.cross(self.norm3(x), context)
-        return x + self.mlp(self.norm2(x))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
 
 
 class VisionTransformer(nn.Module):
@@ -207,7 +216,8 @@ class ResidualConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv1(F.silu(self.norm1(x)))
-        return self.shortcut(x) + self.conv2(F.silu(self.norm2(y)))
+        result: Tensor = self.shortcut(x) + self.conv2(F.silu(self.norm2(y)))
+        return result
 
 
 class UNet(nn.Module):

@@ -1,6 +1,6 @@
 """Where a step's memory and time go, beside what was predicted: for the day on which a prediction is off.
 
-    python3 tests/gpu/where.py --model llama4k --variants ours-keep over:11.5GB --out DIR
+    python -m graphoffload bench where --model llama4k --variants ours-keep over:11.5GB --out DIR
 
 For each variant: the blocks alive at the measured peak with the generated line that allocated each; the storages alive at the
 predicted peak; kernels by measured time; graph operations by predicted time. The generated code is copied to DIR.
@@ -10,29 +10,33 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import linecache
 import os
 import shutil
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import torch
 
-import torch  # noqa: E402
-from gpu import measure, variants  # noqa: E402
-from gpu.models import MODELS, build  # noqa: E402
-
-from graphoffload import drafts  # noqa: E402
-from graphoffload.plan.program import Program  # noqa: E402
-from graphoffload.plan.simulator import Timeline  # noqa: E402
+from graphoffload import drafts
+from graphoffload.bench import measure, variants
+from graphoffload.bench.models import MODELS, build
+from graphoffload.bench.options import size_change
+from graphoffload.bench.patching import replaced
+from graphoffload.errors import ConfigError
+from graphoffload.plan.program import Program
+from graphoffload.plan.simulator import Timeline
+from graphoffload.runtime import trace_stalls
 
 Planned = tuple[Program, list[str], Timeline]
 
 
-def watch_plans(found: list[Planned]) -> None:
-    """Note the program, the actions and the timeline of everything that is scheduled from now on."""
+@contextlib.contextmanager
+def watch_plans() -> Iterator[list[Planned]]:
+    """The program, the actions and the timeline of everything that is scheduled meanwhile."""
+    found: list[Planned] = []
     schedule = drafts._schedule
 
     def noting(work: Any, instance: Any, actions: dict[str, Any], decided: Any) -> Timeline:
@@ -40,7 +44,8 @@ def watch_plans(found: list[Planned]) -> None:
         found.append((instance.program, [actions[tensor.name] for tensor in work.table.tensors], timeline))
         return timeline
 
-    drafts._schedule = noting
+    with replaced(drafts, _schedule=noting):
+        yield found
 
 
 def predicted_live(planned: Planned) -> list[tuple[int, str]]:
@@ -111,31 +116,18 @@ def show(title: str, rows: list[tuple[Any, ...]], limit: int) -> None:
 def run(model: str, name: str, sizes: dict[str, int], out: Path | None, limit: int) -> None:
     """Everything about one variant."""
     torch._dynamo.reset()
-    found: list[Planned] = []
-    watch_plans(found)
-    workload = build(model, torch.device("cuda"), **sizes)
-    measure.materialise_gradients(workload.module)
-    session = measure.Session(workload, variants.apply(variants.parse(name), workload, variants.Eligible()))
-    measure.warm_up(session, 2)
+    with watch_plans() as found:
+        workload = build(model, "cuda", sizes)
+        measure.materialise_gradients(workload.module)
+        session = measure.Session(workload, variants.apply(variants.parse(name), workload, variants.Eligible()))
+        measure.warm_up(session, 2)
     peak, live, at = live_at_peak(session)
     sample = session.step()
     print(f"\n{model} {name}: measured peak {peak / 1e9:.3f} GB (max_memory_allocated {(sample.peak_bytes or 0) / 1e9:.3f}), "
           f"event {at}, {sample.step_ms:.1f} ms")  # fmt: skip
     show("alive at the measured peak (bytes, allocated by)", live, limit)
     if found:
-        program, _, timeline = found[-1]
-        static = program.static_bytes
-        print(f"  predicted peak {(timeline.peak_bytes - static) / 1e9:.3f} GB over static {static / 1e9:.3f} GB at "
-              f"{timeline.peak_step} of {len(program.forward)} + {len(program.backward)} "
-              f"({program.step_name(timeline.peak_step)}), {timeline.time_s * 1e3:.1f} ms")  # fmt: skip
-        show("alive at the predicted peak", predicted_live(found[-1]), limit)
-        by_op: dict[str, list[float]] = collections.defaultdict(list)
-        for step in (*program.forward, *program.backward):
-            by_op[step.name.rstrip("0123456789_")].append(step.time_s * 1e3)
-        rows = sorted(((sum(times), len(times), name) for name, times in by_op.items()), reverse=True)
-        show("predicted ms by operation", [row for row in rows if row[0] > 0.2], 40)
-    from graphoffload.runtime import trace_stalls
-
+        _show_prediction(found[-1], limit)
     with trace_stalls() as stalls:
         session.step()
     print(f"  stalls: {stalls.release_ms:.1f} ms in forward, {stalls.wait_ms:.1f} ms in backward")
@@ -151,23 +143,41 @@ def run(model: str, name: str, sizes: dict[str, int], out: Path | None, limit: i
                 shutil.copy(path, out / f"{path.stem[:12]}.py.txt")
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _show_prediction(planned: Planned, limit: int) -> None:
+    program, _, timeline = planned
+    static = program.static_bytes
+    print(f"  predicted peak {(timeline.peak_bytes - static) / 1e9:.3f} GB over static {static / 1e9:.3f} GB at "
+          f"{timeline.peak_step} of {len(program.forward)} + {len(program.backward)} "
+          f"({program.step_name(timeline.peak_step)}), {timeline.time_s * 1e3:.1f} ms")  # fmt: skip
+    show("alive at the predicted peak", predicted_live(planned), limit)
+    by_op: dict[str, list[float]] = collections.defaultdict(list)
+    for step in (*program.forward, *program.backward):
+        by_op[step.name.rstrip("0123456789_")].append(step.time_s * 1e3)
+    rows = sorted(((sum(times), len(times), name) for name, times in by_op.items()), reverse=True)
+    show("predicted ms by operation", [row for row in rows if row[0] > 0.2], 40)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The tool's options."""
     parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=["llama4k"])
     parser.add_argument("--variants", nargs="+", default=["ours-keep"])
-    parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N", help="change single sizes of the model")
+    parser.add_argument("--size", nargs="*", type=size_change, default=[], metavar="NAME=N", help="change sizes of the model")
     parser.add_argument("--rows", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=None, help="folder for the generated code")
+
+
+def start(given: argparse.Namespace) -> int:
+    """One variant after another.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("where reads the allocator and the kernels of a GPU, and there is none here.")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")
-    sizes = {name: int(value) for name, value in (size.split("=") for size in given.size)}
     for model in given.model:
         for name in given.variants:
-            run(model, name, sizes, given.out, given.rows)
-
-
-if __name__ == "__main__":
-    main()
+            run(model, name, dict(given.size), given.out, given.rows)
+    return 0

@@ -4,10 +4,13 @@
     with twin_copies():
         twin = run(module, Course(steps=60), "cpu")          the same graphs, synchronous clones on the device
     assert log.losses == twin.losses
+
+    python -m graphoffload bench soak --steps 200           the same from a shell
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import random
@@ -16,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-import graphoffload
+from graphoffload.backend import OffloadBackend
+from graphoffload.bench.patching import replaced
+from graphoffload.runtime import host_memory, twin_copies
 from graphoffload.runtime.entries import ENTRIES
 
 
@@ -67,7 +71,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+        result: Tensor = x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+        return result
 
 
 class Stack(nn.Module):
@@ -87,7 +92,7 @@ def build(course: Course, device: str, inner: str) -> nn.Module:
     """The model, compiled in place with everything offloaded that may be; one graph for each bucket."""
     torch.manual_seed(0)
     module = Stack(course).to(device, course.dtype)
-    backend = graphoffload.OffloadBackend(policy="offload", min_tensor_bytes=0, inner=inner)
+    backend = OffloadBackend(policy="offload", min_tensor_bytes=0, inner=inner)
     module.compile(backend=backend, dynamic=False)
     return module
 
@@ -105,7 +110,7 @@ def failing(calls: int) -> Iterator[None]:
             raise Injected("a failure in the middle of a graph")
         return find(*args)
 
-    with mock.patch.object(ENTRIES, "find", broken):
+    with replaced(ENTRIES, find=broken):
         yield
 
 
@@ -166,7 +171,7 @@ def _evaluate(module: nn.Module, course: Course, device: str, log: Log) -> None:
 
 def _keep_books(log: Log, device: str) -> None:
     gc.collect(0)
-    held = graphoffload.host_memory()
+    held = host_memory()
     assert held.in_use_bytes == 0, "between steps no activation is on the host"
     assert len(ENTRIES) == 0
     log.held.append(held.held_bytes)
@@ -174,3 +179,30 @@ def _keep_books(log: Log, device: str) -> None:
     log.device.append(torch.cuda.memory_allocated() if device == "cuda" else 0)
     log.reserved.append(torch.cuda.memory_reserved() if device == "cuda" else 0)
     log.resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if Path("/proc").exists() else 0)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The tool's options."""
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--inner", default="aot_eager", help="aot_eager (default) or inductor")
+
+
+def start(given: argparse.Namespace) -> int:
+    """Run it with real and with synchronous copies; 1 where losses differ or memory grows after a third of the steps."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    course = Course(given.steps)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # attention and sums in one order, so that losses can be equal
+    try:
+        module = build(course, device, given.inner)
+        log = run(module, course, device)
+        with twin_copies():
+            twin = run(module, course, device)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    warm = course.steps // 3
+    grown = [name for name in ("held", "allocations", "device") if len(set(getattr(log, name)[warm:])) > 1]
+    same = twin.losses == log.losses
+    print(f"{course.steps} steps, {len(log.failed)} failures injected; host {log.held[-1]} B, device {log.device[-1]} B")
+    print(f"losses {'equal' if same else 'DIFFER FROM'} the twin's; {f'GREW: {grown}' if grown else 'nothing grows'}")
+    return 0 if same and not grown else 1

@@ -1,9 +1,9 @@
 """Host time of the four ops, one by one, without a model around them.
 
-    python3 tests/gpu/op_cost.py                 on whatever device there is
-    python3 tests/gpu/op_cost.py --profile       functions by own time as well
-    python3 tests/gpu/op_cost.py --in small --share 0.1   in real steps of a model (models.py), a tenth of its bytes offloaded:
-                                                 copies as one compiled call, call by call from Python, and so by torch.ops
+    python -m graphoffload bench op-cost                          on whatever device there is
+    python -m graphoffload bench op-cost --profile                functions by own time as well
+    python -m graphoffload bench op-cost --in small --share 0.1   in real steps of a model, a tenth of its bytes offloaded:
+                                                                  compiled copies, call by call from Python, by torch.ops
 
 Tensors are small, so that copies never hold the host up: what is timed is Python, torch's dispatcher and the driver's calls. On
 a CPU the side streams are stand-ins that do nothing, so that the same code runs as on a GPU, less the driver. In a real step
@@ -20,22 +20,23 @@ import gc
 import itertools
 import pstats
 import statistics
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import torch
 
-import torch  # noqa: E402
-
-from graphoffload import inner_compile  # noqa: E402
-from graphoffload.runtime import ops, streams  # noqa: E402
+from graphoffload import inner_compile
+from graphoffload.bench import measure, results
+from graphoffload.bench.models import MODELS, build
+from graphoffload.bench.options import add_result_options
+from graphoffload.bench.patching import replaced
+from graphoffload.bench.variants import Eligible, apply, parse
+from graphoffload.folders import write_whole
+from graphoffload.runtime import ops, streams
+from graphoffload.runtime.entries import ENTRIES
 
 OPS = ("offload", "release", "reload", "wait")
 PLAN = "0" * 64
@@ -100,7 +101,8 @@ def stand_in(device: torch.device) -> Iterator[None]:
         yield
         return
     driver = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-    with mock.patch.dict(streams._STREAMS, {device: NoStream()}), mock.patch("torch.cuda.cudart", return_value=driver):
+    pretended = {**streams._STREAMS, device: NoStream()}
+    with replaced(streams, _STREAMS=pretended), replaced(torch.cuda, cudart=lambda: driver):
         yield
 
 
@@ -141,7 +143,7 @@ def host_times(device: torch.device, *, count: int = 12, steps: int = 50, nbytes
             step(tensors, spent)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-        ops.ENTRIES.sweep()
+        ENTRIES.sweep()
     return spent
 
 
@@ -151,8 +153,8 @@ def copies_by(way: str) -> Iterator[None]:
     if way == "compiled" or not torch.cuda.is_available():
         yield
         return
-    found = streams.streams_of(torch.device("cuda", torch.cuda.current_device()))
-    with mock.patch.object(found, "_whole", None):
+    found: Any = streams.streams_of(torch.device("cuda", torch.cuda.current_device()))
+    with replaced(found, _whole=None):
         yield
     found._events.clear()  # those made meanwhile have no address for the compiled copy
 
@@ -174,16 +176,12 @@ def timing_calls(spent: dict[str, list[float]], *, direct: bool) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         for name in OPS:
             owner, attribute = (ops.KERNELS, name) if direct else (getattr(torch.ops.graphoffload, name), "default")
-            stack.enter_context(mock.patch.object(owner, attribute, timed(getattr(owner, attribute), spent[name])))
+            stack.enter_context(replaced(owner, **{attribute: timed(getattr(owner, attribute), spent[name])}))
         yield
 
 
 def sessions_of(model: str, share: float, *, direct: bool) -> tuple[Any, Any]:
     """Keep-all and a share of the bytes offloaded, ready to step; `direct`: compiled code calls the ops themselves."""
-    from gpu import measure
-    from gpu.models import build
-    from gpu.variants import Eligible, apply, parse
-
     torch._dynamo.reset()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sessions = []
@@ -192,7 +190,7 @@ def sessions_of(model: str, share: float, *, direct: bool) -> tuple[Any, Any]:
         session = measure.Session(workload, apply(parse(variant), workload, Eligible()))
         with contextlib.ExitStack() as stack:
             if not direct:  # a compile cache would give the code that calls directly
-                stack.enter_context(mock.patch.object(inner_compile, "direct_calls", contextlib.nullcontext))
+                stack.enter_context(replaced(inner_compile, direct_calls=contextlib.nullcontext))
                 stack.enter_context(torch._inductor.config.patch(force_disable_caches=True))
             measure.warm_up(session)
         sessions.append(session)
@@ -227,24 +225,60 @@ def mean_of_ops(spent: dict[str, list[float]]) -> float:
     return statistics.mean(statistics.median(values) for values in spent.values())
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", action="store_true")
+def record(way: str, spent: dict[str, list[float]], found: Found | None = None) -> dict[str, Any]:
+    """A row of a result file: microseconds at the median of each op, of all calls, and the step's milliseconds."""
+    calls = list(itertools.chain(*spent.values()))
+    row: dict[str, Any] = {"variant": way, "calls": len(calls)}
+    row |= {f"{name}_us": statistics.median(values) for name, values in spent.items()}
+    row |= {"median_us": statistics.median(calls), "mean_us": statistics.mean(calls)}
+    if found is not None:
+        for name, pairs in (("step_ms", found.step_ms), ("host_ms", found.host_ms)):
+            row[f"keep_{name}"], row[name] = map(statistics.median, zip(*pairs, strict=True))
+    return row
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The tool's options."""
+    parser.add_argument("--profile", action="store_true", help="functions by own time as well (of a loop of ops)")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--in", dest="model")
-    parser.add_argument("--share", type=float, default=0.1)
-    given = parser.parse_args()
+    parser.add_argument("--in", dest="model", choices=sorted(MODELS), help="real steps of a model instead of a loop of ops")
+    parser.add_argument("--share", type=float, default=0.1, help="of the model's bytes, offloaded (default: 0.1)")
+    add_result_options(parser)
+
+
+def start(given: argparse.Namespace) -> int:
+    """Time the ops, print, and write a result file where one is asked for."""
+    noted = results.circumstances(given.command_line, given.commit)
     gc.disable()
-    if given.model:
-        for direct, ways in ((True, ("compiled", "call by call")), (False, ("by torch.ops",))):
-            sessions = sessions_of(given.model, given.share, direct=direct)
-            for found in in_steps(sessions, ways, direct=direct, steps=given.steps):
-                print(found)
-                show(found.spent)
-            for session in sessions:
-                session.close()
-        return
+    try:
+        rows = _in_steps(given) if given.model else _in_a_loop(given)
+    finally:
+        gc.enable()
+    if given.results is not None:
+        names = ("date", "device", "torch", "commit", "command")
+        facts = {"share": given.share} if given.model else {}
+        subject = f"op-cost-{given.model or 'loop'}"
+        result = results.Result(
+            subject=subject, kind="op-cost", rows=tuple(rows), facts=facts, **{name: noted[name] for name in names}
+        )
+        print(f"wrote {write_whole(given.results / result.folder / f'{subject}.json', result.to_json())}")
+    return 0
+
+
+def _in_steps(given: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for direct, ways in ((True, ("compiled", "call by call")), (False, ("by torch.ops",))):
+        sessions = sessions_of(given.model, given.share, direct=direct)
+        for found in in_steps(sessions, ways, direct=direct, steps=given.steps):
+            print(found)
+            show(found.spent)
+            rows.append(record(f"real step, {found.way}", found.spent, found))
+        for session in sessions:
+            session.close()
+    return rows
+
+
+def _in_a_loop(given: argparse.Namespace) -> list[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     spent = host_times(device, steps=given.steps)
     show(spent)
@@ -253,7 +287,4 @@ def main() -> None:
         with cProfile.Profile() as profiler:
             host_times(device, steps=given.steps)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
-
-
-if __name__ == "__main__":
-    main()
+    return [record("loop, compiled copies", spent)]

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import measure, together, variants
-from gpu.measure import Row, Sample, bootstrap_ratio, compare_gradients
-from gpu.models import MODELS, build
-from gpu.runner import Options, Runner
-from gpu.table import progress_line, show_table
-from gpu.variants import parse, split_names
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphoffload.bench import measure, together, variants
+from graphoffload.bench.measure import Row, Sample, bootstrap_ratio, compare_gradients
+from graphoffload.bench.models import MODELS, build
+from graphoffload.bench.runner import Options, Runner
+from graphoffload.bench.table import progress_line, show_table
+from graphoffload.bench.variants import parse, split_names
+from graphoffload.errors import ConfigError
 
 
 def test_names_of_variants() -> None:
@@ -49,7 +51,7 @@ def test_names_of_variants() -> None:
 )
 def test_bad_names(text: str, message: str) -> None:
     """Before anything was compiled."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         parse(text)
 
 
@@ -100,7 +102,7 @@ def test_variants_in_turns_share_weights_and_a_baseline(monkeypatch: pytest.Monk
     assert runner.baseline is not None
     shared = {p.data_ptr() for p in runner.baseline.parameters} | {p.grad.data_ptr() for p in runner.baseline.parameters}
     seen: list[str] = []
-    measured = measure.in_turns
+    measured = runner.in_turns
 
     def watch(session: measure.Session, name: str) -> None:
         assert {p.data_ptr() for p in session.parameters} | {p.grad.data_ptr() for p in session.parameters} == shared
@@ -119,11 +121,11 @@ def test_variants_in_turns_share_weights_and_a_baseline(monkeypatch: pytest.Monk
         for parameter in baseline.parameters:
             parameter.grad.fill_(float("nan"))
 
-    monkeypatch.setattr(measure, "in_turns", watched)
+    runner.in_turns = watched
     keep, bad, offload = runner.run_in_turns(["keep", "slowdown:much", ours])
     assert seen[:8] == ["keep", "keep", "ours", "ours"] * 2
     assert (keep.status, offload.status) == ("ok", "ok")
-    assert bad.status.startswith("FAILED: ValueError")
+    assert bad.status.startswith("FAILED: ConfigError")
     assert [len(row.samples) for row in (keep, bad, offload)] == [4, 0, 4]
     assert keep.baseline == offload.baseline
     assert len(keep.baseline) == 4
@@ -175,10 +177,10 @@ def test_so_many_measure_at_once(tmp_path: Path) -> None:
 
 def test_unknown_model_and_size() -> None:
     """Both lists are in the message."""
-    with pytest.raises(KeyError, match="known: llama4k"):
+    with pytest.raises(ConfigError, match="known: llama4k"):
         build("gpt5", "cpu")
-    with pytest.raises(KeyError, match="has no size"):
-        build("small", "cpu", tiny=True, width=3)
+    with pytest.raises(ConfigError, match="has no size"):
+        build("small", "cpu", {"width": 3}, tiny=True)
 
 
 def test_table_of_failures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from gpu.models import Workload
 from torch import Tensor, nn
+
+from graphoffload.bench.models import Workload
+from graphoffload.runtime import host_memory, release_host_memory
 
 WARM_UP_STEPS = 3
 _CHUNK = 2**26
@@ -120,7 +122,7 @@ class Session:
 
     def step(self) -> Sample:
         """One timed step. Same random seed each time, so that dropout draws the same masks."""
-        torch._foreach_zero_([p.grad for p in self.parameters])
+        torch._foreach_zero_([_gradient(p) for p in self.parameters])
         torch.manual_seed(1234)
         if not self.cuda:
             return self._step_on_cpu()
@@ -151,11 +153,11 @@ class Session:
 
     def gradients(self, device: torch.device | str | None = None) -> list[Tensor]:
         """Copies of all gradients."""
-        return [p.grad.detach().to(device or p.device, copy=True) for p in self.parameters]
+        return [_gradient(p).detach().to(device or p.device, copy=True) for p in self.parameters]
 
     def check(self, reference: list[Tensor], loss: float) -> GradientCheck:
         """The gradients of the latest step against `reference`."""
-        error, norm, whole = compare_gradients([p.grad for p in self.parameters], reference)
+        error, norm, whole = compare_gradients([_gradient(p) for p in self.parameters], reference)
         return GradientCheck(error / whole if whole else error, norm, loss)
 
     def close(self) -> None:
@@ -165,6 +167,11 @@ class Session:
             tensor.data = tensor.data.new_empty(0)
         self.parameters = []
         self.workload.batch.clear()
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "gradients exist before the first step"
+    return parameter.grad
 
 
 def materialise_gradients(module: nn.Module) -> None:
@@ -277,9 +284,7 @@ def pinned_bytes() -> int | None:
     with contextlib.suppress(Exception):
         torch_bytes = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
     with contextlib.suppress(Exception):
-        import graphoffload
-
-        return torch_bytes + int(graphoffload.host_memory().held_bytes)
+        return torch_bytes + int(host_memory().held_bytes)
     return torch_bytes
 
 
@@ -287,8 +292,6 @@ def tidy() -> None:
     """Give device and host memory of a finished variant back."""
     gc.collect()
     with contextlib.suppress(Exception):
-        from graphoffload.runtime import release_host_memory
-
         release_host_memory()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

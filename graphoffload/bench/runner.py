@@ -12,25 +12,25 @@ import contextlib
 import faulthandler
 import json
 import os
+import shlex
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import measure
-from gpu.measure import Row, Session
-from gpu.models import Workload, build
-from gpu.table import progress_line, show_table
-from gpu.variants import Eligible, Variant, apply, parse
 from torch import Tensor
 
-REPEATS = 3
-"""Steps from which it is learnt how far gradients are from themselves."""
+from graphoffload.bench import measure, overlap, results
+from graphoffload.bench.measure import Row, Session
+from graphoffload.bench.models import Workload, build
+from graphoffload.bench.observed import REPEATS, forget_plans, our_plans, our_stats, twin_error
+from graphoffload.bench.table import progress_line, show_table
+from graphoffload.bench.variants import Eligible, Variant, apply, parse
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ class Options:
         limit_s: seconds after which remaining variants are skipped. variant_limit_s: one variant may take this long.
         tolerance: whole-gradient error above which (and above 1.5 x eager's) a variant is WRONG; None: by dtype.
         trace: profile one step of each variant of graphoffload.
+        commit, command: what the files say of this run; found out where not given.
     """
 
     steps: int = 10
@@ -57,6 +58,8 @@ class Options:
     dtype: torch.dtype | None = None
     out: Path | None = None
     quiet: bool = False
+    commit: str = ""
+    command: str = ""
 
 
 @dataclass(slots=True)
@@ -69,12 +72,19 @@ class _Lane:
 
 
 class Runner:
-    """One call: one model, one baseline, many variants."""
+    """One call: one model, one baseline, many variants. `in_turns` measures those that are ready, as measure.in_turns does."""
 
-    def __init__(self, model: str, device: torch.device | str, options: Options) -> None:
-        self.model, self.device, self.options = model, torch.device(device), options
+    def __init__(
+        self, model: str, device: torch.device | str, options: Options, in_turns: Callable[..., None] = measure.in_turns
+    ) -> None:
+        self.model, self.device, self.options, self.in_turns = model, torch.device(device), options, in_turns
         self.rows: list[Row] = []
-        self.facts: dict[str, Any] = {"model": model, "torch": torch.__version__, "argv": sys.argv}
+        self.facts: dict[str, Any] = {
+            "model": model,
+            "subject": results.subject_of(model, options.sizes or {}, tiny=options.tiny),
+            "block": options.block,
+            **results.circumstances(options.command or shlex.join(["python", *sys.argv]), options.commit, self.device.type),
+        }
         self.began = time.perf_counter()
         self.eligible = Eligible()
         self.baseline: Session | None = None
@@ -97,7 +107,7 @@ class Runner:
 
     def fresh(self) -> Workload:
         """The model from the same seed."""
-        return build(self.model, self.device, tiny=self.options.tiny, dtype=self.options.dtype, **(self.options.sizes or {}))
+        return build(self.model, self.device, self.options.sizes, tiny=self.options.tiny, dtype=self.options.dtype)
 
     def session(self, variant: Variant) -> Session:
         """A fresh model under a variant; gradients exist before anything is planned."""
@@ -109,10 +119,7 @@ class Runner:
 
     def start(self) -> None:
         """Compile and measure keep-all, keep its gradients, and learn how far rounding alone goes."""
-        if self.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self.device)
-            self.facts["device"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
-        self.say(f"{self.model} on {self.facts.get('device', 'cpu')}, torch {torch.__version__}: building keep-all")
+        self.say(f"{self.model} on {self.facts['device']}, torch {torch.__version__}: building keep-all")
         row = Row("keep-all before")
         session = self.session(parse("keep"))
         row.compile_s = measure.warm_up(session, self.options.warm_up)
@@ -178,7 +185,7 @@ class Runner:
                 lanes += [lane] if lane is not None else []
             try:
                 if lanes:
-                    measure.in_turns(
+                    self.in_turns(
                         [(lane.row, lane.session) for lane in lanes], self.baseline, self.reference,
                         steps=self.options.steps, block=self.options.block,
                     )  # fmt: skip
@@ -267,8 +274,6 @@ class Runner:
             self._trace(row, session)
 
     def _trace(self, row: Row, session: Session) -> None:
-        from gpu import overlap
-
         name = "".join(letter if letter.isalnum() else "_" for letter in row.variant)[:40]
         path = self.options.out / f"trace_{name}.json.gz" if self.options.out else None
         timeline = overlap.profile(session.step, path)
@@ -354,60 +359,3 @@ def _failed(row: Row, error: Exception) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [repr(error)])[0][:300]
-
-
-def forget_plans() -> None:
-    """So that last_plans() shows the next variant's alone."""
-    with contextlib.suppress(Exception):
-        from graphoffload.runtime import registry
-
-        registry.forget()
-
-
-def our_stats() -> dict[str, int]:
-    """graphoffload's counters."""
-    import graphoffload
-
-    stats = graphoffload.stats()
-    return {name: value for name, value in dict(stats).items() if isinstance(value, (int, float))}
-
-
-def our_plans() -> list[dict[str, Any]]:
-    """What the variant's plans say, without their tables."""
-    import graphoffload
-
-    return [
-        {
-            "graph": plan.graph,
-            "summary": plan.summary,
-            "notes": list(plan.notes),
-            "offloaded_bytes": plan.offloaded_bytes,
-            "recomputed_bytes": plan.recomputed_bytes,
-            "saved_bytes": plan.saved.saved_bytes,
-            "transfers": len(plan.transfers),
-            "prediction": {name: getattr(plan.prediction, name) for name in plan.prediction.__dataclass_fields__},
-            "predicted_slowdown": plan.prediction.predicted_slowdown,
-            "lower_bound_slowdown": plan.prediction.lower_bound_slowdown,
-        }
-        for plan in graphoffload.last_plans()
-    ]
-
-
-def twin_error(session: Session, reference: list[Tensor]) -> tuple[float, float] | None:
-    """How far a step is from the same graphs with synchronous copies, and how far those are from themselves.
-
-    Only copies differ, so only races and layouts can; but attention's backward adds in any order, at times and not always.
-    """
-    from graphoffload.runtime import twin_copies
-
-    try:
-        session.step()  # another session may have left its gradients where this one's are
-        found, errors = session.gradients(reference[0].device), []
-        with twin_copies():
-            for _ in range(REPEATS):
-                session.step()
-                errors.append(session.check(found, 0.0).error)
-                found = session.gradients(reference[0].device) if len(errors) == 1 else found
-        return errors[0], max(errors[1:])
-    except torch.cuda.OutOfMemoryError:
-        return None

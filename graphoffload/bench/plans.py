@@ -1,7 +1,7 @@
 """One model planned for an H200, on the H200 or on a laptop, and how far two such plans are apart.
 
-    python3 tests/gpu/laptop.py --model llama4k --write here.json         # on each machine
-    python3 tests/gpu/laptop.py --compare here.json there.json
+    python -m graphoffload bench plans --model llama4k --write here.json         # on each machine
+    python -m graphoffload bench plans --compare here.json there.json
 
 Without a GPU the model is made on the meta device. The plan keeps everything and, with --over, meets a budget.
 """
@@ -11,29 +11,25 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import torch
 
-import torch  # noqa: E402
-from gpu import where  # noqa: E402
-from gpu.models import MODELS, build  # noqa: E402
-
-import graphoffload  # noqa: E402
-from graphoffload.units import parse_size  # noqa: E402
+from graphoffload.bench import where
+from graphoffload.bench.models import MODELS, build
+from graphoffload.errors import ConfigError
+from graphoffload.introspect import explain
+from graphoffload.units import parse_size
 
 
 def write(model: str, path: Path, over: str) -> None:
     """The reports of keep-all and of a budget, as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "meta")
     workload = build(model, device)
-    arguments: dict[str, Any] = {**workload.batch, **workload.constants}
-    found: list[where.Planned] = []
-    where.watch_plans(found)
-    keep = graphoffload.explain(workload.module, hardware="h200-sxm", policy="keep", reserve=0)(**arguments)
+    inputs: dict[str, Any] = {**workload.batch, **workload.constants}
+    with where.watch_plans() as found:
+        keep = explain(workload.module, hardware="h200-sxm", policy="keep", reserve=0)(**inputs)
     program, _, timeline = found[-1]
     step = program.step_name(timeline.peak_step)
     print(f"keep-all's peak: {timeline.peak_bytes} bytes, {program.static_bytes} static, at {step}")
@@ -41,7 +37,7 @@ def write(model: str, path: Path, over: str) -> None:
     reports = {"keep": json.loads(keep.to_json())}
     if over:
         budget = keep.keep_peak_bytes - parse_size(over, field="over")
-        plan = graphoffload.explain(workload.module, hardware="h200-sxm", device_budget=budget, reserve=0)(**arguments)
+        plan = explain(workload.module, hardware="h200-sxm", device_budget=budget, reserve=0)(**inputs)
         reports["budget"] = json.loads(plan.to_json())
     path.write_text(json.dumps(reports))
 
@@ -79,19 +75,23 @@ def compare(left: Path, right: Path) -> int:
     return failed
 
 
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The tool's options."""
     parser.add_argument("--model", choices=sorted(MODELS), default="llama4k")
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, metavar="FILE")
     parser.add_argument("--over", default="", help="a second plan, with a budget this much below keep-all's peak")
-    parser.add_argument("--compare", nargs=2, type=Path)
-    given = parser.parse_args()
+    parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE")
+
+
+def start(given: argparse.Namespace) -> int:
+    """Plan and write, or compare; 1 where two plans differ.
+
+    Raises:
+        ConfigError: neither was asked for.
+    """
     if given.compare:
         return compare(*given.compare)
+    if given.write is None:
+        raise ConfigError("give --write FILE, or --compare with two of such files.")
     write(given.model, given.write, given.over)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """The models that are measured, by name, each in its real size and in one that a CPU trains in a second.
 
     workload = build("llama4k", "cuda")           HF LlamaForCausalLM, 8 layers, batch 4 x 4096, bf16, sdpa
-    workload = build("stack32k", "cuda", tokens=16384)
+    workload = build("stack32k", "cuda", {"tokens": 16384})
     loss = workload.loss()                        one forward; loss.backward() is the rest of the step
 
 The two Llamas share their sizes: hidden 4096, MLP 14336, 32 heads of which 8 for keys and values, vocabulary 32000.
@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from gpu import nets
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from graphoffload.bench import nets
+from graphoffload.errors import ConfigError
 
 Sizes = dict[str, int]
 IGNORED = -100  # a target that cross entropy leaves out
@@ -45,7 +47,8 @@ class Workload:
     def loss(self) -> Tensor:
         """Forward; a Hugging Face output keeps only its loss, so the logits are dropped before backward."""
         output = self.module(**self.batch, **self.constants)
-        return output.loss if self.hugging_face else output
+        loss: Tensor = output.loss if self.hugging_face else output
+        return loss
 
     @property
     def tokens(self) -> int:
@@ -78,7 +81,8 @@ def _floats(*shape: int, device: torch.device, seed: int) -> Tensor:
 def _hf_llama(s: Sizes, device: torch.device) -> Workload:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    make: Any = LlamaConfig  # takes more keywords than its type says
+    config = make(
         vocab_size=s["vocab"], hidden_size=s["dim"], intermediate_size=s["hidden"], num_hidden_layers=s["layers"],
         num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], max_position_embeddings=s["tokens"],
         tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",
@@ -93,7 +97,8 @@ def _hf_llama(s: Sizes, device: torch.device) -> Workload:
 def _hf_qwen(s: Sizes, device: torch.device) -> Workload:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
+    make: Any = Qwen3Config
+    config = make(
         vocab_size=s["vocab"], hidden_size=s["dim"], intermediate_size=s["hidden"], num_hidden_layers=s["layers"],
         num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], head_dim=s["dim"] // s["heads"],
         max_position_embeddings=s["tokens"], tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",
@@ -108,7 +113,8 @@ def _hf_qwen(s: Sizes, device: torch.device) -> Workload:
 def _hf_gpt2(s: Sizes, device: torch.device) -> Workload:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
+    make: Any = GPT2Config
+    config = make(
         vocab_size=s["vocab"], n_embd=s["dim"], n_layer=s["layers"], n_head=s["heads"], n_positions=s["tokens"],
         resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, use_cache=False, attn_implementation="sdpa",
         bos_token_id=0, eos_token_id=0,
@@ -164,7 +170,8 @@ class ChunkedLoss(nn.Module):
         targets = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
         parts = zip(hidden.split(self.chunk, dim=1), targets.split(self.chunk, dim=1), strict=True)
         total = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
-        return total / labels[:, 1:].numel()
+        result: Tensor = total / labels[:, 1:].numel()
+        return result
 
     def _summed(self, hidden: Tensor, target: Tensor) -> Tensor:
         logits = self.model.get_output_embeddings()(hidden).float()
@@ -241,21 +248,27 @@ def _defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def build(
-    name: str, device: torch.device | str, *, tiny: bool = False, seed: int = 0, dtype: torch.dtype | None = None, **sizes: int
+    name: str,
+    device: torch.device | str,
+    sizes: Sizes | None = None,
+    *,
+    tiny: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Workload:
     """The workload `name` with parameters drawn from `seed` on `device`; `sizes` override single sizes.
 
     Raises:
-        KeyError: an unknown name or size; the message lists the known ones.
+        ConfigError: an unknown name or size; the message lists the known ones.
     """
     if name not in MODELS:
-        raise KeyError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+        raise ConfigError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     spec = MODELS[name]
     chosen = dict(spec.tiny if tiny else spec.real)
-    unknown = sizes.keys() - chosen.keys()
+    unknown = (sizes or {}).keys() - chosen.keys()
     if unknown:
-        raise KeyError(f"{name} has no size {sorted(unknown)}; it has {sorted(chosen)}")
-    chosen.update(sizes)
+        raise ConfigError(f"{name} has no size {sorted(unknown)}; it has {sorted(chosen)}")
+    chosen.update(sizes or {})
     device = torch.device(device)
     torch.manual_seed(seed)
     with _defaults(dtype or spec.dtype, device):

@@ -29,9 +29,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu.models import Workload
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from graphoffload.backend import OffloadBackend
+from graphoffload.bench.models import Workload
+from graphoffload.config import OffloadConfig
+from graphoffload.errors import ConfigError
+from graphoffload.introspect import explain
+from graphoffload.runtime import stats
+from graphoffload.runtime.registry import last_plans
+from graphoffload.units import parse_size
 
 PLAIN = ("eager", "keep", "checkpoint", "checkpoint-eager", "selective", "save_on_cpu", "torch-offload", "torch-offload-async")
 OURS = ("ours-keep", "recompute", "offload", "auto", "over", "slowdown", "ours")
@@ -75,17 +83,20 @@ def parse(text: str) -> Variant:
     """The variant that a name means.
 
     Raises:
-        ValueError: unknown kind, or an argument that does not fit; the message lists the known kinds.
+        ConfigError: unknown kind, or an argument that does not fit; the message lists the known kinds.
     """
     if text.startswith("per-block/"):
         variant = parse(text.removeprefix("per-block/"))
         if not (variant.ours or variant.kind == "keep"):
-            raise ValueError(f"{text!r}: only keep and variants of graphoffload go block by block")
+            raise ConfigError(f"{text!r}: only keep and variants of graphoffload go block by block")
         return replace(variant, text=text, per_block=True)
     kind, _, argument = text.partition(":")
     options: dict[str, Any] = {}
     if kind == "ours":
-        return Variant(text, kind, "", tuple(json.loads(argument or "{}").items()))
+        try:
+            return Variant(text, kind, "", tuple(json.loads(argument or "{}").items()))
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f'{text!r}: {error}; give a JSON object of options, such as {{"policy": "offload"}}') from None
     parts = text.split("+")
     kind, _, argument = parts[0].partition(":")
     for part in parts[1:]:
@@ -95,13 +106,16 @@ def parse(text: str) -> Variant:
         except json.JSONDecodeError:
             options[key] = value
     if kind not in (*PLAIN, *OURS, "budget"):
-        raise ValueError(f"unknown variant {text!r}; known: {', '.join((*PLAIN, 'budget:X', *OURS))}")
+        raise ConfigError(f"unknown variant {text!r}; known: {', '.join((*PLAIN, 'budget:X', *OURS))}")
     if kind in ("budget", "slowdown"):
-        float(argument)
+        try:
+            float(argument)
+        except ValueError as error:
+            raise ConfigError(f"{text!r}: {error}; {kind} takes a number, such as {kind}:0.05") from None
     if kind in ("offload", "over") and not argument:
-        raise ValueError(f"{kind} needs a size, such as {kind}:5.8GB" + (" or offload:all" if kind == "offload" else ""))
+        raise ConfigError(f"{kind} needs a size, such as {kind}:5.8GB" + (" or offload:all" if kind == "offload" else ""))
     if options and kind not in OURS:
-        raise ValueError(f"{text!r}: only variants of graphoffload take options")
+        raise ConfigError(f"{text!r}: only variants of graphoffload take options")
     return Variant(text, kind, argument, tuple(options.items()))
 
 
@@ -116,7 +130,8 @@ class Inductor:
         from torch._inductor.compile_fx import compile_fx
 
         with torch._functorch.config.patch(self.functorch):
-            return compile_fx(graph, inputs, config_patches=self.inductor)
+            compiled: Callable[..., Any] = compile_fx(graph, inputs, config_patches=self.inductor)  # type: ignore[assignment]
+            return compiled
 
 
 def _tag_everything(graph: torch.fx.Graph) -> None:
@@ -161,10 +176,11 @@ class Checkpointed(nn.Module):
 def wrap_blocks(workload: Workload, *, selective: bool) -> None:
     """Checkpoint every layer: by the model's own switch where it has one."""
     if workload.hugging_face and not selective:
-        workload.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model: Any = workload.module
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     for path in workload.blocks:
-        layers = workload.module.get_submodule(path)
+        layers: Any = workload.module.get_submodule(path)
         for index, layer in enumerate(layers):
             layers[index] = Checkpointed(layer, selective=selective)
 
@@ -183,29 +199,25 @@ class Eligible:
         """Bytes, from explain; where that fails, or block by block, from a forward that is compiled and thrown away."""
         key = _key(workload) + (" per block" if per_block else "")
         if key not in self.known:
-            import graphoffload
-
-            config = graphoffload.OffloadConfig(policy="offload", **options)
+            config = OffloadConfig(policy="offload", **options)
             if per_block:
-                self.known[key] = _moved_bytes(workload, graphoffload.OffloadBackend(config))
+                self.known[key] = _moved_bytes(workload, OffloadBackend(config))
                 return self.known[key]
             try:
-                report = graphoffload.explain(workload.module, config)(**workload.batch, **workload.constants)
+                report = explain(workload.module, config)(**workload.batch, **workload.constants)
                 self.known[key] = int(report.offloaded_bytes)
             except Exception as error:
                 print(f"    explain failed ({type(error).__name__}: {str(error)[:200]}); compiling a forward", flush=True)
-                self.known[key] = _planned_bytes(workload, graphoffload.OffloadBackend(config))
+                self.known[key] = _planned_bytes(workload, OffloadBackend(config))
         return self.known[key]
 
 
 def _planned_bytes(workload: Workload, backend: Any) -> int:
-    import graphoffload
-
-    before = {plan.key for plan in graphoffload.last_plans()}
+    before = {plan.key for plan in last_plans()}
     workload.module.compile(backend=backend, dynamic=False)
     workload.loss()
     workload.module._compiled_call_impl = None
-    return sum(plan.offloaded_bytes for plan in graphoffload.last_plans() if plan.key not in before)
+    return sum(plan.offloaded_bytes for plan in last_plans() if plan.key not in before)
 
 
 def layers_of(workload: Workload) -> list[nn.Module]:
@@ -215,15 +227,13 @@ def layers_of(workload: Workload) -> list[nn.Module]:
 
 def _moved_bytes(workload: Workload, backend: Any) -> int:
     """What one forward copies to the host when each layer is compiled: one plan may serve many of them."""
-    import graphoffload
-
     for layer in layers_of(workload):
         layer.compile(backend=backend, dynamic=False)
-    before = graphoffload.stats()["d2h_bytes"]
+    before = stats()["d2h_bytes"]
     workload.loss()
     for layer in layers_of(workload):
         layer._compiled_call_impl = None
-    return graphoffload.stats()["d2h_bytes"] - before
+    return int(stats()["d2h_bytes"]) - int(before)
 
 
 def _key(workload: Workload) -> str:
@@ -232,8 +242,6 @@ def _key(workload: Workload) -> str:
 
 def our_options(variant: Variant, workload: Workload, eligible: Eligible) -> dict[str, Any]:
     """Options of OffloadConfig for a variant of ours. Gradients must exist already: "over" counts them."""
-    from graphoffload.units import parse_size
-
     extra = dict(variant.options)
     kind, argument = variant.kind, variant.argument
     if kind in ("ours-keep", "recompute"):
@@ -266,9 +274,7 @@ def apply(variant: Variant, workload: Workload, eligible: Eligible) -> Callable[
     kind, module = variant.kind, workload.module
     backend: Any = None
     if variant.ours:
-        import graphoffload
-
-        backend = graphoffload.OffloadBackend(graphoffload.OffloadConfig(**our_options(variant, workload, eligible)))
+        backend = OffloadBackend(OffloadConfig(**our_options(variant, workload, eligible)))
     elif kind in ("checkpoint", "checkpoint-eager", "selective"):
         wrap_blocks(workload, selective=kind == "selective")
         backend = Inductor() if variant.compiled else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu.measure import Row
+from graphoffload.bench.measure import Row
 
 
 def _gb(nbytes: float | None) -> str:

@@ -1,0 +1,61 @@
+"""What graphoffload did during a run of the bench: its plans, its counters, and how far it is from its synchronous twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphoffload.bench.measure import Session
+from graphoffload.runtime import registry, stats, twin_copies
+
+REPEATS = 3
+"""Steps from which it is learnt how far gradients are from themselves."""
+
+
+def forget_plans() -> None:
+    """So that last_plans() shows the next variant's alone."""
+    registry.forget()
+
+
+def our_stats() -> dict[str, float]:
+    """graphoffload's counters."""
+    return {name: value for name, value in stats().items() if isinstance(value, (int, float))}
+
+
+def our_plans() -> list[dict[str, Any]]:
+    """What the variant's plans say, without their tables."""
+    return [
+        {
+            "graph": plan.graph,
+            "summary": plan.summary,
+            "notes": list(plan.notes),
+            "offloaded_bytes": plan.offloaded_bytes,
+            "recomputed_bytes": plan.recomputed_bytes,
+            "saved_bytes": plan.saved.saved_bytes,
+            "transfers": len(plan.transfers),
+            "prediction": {name: getattr(plan.prediction, name) for name in plan.prediction.__dataclass_fields__},
+            "predicted_slowdown": plan.prediction.predicted_slowdown,
+            "lower_bound_slowdown": plan.prediction.lower_bound_slowdown,
+        }
+        for plan in registry.last_plans()
+    ]
+
+
+def twin_error(session: Session, reference: list[Tensor]) -> tuple[float, float] | None:
+    """How far a step is from the same graphs with synchronous copies, and how far those are from themselves.
+
+    Only copies differ, so only races and layouts can; but attention's backward adds in any order, at times and not always.
+    """
+    try:
+        session.step()  # another session may have left its gradients where this one's are
+        found, errors = session.gradients(reference[0].device), []
+        with twin_copies():
+            for _ in range(REPEATS):
+                session.step()
+                errors.append(session.check(found, 0.0).error)
+                found = session.gradients(reference[0].device) if len(errors) == 1 else found
+        return errors[0], max(errors[1:])
+    except torch.cuda.OutOfMemoryError:
+        return None

@@ -1,0 +1,312 @@
+"""Write the tables and figures of a page from result files, so that no number of it was typed.
+
+    python -m graphoffload bench page docs/benchmarks.md            tables, from the result files in docs/results
+    python -m graphoffload bench page docs/benchmarks.md --draw     figures as well (needs matplotlib)
+    python -m graphoffload bench page docs/benchmarks.md --check    write nothing; status 1 where something would change
+
+Between `<!-- results: VIEW ... -->` and `<!-- /results -->` stands what a view makes of the newest run of each variant:
+
+    steps SUBJECT [PATTERN ...]       a model's variants, largest peak first; "over:*" names all budgets
+    pick SUBJECT@VARIANT ...          single rows of several models
+    peers SUBJECT ...                 full checkpointing and graphoffload at its peak, one model a row
+    prediction SUBJECT ...            budgets kept, predicted against measured peaks and times
+    longest SUBJECT ...               the longest sequences that train
+    op-cost SUBJECT[@PATTERN] ...     host time of the four ops
+    figure SUBJECT PATH TITLE         a picture at PATH of all rows of a model
+
+Every row links the file that it is from. A new run replaces the rows that it measured: add its folder, run the command.
+Patterns have * and ? as in a shell; a space in a name is written ?.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphoffload.bench.figure import draw, points_of
+from graphoffload.bench.results import Result, load, newest_rows
+from graphoffload.errors import ConfigError
+from graphoffload.units import parse_size
+
+_BLOCK = re.compile(r"^<!-- results: (?P<view>.+?) -->\n.*?^<!-- /results -->$", re.M | re.S)
+Rows = list[tuple[dict[str, Any], Result]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What views read: results, newest first, and the folder of the page, which links are relative to."""
+
+    results: Sequence[Result]
+    folder: Path
+
+    def rows(self, subject: str, *patterns: str, kind: str = "steps") -> Rows:
+        """A subject's newest rows in the order of `patterns`, all of them where there are none.
+
+        Raises:
+            ConfigError: no result file has such a row.
+        """
+        found = newest_rows(self.results, subject, kind)
+        if patterns:
+            names = [name for text in patterns for name in fnmatch.filter([row["variant"] for row, _ in found], _escaped(text))]
+            by_name = {row["variant"]: (row, result) for row, result in found}
+            found = [by_name[name] for name in dict.fromkeys(names)]
+        if not found:
+            asked = f"{subject} ({', '.join(patterns)})" if patterns else subject
+            there = sorted({result.subject for result in self.results if result.kind == kind})
+            raise ConfigError(f"no result file has a {kind} row of {asked}; there are: {', '.join(there)}")
+        return found
+
+    def link(self, result: Result) -> str:
+        """A link to a result file, short enough for a cell: the commit, and whether its numbers were copied from a log."""
+        assert result.path is not None
+        text = result.commit + ("" if result.source == "measured" else ", copied")
+        return f"[{text}]({Path(os.path.relpath(result.path, self.folder)).as_posix()})"
+
+    def caption(self, rows: Rows) -> list[str]:
+        """Where the newest of some rows were measured, and what the gradient errors are to be compared with."""
+        newest = max((result for _, result in rows), key=lambda result: result.date)
+        sizes = ", ".join(f"{name} {size}" for name, size in newest.facts.get("sizes", {}).items())
+        said = [f"{newest.subject}{f' ({sizes})' if sizes else ''}; {newest.device}, torch {newest.torch}."]
+        noise, repeat = newest.facts.get("eager_noise"), newest.facts.get("repeat_noise")
+        if noise is not None and repeat is not None:
+            said.append(f"Eager's gradient is {noise:.2g} from keep-all's; two keep-all steps are {repeat:.2g} apart.")
+        return [" ".join(said), ""]
+
+
+def _escaped(pattern: str) -> str:
+    return pattern.replace("[", "[[]")  # options in JSON have brackets; only * and ? are meant
+
+
+# Cells
+
+
+def _gb(nbytes: float | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e9:.3f}"
+
+
+def _form(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    if row.get("ratio") is None:
+        return str(row["status"])
+    low, high = row.get("ratio_low"), row.get("ratio_high")
+    text: str = f"{row['ratio']:.4f}" + (f" [{low:.4f}-{high:.4f}]" if low is not None and high is not None else "")
+    return text if row["status"] == "ok" else f"{text}, {row['status']}"
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """Markdown; the first `left` columns and the last are aligned to the left."""
+    rules = ["---" if i < left or i == len(header) - 1 else "--:" for i in range(len(header))]
+    return [f"| {' | '.join(cells)} |" for cells in (header, rules, *lines)]
+
+
+# Views
+
+
+def steps(source: Source, subject: str, *patterns: str) -> list[str]:
+    """One model's variants."""
+    rows = source.rows(subject, *patterns)
+    return [*source.caption(rows), *_rows_table(source, sorted(rows, key=lambda row: -(row[0].get("peak_bytes") or 0)), "")]
+
+
+def pick(source: Source, *places: str) -> list[str]:
+    """Single rows, each named with its model."""
+    rows: Rows = []
+    for place in places:
+        subject, _, pattern = place.partition("@")
+        rows += source.rows(subject, pattern or "*")
+    return _rows_table(source, rows, "model")
+
+
+def _rows_table(source: Source, rows: Rows, subject: str) -> list[str]:
+    header = ["variant", "peak GB", "predicted GB", "steps", "step ms", "predicted ms", "x keep-all [95 %]", "bound",
+              "gradient error", "file"]  # fmt: skip
+    lines = []
+    for row, result in rows:
+        cells = [
+            f"`{row['variant']}`", _gb(row.get("peak_bytes")), _gb(row.get("predicted_peak_bytes")),
+            _form(row.get("steps"), "d"), _form(row.get("step_ms"), ".1f"), _form(row.get("predicted_ms"), ".1f"), _ratio(row),
+            _form(row.get("bound_ratio"), ".4f"), _form(row.get("gradient_error"), ".2g"), source.link(result),
+        ]  # fmt: skip
+        lines.append([result.subject, *cells] if subject else cells)
+    return _table([subject, *header] if subject else header, lines, left=2 if subject else 1)
+
+
+def peers(source: Source, *subjects: str) -> list[str]:
+    """Full checkpointing, and graphoffload with checkpointing's measured peak as its budget."""
+    lines = []
+    for subject in subjects:
+        (other, from_other), *_ = source.rows(subject, "checkpoint")
+        peak = other.get("peak_bytes") or 0
+        ours, from_ours = min(source.rows(subject, "over:*"), key=lambda row: abs(_budget(row[0]) - peak))
+        keep = ours.get("keep_ms") or other.get("keep_ms")
+        files = map(source.link, _unique(from_other, from_ours))
+        lines.append([
+            subject, _form(keep, ".1f"), _ratio(other), _gb(other.get("peak_bytes")), f"**{_ratio(ours)}**",
+            _gb(ours.get("peak_bytes")), _gb(ours.get("predicted_peak_bytes")), " ".join(files),
+        ])  # fmt: skip
+    header = ("model", "keep-all ms", "checkpointing, compiled", "GB", "graphoffload", "GB", "predicted GB", "file")
+    return _table(header, lines)
+
+
+def _unique(*results: Result) -> list[Result]:
+    return list({result.path: result for result in results}.values())
+
+
+def _budget(row: dict[str, Any]) -> int:
+    return parse_size(row["variant"].partition(":")[2].partition("+")[0], field="over")
+
+
+def prediction(source: Source, *subjects: str) -> list[str]:
+    """What plans promised against what was measured, over all budgets and slowdowns of each model."""
+    lines = []
+    for subject in subjects:
+        rows = [row for row in source.rows(subject, "over:*", "slowdown:*") if row[0].get("ratio") is not None]
+        budgets = [row for row, _ in rows if row["variant"].startswith("over:") and row.get("peak_bytes")]
+        planned = [row for row, _ in rows if _has(row, "peak_bytes", "predicted_peak_bytes")]
+        off = [row["peak_bytes"] - row["predicted_peak_bytes"] for row in planned]
+        times = [row["predicted_ms"] / row["step_ms"] - 1 for row, _ in rows if _has(row, "predicted_ms", "step_ms")]
+        lines.append([
+            subject, f"{sum(row['peak_bytes'] <= 1.0005 * _budget(row) for row in budgets)} of {len(budgets)}",
+            f"{statistics.median(map(abs, off)) / 1e6:.2f}" if off else "-",
+            f"{min(off) / 1e6:+.1f} to {max(off) / 1e6:+.1f}" if off else "-",
+            f"{min(times):+.1%} to {max(times):+.1%}".replace("%", " %") if times else "-",
+            " ".join(map(source.link, _unique(*(result for _, result in rows)))),
+        ])  # fmt: skip
+    header = ("model", "budgets kept", "peak off by MB, median", "least to most", "predicted time off by", "file")
+    return _table(header, lines)
+
+
+def _has(row: dict[str, Any], *names: str) -> bool:
+    return all(row.get(name) is not None for name in names)
+
+
+_METHODS = {"keep": "keep-all", "checkpoint": "full checkpointing", "auto": "**graphoffload**"}
+
+
+def longest(source: Source, *subjects: str) -> list[str]:
+    """For each method the longest sequence that trained in any run, and the shortest longer one that did not."""
+    lines = []
+    for subject in subjects:
+        tried = [(row, result) for result in source.results if result.subject == subject for row in result.rows]
+        if not tried:
+            raise ConfigError(f"no result file has a longest row of {subject}")
+        found = []
+        for method in {row["method"] for row, _ in tried}:
+            own = [(row, result) for row, result in tried if row["method"] == method]
+            trained = [row for row in own if row[0]["tokens_per_s"]]
+            if not trained:
+                continue
+            best, result = max(trained, key=lambda row: row[0]["tokens"])
+            beyond = min((row for row, _ in own if not row["tokens_per_s"] and row["tokens"] > best["tokens"]),
+                         key=lambda row: row["tokens"], default=None)  # fmt: skip
+            found.append([
+                subject.removeprefix("longest-"), _METHODS.get(method, method),
+                f"{best['tokens']:,}", f"{best['tokens_per_s']:,.0f}",
+                f"{best['step_ms'] / 1e3:.1f}", f"{best['steps']}", f"{(best['peak_bytes'] or 0) / 1e9:.1f}",
+                f"{beyond['tokens']:,}: {beyond['why']}" if beyond else "not tried", source.link(result),
+            ])  # fmt: skip
+        lines += sorted(found, key=lambda cells: int(cells[2].replace(",", "")))
+    header = ("model", "method", "tokens", "tokens/s", "step s", "steps", "peak GB", "does not train", "file")
+    return _table(header, lines, left=2)
+
+
+def op_cost(source: Source, *subjects: str) -> list[str]:
+    """Microseconds of host time."""
+    names = ("offload_us", "release_us", "reload_us", "wait_us", "median_us", "mean_us")
+    lines = [
+        [row["variant"], *(_form(row.get(name), ".1f") for name in names), source.link(result)]
+        for subject, _, pattern in (text.partition("@") for text in subjects)
+        for row, result in source.rows(subject, pattern or "*", kind="op-cost")
+    ]
+    return _table(("us, medians", "offload", "release", "reload", "wait", "all: median", "mean", "file"), lines)
+
+
+def _drawn(source: Source, subject: str) -> Rows:
+    """What a figure shows: the model as one graph."""
+    return [row for row in source.rows(subject) if not row[0]["variant"].startswith("per-block/")]
+
+
+def figure(source: Source, subject: str, path: str, *title: str) -> list[str]:
+    """A picture, and the files that its points are from."""
+    rows = _drawn(source, subject)
+    files = ", ".join(map(source.link, _unique(*(result for row, result in rows if points_of([row])))))
+    return [f"![step time against peak memory: {' '.join(title)}]({path})", f"Points: {files}."]
+
+
+VIEWS: dict[str, Callable[..., list[str]]] = {
+    "steps": steps, "pick": pick, "peers": peers, "prediction": prediction, "longest": longest, "op-cost": op_cost,
+    "figure": figure,
+}  # fmt: skip
+
+
+# The page
+
+
+def written(text: str, source: Source) -> str:
+    """The page with every block as its view makes it now.
+
+    Raises:
+        ConfigError: there is no block, a view is unknown, or no result file has what it asks for.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        name, *given = match["view"].split()
+        if name not in VIEWS:
+            raise ConfigError(f"<!-- results: {match['view']} -->: no view {name!r}; there are: {', '.join(VIEWS)}")
+        lines = VIEWS[name](source, *given)
+        return "\n".join((f"<!-- results: {match['view']} -->", *lines, "<!-- /results -->"))
+
+    found, count = _BLOCK.subn(block, text)
+    if not count:
+        raise ConfigError("the page has no <!-- results: VIEW ... --> ... <!-- /results --> block to write")
+    return found
+
+
+def redraw(text: str, source: Source) -> list[Path]:
+    """Draw every figure of the page anew; returns those that could be drawn."""
+    drawn = []
+    for match in _BLOCK.finditer(text):
+        name, *given = match["view"].split()
+        if name == "figure":
+            subject, path, *title = given
+            if draw([row for row, _ in _drawn(source, subject)], " ".join(title), source.folder / path):
+                drawn.append(source.folder / path)
+    return drawn
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The tool's options."""
+    parser.add_argument("page", type=Path, metavar="PAGE.md")
+    parser.add_argument("--results", type=Path, default=None, metavar="DIR", help='default: "results" beside the page')
+    parser.add_argument("--draw", action="store_true", help="draw the figures anew as well")
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 where something would change")
+
+
+def start(given: argparse.Namespace) -> int:
+    """Write the page where it changes."""
+    folder = given.page.parent
+    source = Source(load(given.results or folder / "results"), folder)
+    try:
+        before = given.page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{given.page}: {error.strerror or error}") from None
+    after = written(before, source)
+    if given.check:
+        print(f"{given.page} is {'what' if after == before else 'NOT what'} its result files say")
+        return int(after != before)
+    for path in redraw(after, source) if given.draw else ():
+        print(f"drew {path}")
+    if after != before:
+        given.page.write_text(after, encoding="utf-8")
+    print(f"{given.page}: {'written' if after != before else 'unchanged'}")
+    return 0
