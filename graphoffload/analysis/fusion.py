@@ -27,11 +27,11 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
+from graphoffload.analysis.kernels import Axis, Kernel, add_needs, in_order, runs_after
 from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, storage_id, with_views
 from graphoffload.compat import is_pointwise_use, most_reads
 
 Kind = Literal["view", "kernel", "fused", "none"]
-Axis = Literal["rows", "columns"]
 
 _KERNEL_WORDS = (
     "sort",
@@ -207,33 +207,9 @@ def _readers(node: Node) -> list[Node]:
     return [user for member in own for user in member.users if user not in own]
 
 
-@dataclass(slots=True, eq=False)
-class _Kernel:
-    """Nodes that run as one, at the earliest where `first` is, the `order`-th operation that runs.
-
-    `space`: elements it iterates over; None: it runs alone.
-
-    `touched`: bytes of each storage that it reads or writes; `written`: of those that it writes.
-
-    `needs` are the numbers of the kernels it reads from, `ancestors` those and theirs as bits. `axes`: whether it reduces rows,
-    columns, or both.
-    """
-
-    number: int
-    turn: int
-    order: int
-    space: int | None
-    nodes: list[Node] = field(default_factory=list)
-    touched: dict[int, int] = field(default_factory=dict)
-    written: int = 0
-    needs: set[int] = field(default_factory=set)
-    ancestors: int = 0
-    axes: set[Axis] = field(default_factory=set)
-
-
 def _group(graph: Graph, fusion: Fusion) -> None:
     """Fill `order`, `spans` and `readers`: a fused operation joins the kernel that it shares most bytes with."""
-    kernels: list[_Kernel] = []
+    kernels: list[Kernel] = []
     made_by: dict[int, int] = {}
     touching: dict[int, list[int]] = {}
     sizes = {storage_id(value): example_storage_nbytes(value) for node in graph.nodes for value in _tensors(node)}
@@ -256,15 +232,13 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         home = _home(kernels, touching, weights, sum(outputs.values()), needs, space, axis, order, fusion) if space else None
         turn = _turn(node, fusion, places, reads)
         if home is None:
-            home = _Kernel(len(kernels), turn, order, space)
+            home = Kernel(len(kernels), turn, order, space)
             kernels.append(home)
         home.turn = min(home.turn, turn)
         home.nodes.append(node)
         if axis is not None:
             home.axes.add(axis)
-        home.needs |= needs - {home.number}
-        for number in needs - {home.number}:
-            home.ancestors |= kernels[number].ancestors | 1 << number
+        add_needs(kernels, home, needs)
         home.touched |= weights | outputs
         home.written += sum(outputs.values())
         for identity in outputs:
@@ -276,7 +250,7 @@ def _group(graph: Graph, fusion: Fusion) -> None:
 
 
 def _home(
-    kernels: list[_Kernel],
+    kernels: list[Kernel],
     touching: dict[int, list[int]],
     reads: dict[int, int],
     written: int,
@@ -285,7 +259,7 @@ def _home(
     axis: Axis | None,
     order: int,
     fusion: Fusion,
-) -> _Kernel | None:
+) -> Kernel | None:
     """The kernel that an operation joins: it touches the same data, more than crumbs of it where the operation does not need
     its results, has the same iteration space, is near, and nothing that the operation needs must run after it.
 
@@ -295,7 +269,6 @@ def _home(
     for identity, nbytes in reads.items():
         for number in set(touching.get(identity, ())):
             shared[number] = shared.get(number, 0) + nbytes
-    after = {number: kernels[number].ancestors for number in needs}
     across = {number: axis is not None and bool(kernels[number].axes - {axis}) for number in shared}
     for number in sorted(shared, key=lambda n: (not across[n], shared[n], n), reverse=True):
         kernel = kernels[number]
@@ -305,7 +278,7 @@ def _home(
             continue
         if number not in needs and fusion.apart_bytes is not None and min(kernel.written, written) >= fusion.apart_bytes:
             continue
-        if any(bits >> number & 1 for other, bits in after.items() if other != number):
+        if runs_after(kernels, number, needs):
             continue
         if across[number] and number in needs:
             continue
@@ -353,24 +326,9 @@ def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[
     return min(turns, default=own)
 
 
-def _place(kernels: list[_Kernel], fusion: Fusion) -> None:
-    """Kernels run when their turn comes, each after all that it needs, which is fetched from behind it."""
-    placed: set[int] = set()
-    sequence: list[_Kernel] = []
-    turns: list[tuple[int, int]] = []  # with the number of kernels that have run after it
-    for kernel in sorted(kernels, key=lambda kernel: (kernel.turn, kernel.number)):
-        pending = [(kernel, False)]
-        while pending:
-            current, ready = pending.pop()
-            if current.number in placed:
-                continue
-            if ready:
-                placed.add(current.number)
-                sequence.append(current)
-                continue
-            pending.append((current, True))
-            pending.extend((kernels[number], False) for number in sorted(current.needs, reverse=True) if number not in placed)
-        turns.append((kernel.turn, len(sequence)))
+def _place(kernels: list[Kernel], fusion: Fusion) -> None:
+    """Fill `order`, `spans` and `begun`; what is no part of a kernel stands near its place in the graph."""
+    sequence, turns = in_order(kernels)
     members = {node for kernel in kernels for node in kernel.nodes}
     others = [(at, node) for at, node in enumerate(fusion.kinds) if node not in members]
     others.reverse()

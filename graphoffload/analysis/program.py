@@ -82,8 +82,9 @@ def build_program(
     index = {tensor.name: at for at, tensor in enumerate(table.tensors)}
     times = {node.name: cost for node, cost in zip(runs.forward.order, forward, strict=True)}
     lives = _behind_reads(table, chains, index, _lives(pair, table, runs))
+    held = _held_and_saved(pair, table, chains, lives) if outputs_stay else {}
     candidates = tuple(
-        _candidate(tensor, chains.get(tensor.name), index, times, life)
+        _candidate(tensor, chains.get(tensor.name), index, times, life, is_held=tensor.name in held)
         for tensor, life in zip(table.tensors, lives, strict=True)
     )
     begun = runs.backward.begun
@@ -91,7 +92,7 @@ def build_program(
     program = Program(
         forward=_steps(runs.forward, forward),
         backward=_steps(runs.backward, backward),
-        buffers=_buffers(pair, runs, outputs_stay),
+        buffers=(*_buffers(pair, runs, outputs_stay), *held.values()),
         candidates=candidates,
         static_bytes=static_bytes,
         reserve_bytes=reserve_bytes,
@@ -173,7 +174,10 @@ def _candidate(
     index: Mapping[str, int],
     times: Mapping[str, NodeCost],
     life: _Life,
+    *,
+    is_held: bool,
 ) -> Candidate:
+    """`is_held`: the caller holds it whatever is decided here, so that a buffer has its bytes; none can be won."""
     recompute = None
     if chain is not None and not chain.why_not and chain.nodes and all(name in index for name in chain.reads):
         seconds = sum(times[name].time_s for name in chain.nodes if name in times)
@@ -181,7 +185,7 @@ def _candidate(
         recompute = Recompute(time_s=seconds, reads=reads)
     return Candidate(
         name=tensor.name,
-        nbytes=tensor.planned_bytes,
+        nbytes=0 if is_held else tensor.planned_bytes,
         produced_at=life.produced_at,
         last_forward_use=life.last_forward_use,
         backward_uses=life.backward_uses,
@@ -189,6 +193,29 @@ def _candidate(
         recompute=recompute,
         group=re.sub(r"\d+", "*", f"{tensor.module} {tensor.op} {tensor.shape} {tensor.dtype}"),
     )
+
+
+def _held_and_saved(
+    pair: GraphPair, table: SavedTable, chains: Mapping[str, Chain], lives: list[_Life]
+) -> dict[str, Buffer]:
+    """Memory of what the model returns as well as saves, by SavedTensor name: recomputing it frees nothing as long as the
+    caller holds it. Counted until backward has used it last."""
+    returned = {node for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs] if node is not None}
+    storages = {storage_id(value) for node in returned if (value := fake(node)) is not None}
+    nodes = {node.name: node for node in pair.forward.graph.nodes}
+    offset, held = len(nodes), dict[str, Buffer]()
+    for tensor, life in zip(table.tensors, lives, strict=True):
+        value = fake(nodes[tensor.name])
+        if value is None or storage_id(value) not in storages:
+            continue
+        again = [
+            other.backward_uses[0]
+            for reader, other in zip(table.tensors, lives, strict=True)
+            if other.backward_uses and reader.name in chains and tensor.name in chains[reader.name].reads
+        ]
+        until = max((*life.backward_uses, *again), default=life.last_forward_use - offset)
+        held[tensor.name] = Buffer(tensor.name, tensor.planned_bytes, life.produced_at, offset + until)
+    return held
 
 
 def _buffers(pair: GraphPair, runs: _Runs, outputs_stay: bool) -> tuple[Buffer, ...]:
