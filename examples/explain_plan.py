@@ -8,7 +8,7 @@ The model is made on the meta device: billions of parameters take no memory, and
 hardware's datasheet; on the GPU itself, where they are measured, plans are better. The same from the command line, which calls
 `build` and has every option of the configuration:
 
-    python -m graphoffload explain examples/explain_plan.py:build --hardware h200-sxm --device-budget 16GiB --out pictures
+    python -m graphoffload explain examples/explain_plan.py:build --hardware h200-sxm --device-budget 10GiB --out pictures
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The hardware to plan for, what to ask of it, and the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", default="h200-sxm")
-    parser.add_argument("--device-budget", default="16GiB", help='such as "40GiB"')
+    parser.add_argument("--device-budget", default="10GiB", help='such as "40GiB"')
     parser.add_argument("--max-slowdown", type=float, help="such as 0.02; instead of a budget")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=4096)

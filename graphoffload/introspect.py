@@ -27,6 +27,7 @@ from graphoffload.in_place import compile_in_place, offload_in_place
 from graphoffload.inlined import teller, told_when_inlined
 from graphoffload.limits import resolve_limits
 from graphoffload.log import say
+from graphoffload.optimizer_state import state_bytes
 from graphoffload.report import OffloadReport
 from graphoffload.saved import Plan
 from graphoffload.sharing import judge
@@ -88,17 +89,17 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
 def _left_out(model: Any, config: OffloadConfig) -> tuple[str, ...]:
     """What no plan knows of that the optimizer and the loop will take on the GPU that is planned for."""
     parameters = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
-    if (
-        not parameters
-        or config.reserve != "auto"
-        or resolve_hardware(config.hardware, str(parameters[0].device)).source == "cpu"
-    ):
+    if not parameters or config.reserve != "auto":
         return ()
+    device = str(parameters[0].device)
+    if resolve_hardware(config.hardware, device).source == "cpu":
+        return ()
+    state = 0 if device.startswith("cuda") else state_bytes(parameters)
+    counted = [f'{format_bytes(state)} of optimizer state (reserve="{format_bytes(state)}" counts it)'] * bool(state)
     gradients = format_bytes(sum(p.numel() * p.element_size() for p in parameters))
-    return (
-        f"not counted: gradients that stay from one backward to the next ({gradients} where several are accumulated), and "
-        "fp32 copies of parameters that a mixed-precision wrapper keeps; a larger reserve leaves room for them",
-    )
+    counted.append(f"gradients that stay from one backward to the next ({gradients} where several are accumulated)")
+    counted.append("fp32 copies of parameters that a mixed-precision wrapper keeps")
+    return (f"not counted: {', '.join(counted)}",)
 
 
 def _look(

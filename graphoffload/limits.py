@@ -74,15 +74,19 @@ def _reserve(
     device: torch.device,
     hardware: HardwareProfile,
 ) -> int:
-    """Room for optimizer state that `_static_bytes` does not count: on a GPU what does not exist yet, elsewhere all of it."""
+    """Room for optimizer state that does not exist yet. None without a GPU, where nobody trains: explain() says so."""
     if config.reserve != "auto":
         return parse_size(config.reserve, field="reserve", whole_bytes=hardware.memory_bytes)
-    if device.type != "cuda" and hardware.source == "cpu":
+    if not _is_gpu(device):
         return 0
     leaves = [value for value in inputs if value.requires_grad and value.is_leaf]
     if parameters is None:
         parameters = [value for value in leaves if isinstance(value, torch.nn.Parameter)]
-    return state_bytes(parameters, leaves, to_come=device.type == "cuda")
+    return state_bytes(parameters, leaves)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _host_budget(config: OffloadConfig) -> int:

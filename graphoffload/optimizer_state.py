@@ -27,19 +27,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 _TWO = 2  # tensors like the parameter: Adam and its kin
 
 
-def state_bytes(parameters: Iterable[Tensor], others: Iterable[Tensor] = (), *, to_come: bool) -> int:
-    """Device bytes of optimizer state for trained parameters: all of it, or only what is `to_come`.
+def state_bytes(parameters: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
+    """Device bytes of optimizer state that trained parameters do not have yet.
 
     `others`: leaves that need a gradient and may be trained or not; they count where an optimizer holds them.
     """
     held, leaves = _Held(), {id(leaf): leaf for leaf in parameters}
-    known = sum(held.state_bytes(leaf, to_come=to_come, alone=_TWO) for leaf in leaves.values())
-    return known + sum(held.state_bytes(leaf, to_come=to_come, alone=0) for leaf in others if id(leaf) not in leaves)
+    known = sum(held.state_bytes(leaf, alone=_TWO) for leaf in leaves.values())
+    return known + sum(held.state_bytes(leaf, alone=0) for leaf in others if id(leaf) not in leaves)
 
 
 class _Held:
@@ -55,14 +54,14 @@ class _Held:
                         self._alike[_kind(parameter)].append(parameter)
                     self._holders[id(parameter)].append((optimizer, group))
 
-    def state_bytes(self, leaf: Tensor, *, to_come: bool, alone: int) -> int:
+    def state_bytes(self, leaf: Tensor, *, alone: int) -> int:
         """For one leaf; `alone`: how many tensors like it are kept where no optimizer holds it."""
         alike = self._alike[_kind(leaf)] if isinstance(leaf, FakeTensor) else []
         real = alike.pop(0) if alike else leaf
         holders = self._holders.get(id(real), [])
         if not holders:
             return alone * _nbytes(leaf)
-        return sum(_bytes_by(optimizer, group, real, to_come=to_come) for optimizer, group in holders)
+        return sum(_bytes_by(optimizer, group, real) for optimizer, group in holders)
 
 
 def _optimizers() -> Iterator[Optimizer]:
@@ -72,15 +71,9 @@ def _optimizers() -> Iterator[Optimizer]:
             yield found
 
 
-def _bytes_by(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, *, to_come: bool) -> int:
-    """What one optimizer keeps for a parameter on its device: counted where it exists, else estimated."""
-    state = optimizer.state.get(parameter)
-    if not state:
-        return _copies(optimizer, group) * _nbytes(parameter)
-    if to_come:
-        return 0
-    kept = [value for value in pytree.tree_leaves(state) if isinstance(value, Tensor) and value.device == parameter.device]
-    return sum(map(_nbytes, kept))
+def _bytes_by(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+    """What one optimizer is expected to make for a parameter; 0 where it has made it."""
+    return 0 if optimizer.state.get(parameter) else _copies(optimizer, group) * _nbytes(parameter)
 
 
 def _copies(optimizer: Optimizer, group: dict[str, Any]) -> int:

@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "train_gpt.py": ["--steps", "12", "--layers", "1", "--width", "64", "--context", "64", "--min-tensor-bytes", "16384"],
     "train_hf_llama.py": ["--steps", "6", "--layers", "2", "--inner", "aot_eager"],
     "hf_trainer.py": ["--steps", "12"],
-    "explain_plan.py": ["--layers", "2", "--device-budget", "5.6GiB"],
+    "explain_plan.py": ["--layers", "2", "--device-budget", "4GiB"],
     "write_a_policy.py": [],
     "pareto.py": ["--tiny", "--methods", "ours", "--steps", "2", "--block", "1"],
     "longest.py": ["--tiny", "--methods", "keep,auto"],

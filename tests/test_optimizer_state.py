@@ -49,7 +49,13 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def to_come(model: nn.Module) -> int:
-    return state_bytes(model.parameters(), to_come=True)
+    return state_bytes(model.parameters())
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State is left room for, as on a GPU."""
+    monkeypatch.setattr(limits, "_is_gpu", lambda _: True)
 
 
 @pytest.fixture(autouse=True)
@@ -112,10 +118,10 @@ def test_what_is_expected_is_what_the_optimizer_makes(
     trained(model, optimizer)
     made = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim())
     assert made == expected
-    there = state_bytes(model.parameters(), to_come=False)
-    assert expected <= there <= expected + 64 * len(list(model.parameters())), "and counters of a few bytes"
+    assert to_come(model) == 0
 
 
+@pytest.mark.usefixtures("counted")
 def test_what_is_not_trained_has_no_state() -> None:
     model = Model()
     model.first.requires_grad_(False)
@@ -136,9 +142,9 @@ def test_fake_parameters_stand_for_real_ones() -> None:
         fakes = [torch.empty(p.shape) for p in model.parameters()]
         others = [torch.empty(p.shape) for p in model.parameters()]
     trained(model, optimizer)
-    assert state_bytes(fakes, to_come=True) == 0
-    assert state_bytes([*fakes, *others], to_come=True) == 2 * nbytes(model), "one for one"
-    assert state_bytes([p.to("meta") for p in fakes], to_come=True) == 2 * nbytes(model)
+    assert state_bytes(fakes) == 0
+    assert state_bytes([*fakes, *others]) == 2 * nbytes(model), "one for one"
+    assert state_bytes([p.to("meta") for p in fakes]) == 2 * nbytes(model)
 
 
 # On a GPU
@@ -186,6 +192,7 @@ def backend(**fields: Any) -> graphoffload.OffloadBackend:
     return graphoffload.OffloadBackend(**{"inner": "aot_eager", "hardware": "h200-sxm", "min_tensor_bytes": 0, **fields})
 
 
+@pytest.mark.usefixtures("counted")
 def test_limits_are_resolved_once_on_what_the_user_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     """The partitioner asked fake tensors which of them are trained, and was told none."""
     seen: list[list[Any]] = []
@@ -206,6 +213,7 @@ def test_limits_are_resolved_once_on_what_the_user_gave(monkeypatch: pytest.Monk
     assert plan.prediction.reserve_bytes == 2 * nbytes(model)
 
 
+@pytest.mark.usefixtures("counted")
 def test_room_is_left_on_a_whole_model_by_default() -> None:
     """A model that fits alone, and does not beside its optimizer's state, is planned to fit beside it."""
     model, x = nn.Sequential(*[Model() for _ in range(4)]), torch.ones(512, WIDTH)
@@ -218,6 +226,7 @@ def test_room_is_left_on_a_whole_model_by_default() -> None:
     assert report.predicted_peak_bytes + report.reserve_bytes <= budget
 
 
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("entry", ["inductor", "functorch"])
 def test_a_partitioner_of_its_own_finds_what_is_trained(entry: str) -> None:
     """It sees the joint graph alone: trained is what a gradient is made of, and what lies at one address from call to call."""
@@ -256,6 +265,7 @@ def test_a_pickled_partitioner_has_what_decides_and_not_every_byte() -> None:
 # What is said
 
 
+@pytest.mark.usefixtures("counted")
 def test_what_is_reserved_is_in_the_numbers() -> None:
     model, x = Model(), torch.ones(512, WIDTH)
     state = 2 * nbytes(model)
@@ -281,7 +291,12 @@ def test_what_is_reserved_is_in_the_numbers() -> None:
 
 def test_explain_says_what_it_leaves_out() -> None:
     model, x = Model(), torch.ones(2, WIDTH)
-    said = f"not counted: gradients that stay from one backward to the next ({nbytes(model) / 1024:.1f} KiB where several are"
-    assert said in str(graphoffload.explain(model, backend().config)(x))
+    text = " ".join(str(graphoffload.explain(model, backend().config)(x)).split())
+    state = f"{2 * nbytes(model) / 1024:.1f} KiB"
+    assert f'not counted: {state} of optimizer state (reserve="{state}" counts it), ' in text
+    assert f"gradients that stay from one backward to the next ({nbytes(model) / 1024:.1f} KiB where several are" in text
+    optimizer = torch.optim.SGD(model.parameters())
+    assert "of optimizer state" not in str(graphoffload.explain(model, backend().config)(x)), "SGD keeps nothing"
+    del optimizer
     assert "not counted" not in str(graphoffload.explain(model, backend(reserve=0).config)(x))
     assert "not counted" not in str(graphoffload.explain(model, backend(hardware="cpu").config)(x)), "nothing to fit"
