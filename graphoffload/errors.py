@@ -98,6 +98,10 @@ class SharedBudgetWarning(GraphOffloadWarning):
     """Several graphs of one model were each planned for the whole budget, and together they exceed it."""
 
 
+class PartialPlanWarning(GraphOffloadWarning):
+    """explain() planned the graphs before a place where the model asks for a value that is not known, and none after."""
+
+
 class GoalMissedWarning(GraphOffloadWarning):
     """What the user decided for every activation does not meet the budget or slowdown that was given beside it."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,20 +15,21 @@ import torch
 from torch import nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from graphoffload import compat
 from graphoffload.backend import OffloadBackend, plan_graph
 from graphoffload.config import OffloadConfig
-from graphoffload.errors import ConfigError
+from graphoffload.errors import ConfigError, PartialPlanWarning, warn
 from graphoffload.inlined import teller, told_when_inlined
 from graphoffload.limits import resolve_limits
+from graphoffload.log import say
 from graphoffload.report import OffloadReport
 from graphoffload.saved import Plan
 from graphoffload.sharing import judge
 from graphoffload.unused import watched
+from graphoffload.values import UNKNOWN, Values
 
 _T = TypeVar("_T")
 
@@ -40,12 +43,17 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
     A model on the meta device is traced as one on the CPU. Together with a named `hardware` this answers on a laptop whether a
     model would fit a GPU that is not there.
 
+    A model may read a value between two graphs (`.item()`, `x[mask]`). Values that follow from the inputs alone are computed on
+    the CPU. For those that follow from parameters too, the forward is run once, where all tensors are on the CPU; elsewhere the
+    report has the graphs before that place, and a PartialPlanWarning and a note say where it ends.
+
     Args:
         model: a module or function, not compiled.
         config: an OffloadConfig or options as for torch.compile; or its fields as keywords.
 
     Raises:
-        ConfigError: `config` is something else, such as the model's input, which belongs into the second call.
+        ConfigError: `config` is something else, such as the model's input, which belongs into the second call; or the model
+            reads a value that is not known before anything is planned.
         GraphOffloadError: as compiling would.
     """
     chosen = chosen_config('explain(model, config)(*inputs), as in explain(model, device_budget="40GiB")(x)', config, fields)
@@ -53,26 +61,77 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
         raise ConfigError(f"explain() takes a module or a function; got {type(model).__name__}.")
 
     def run(*args: Any, **kwargs: Any) -> OffloadReport:
-        graphs = _Graphs(chosen)
-        with _fake_world(model) as mode:
-            inputs, named = tree_map_only(torch.Tensor, _faker(mode), (args, kwargs))
-            target = model.forward if isinstance(model, nn.Module) else model
-            compiled = compat.compile_apart(target, graphs)
-            try:
-                compiled(*inputs, **named)
-            except torch._dynamo.exc.BackendCompilerFailed as error:
-                raise error.inner_exception from None
-            except DataDependentOutputException as error:
-                raise ConfigError(
-                    f"explain() computes nothing, and the model asks for a value of its own ({error}; .item(), or an if on "
-                    "a tensor). Explain the parts before and behind, or compile and look at graphoffload.last_plans()."
-                ) from error
-            graphs.judge(model)
+        graphs, unknown = _look(model, chosen, Values(), args, kwargs)
+        notes = []
+        where = _places_of(model, args, kwargs)
+        if unknown is not None and where == {"cpu"}:
+            again = f"{_place(unknown)} reads a value that depends on parameters: the forward was run once on the CPU"
+            say(f"explain: {again.replace('was run', 'is run')}")
+            graphs, unknown = _look(model, chosen, Values(everything=True), args, kwargs)
+            notes.append(again)
+        if unknown is not None:
+            notes.append(_ends_at(unknown, graphs, where))
+            warn(PartialPlanWarning, f"explain() planned a part of the model. {notes[-1]}", stacklevel=3)
+        elif not graphs.plans:
+            notes.append(_NOTHING)
+        graphs.judge(model)
         calls = tuple(graphs.calls[plan.key] for plan in graphs.plans)
-        notes = () if graphs.plans else (_NOTHING,)
-        return OffloadReport(plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1), calls=calls, notes=notes)
+        return OffloadReport(
+            plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1), calls=calls, notes=tuple(notes)
+        )
 
     return run
+
+
+def _look(
+    model: Any, config: OffloadConfig, values: Values, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Graphs, BaseException | None]:
+    """The graphs that a forward runs, as far as it gets, and the error where it needs a value that is not known."""
+    graphs = _Graphs(config)
+    with torch.random.fork_rng(devices=[]), _fake_world(model, values):
+        inputs, named = tree_map_only(torch.Tensor, values.fake, (args, kwargs))
+        target = model.forward if isinstance(model, nn.Module) else model
+        try:
+            compat.compile_apart(target, graphs)(*inputs, **named)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            raise error.inner_exception from None
+        except UNKNOWN as error:
+            return graphs, error
+    return graphs, None
+
+
+def _places_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
+    """Where the tensors of the model and of its inputs lie: types of devices, and "fake"."""
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    tensors += [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    fake = torch._subclasses.FakeTensor
+    return {"fake" if isinstance(tensor, fake) else tensor.device.type for tensor in tensors} or {"cpu"}
+
+
+def _place(error: BaseException) -> str:
+    """The last line of somebody else's code that an error passed, such as "model.py:12 in forward"."""
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*inside, "<"))]
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}" if frames else "the model"
+
+
+def _ends_at(error: BaseException, graphs: _Graphs, where: set[str]) -> str:
+    """What is not planned, for want of which value, and the remedy.
+
+    Raises:
+        ConfigError: nothing was planned before.
+    """
+    asks = f"{_place(error)} asks for a value ({error}) that is not known"
+    why = "an operation before it has no value on a CPU" if where == {"cpu"} else f"tensors are on: {', '.join(sorted(where))}"
+    remedy = (
+        "Give inputs with values on the CPU (parameters too, where the value depends on them), explain the parts before and "
+        "after it, or compile the model and look at graphoffload.last_plans() after a step."
+    )
+    if not graphs.plans:
+        nothing = f"explain() plans nothing: {asks} ({why}), and no graph before it saves anything."
+        raise ConfigError(f"{nothing} {remedy}") from error
+    planned = f"{len(graphs.plans)} graph{'s' * (len(graphs.plans) != 1)} before it"
+    return f"{asks} ({why}): planned are the {planned}, and nothing after. {remedy}"
 
 
 def chosen_config(call: str, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
@@ -127,36 +186,21 @@ class _Graphs:
         judge(self.calls, resolve_limits(self.config, tensors))
 
 
-def _faker(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
-    def fake(value: torch.Tensor) -> torch.Tensor:
-        if isinstance(value, torch._subclasses.FakeTensor):
-            return value
-        device = "cpu" if value.device.type == "meta" else value.device
-        with mode:
-            result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        return result.requires_grad_(value.requires_grad)
-
-    return fake
-
-
 @contextmanager
-def _fake_world(model: Any) -> Iterator[FakeTensorMode]:
-    """A fake-tensor mode, with the model's parameters and buffers replaced by fakes for its duration."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = _faker(mode)
+def _fake_world(model: Any, values: Values) -> Iterator[None]:
+    """The fake-tensor mode of `values`, with the model's parameters and buffers replaced by fakes for its duration."""
     if not isinstance(model, nn.Module):
-        with mode:
-            yield mode
+        with values.readable():
+            yield
         return
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}
     for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if id(value) not in seen:
-            made = fake(value.detach()).requires_grad_(value.requires_grad)
-            seen[id(value)] = nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+            seen[id(value)] = values.fake(value)
         tensors[name] = seen[id(value)]
-    with _reparametrize_module(model, tensors), mode:
-        yield mode
+    with _reparametrize_module(model, tensors), values.readable():
+        yield
 
 
 @overload
