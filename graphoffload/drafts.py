@@ -68,6 +68,7 @@ class Request:
     name: str
     limits: Limits
     fragment: Fragment = WHOLE
+    relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
 
     @property
     def num_fwd_outputs(self) -> int:
@@ -133,7 +134,7 @@ def feasible_draft(work: Work) -> Draft:
         except BudgetError as failed:
             error = failed if error is None or other.outputs_stay else error
             continue
-        return draft if other.apart_bytes is None else _against_fused(draft, work.request, _keep_all(_instance(work), work))
+        return draft if other.apart_bytes is None else against(draft, work.request, _keep_all(_instance(work), work))
     assert error is not None
     raise error
 
@@ -190,16 +191,23 @@ def _smallest_apart(work: Work, instance: Instance, fused: Draft) -> Draft | Non
     draft = _best_draft(apart, instance_apart)
     if (draft.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
         return None
-    return _against_fused(_smaller(apart, instance_apart, draft), work.request, keep)
+    return against(_smaller(apart, instance_apart, draft), work.request, keep)
+
+
+def keep_all_draft(work: Work) -> Draft:
+    """Everything that nobody decided is kept."""
+    reason = "the step as it is: what was planned for the goal needs more memory, or none was asked for"
+    keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in work.wanted)
+    return _draft(replace(work, wanted=keep, notes=[*work.notes]), _instance(work), work.request.limits, work.request.config)
 
 
 def _keep_all(instance: Instance, work: Work) -> Timeline:
     return simulate(instance.program, instance.program.keep_actions(), work.hardware)
 
 
-def _against_fused(draft: Draft, request: Request, keep: Timeline) -> Draft:
-    """The draft beside keep-all as a compiler fuses it. No bound of time is known for all plans, so it is keep-all's time."""
-    bound_s = None if draft.decided.lower_bound_s is None else keep.time_s
+def against(draft: Draft, request: Request, keep: Timeline) -> Draft:
+    """The draft beside another keep-all, of fused operations or of regions as written: plans of that kind take its time."""
+    bound_s = None if draft.decided.lower_bound_s is None else min(draft.decided.lower_bound_s, keep.time_s)
     decided = replace(draft.decided, keep_timeline=keep, lower_bound_s=bound_s)
     excess = _excess(request, decided, draft.timeline)
     return replace(draft, work=replace(draft.work, request=request), decided=decided, excess=excess)
@@ -317,10 +325,10 @@ def _excess(request: Request, decided: Decided, timeline: Timeline) -> float:
 
 def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
     """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came, but
-    for advice to recompute where a number was given."""
+    for advice to recompute where regions are relaxed."""
     pair = GraphPair(*compat.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
     table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
-    if request.limits.explicit:
+    if request.relax:
         table = SavedTable(tuple(replace(t, tag=None) if t.tag == "prefer_recompute" else t for t in table.tensors))
     return pair, table
 
@@ -361,7 +369,7 @@ def _partition_again(
 
     An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so.
     """
-    joint = tagged_copy(work.request.joint, relax=work.request.limits.explicit, notes=[])
+    joint = tagged_copy(work.request.joint, relax=work.request.relax, notes=[])
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
     again = [name for name, action in actions.items() if action == "recompute"]
     recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}

@@ -76,9 +76,7 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
             notes.append(_NOTHING)
         graphs.judge(model)
         calls = tuple(graphs.calls[plan.key] for plan in graphs.plans)
-        return OffloadReport(
-            plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1), calls=calls, notes=tuple(notes)
-        )
+        return OffloadReport(plans=tuple(graphs.plans), graph_breaks=max(0, graphs.count - 1), calls=calls, notes=tuple(notes))
 
     return run
 

@@ -30,7 +30,7 @@ def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str]) -> GraphMo
     """A copy to partition: tags of the user's as torch's partitioner understands them, and what must be saved at any rate.
 
     Args:
-        relax: forget advice to recompute, for a number was given. notes: gets a line that says so.
+        relax: forget advice to recompute. notes: gets a line that says so.
     """
     copied = copy_graph(joint)
     give_own_memory(copied)
@@ -40,7 +40,7 @@ def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str]) -> GraphMo
 
 
 def _apply_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
-    """Make torch's partitioner save what is tagged for the host, and forget advice where a number was given."""
+    """Make torch's partitioner save what is tagged for the host, and forget advice to recompute where it is relaxed."""
     relaxed = 0
     for node in joint.graph.nodes:
         policy = node.meta.get("recompute")

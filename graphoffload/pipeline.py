@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from graphoffload.analysis.chains import chains_of
 from graphoffload.analysis.modules_of import boundary_names, module_path
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
+from graphoffload.checkpointing import draft_of, hint_of
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Decided, Limits, with_noise
-from graphoffload.drafts import Request, Work, device_name, feasible_draft, partition
+from graphoffload.drafts import Request, Work, device_name, partition
 from graphoffload.errors import GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.fragments import matched_somewhere, missing_so_far, warn_of_unmatched
 from graphoffload.hardware import resolve_hardware
@@ -55,7 +56,7 @@ def rewrite(request: Request) -> Rewritten:
     Raises:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
-    draft = feasible_draft(_analyse(replace(request, config=with_noise(request.config))))
+    draft = draft_of(replace(request, config=with_noise(request.config)), _analyse)
     work, decided = draft.work, draft.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
@@ -78,7 +79,8 @@ def rewrite(request: Request) -> Rewritten:
     graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
     if request.config.verify != "off":
         verify_graphs(graphs, plan, names)
-    return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, draft.instance.kernels, decided.hint)
+    hint = "; ".join(filter(None, (hint_of(draft), decided.hint)))
+    return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, draft.instance.kernels, hint)
 
 
 def _goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:
@@ -101,7 +103,7 @@ def _copies(pair: GraphPair) -> GraphPair:
 
 def _analyse(request: Request) -> Work:
     notes: list[str] = []
-    pair, table = partition(request, tagged_copy(request.joint, relax=request.limits.explicit, notes=notes))
+    pair, table = partition(request, tagged_copy(request.joint, relax=request.relax, notes=notes))
     chains = chains_of(pair, table)
     table = SavedTable(
         tuple(

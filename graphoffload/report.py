@@ -29,6 +29,7 @@ from graphoffload.table import summary_line as summary_line
 from graphoffload.units import format_bytes
 
 _FORMAT = 1
+_RELAXED = 1e-6  # a plan that keeps all is faster than keep-all only where it relaxes checkpoint regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +75,15 @@ class OffloadReport:
 
     @property
     def predicted_slowdown(self) -> float:
-        """Extra time of all graphs together relative to keep-all, 0.02 for 2 %; 0.0 when nothing changes or none is known."""
+        """Extra time of all graphs together relative to keep-all, 0.02 for 2 %; 0.0 when nothing changes or none is known.
+
+        Negative where checkpoint regions of the model are relaxed: keep-all recomputes them, as plain torch.compile does.
+        """
         keep_s = sum(plan.prediction.keep_time_s for plan in self.plans)
-        changed = any(plan.transfers or plan.recomputed_bytes or plan.offloaded_bytes for plan in self.plans)
+        changed = any(
+            plan.transfers or plan.recomputed_bytes or plan.offloaded_bytes or plan.prediction.predicted_slowdown < -_RELAXED
+            for plan in self.plans
+        )
         planned_s = sum(plan.prediction.predicted_time_s for plan in self.plans)
         return planned_s / keep_s - 1.0 if keep_s and changed else 0.0
 

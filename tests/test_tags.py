@@ -203,10 +203,53 @@ def test_a_plain_region_is_planned_where_a_slowdown_was_given(slowdown: float) -
 
 
 def test_a_plain_region_is_kept_where_the_budget_has_room() -> None:
-    """The least time at that memory is to recompute nothing."""
+    """The least time at that memory is to recompute nothing: less than the step takes as it is written, and the line says so."""
     report = planned(None, device_budget="10GiB")
     assert report.recomputed_bytes == 0
-    assert report.predicted_slowdown == 0.0
+    assert report.predicted_slowdown < -0.1
+    assert f"checkpoint regions relaxed ({report.predicted_slowdown:+.1%}".replace("%", " %") in report.plans[0].summary
+
+
+@pytest.mark.parametrize(
+    "number", [{}, {"policy": "offload"}, {"max_slowdown": 0.05}, {"device_budget": "10GiB"}, {"device_budget": "40MiB"}], ids=str
+)
+def test_keep_all_is_the_step_as_written(number: dict[str, Any]) -> None:
+    """One meaning: the regions are recomputed in it, whatever is asked for."""
+    keep, report = planned(None, policy="keep"), planned(None, **number)
+    (one,), (other,) = keep.plans, report.plans
+    assert keep.keep_peak_bytes == keep.predicted_peak_bytes == report.keep_peak_bytes
+    assert other.prediction.keep_time_s == pytest.approx(one.prediction.keep_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.01, 0.05, 0.3])
+def test_a_slowdown_never_raises_the_peak(slowdown: float) -> None:
+    """Against the step as written. Planned only from the regions relaxed, 0.05 took more memory than doing nothing."""
+    report = planned(None, max_slowdown=slowdown)
+    assert report.predicted_peak_bytes <= planned(None, policy="keep").predicted_peak_bytes
+    assert report.predicted_slowdown <= max(slowdown, 0.005) + 1e-9
+
+
+def test_a_budget_that_the_step_meets_as_written_is_met_at_no_cost() -> None:
+    """Whatever relaxed regions would need for it: the fastest plan of both kinds."""
+    written = planned(None, policy="keep")
+    report = planned(None, device_budget=written.keep_peak_bytes)
+    assert report.predicted_peak_bytes <= written.keep_peak_bytes
+    assert report.predicted_slowdown <= 0.0
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "offload"}, {"policy": {"blocks*": "offload"}}], ids=str)
+def test_regions_that_decide_most_bytes_are_named(options: dict[str, Any]) -> None:
+    """A policy reaches what is saved around them: without a word it would move an eighth of what it seems to."""
+    (plan,) = planned(None, **options).plans
+    (note,) = [note for note in plan.notes if "checkpoint regions recompute" in note]
+    assert "recompute 192 MiB of the 216 MiB that backward reads" in note
+    assert "gradient_checkpointing=False" in note
+    assert "checkpoint regions recompute 192 MiB" in plan.summary
+
+
+def test_regions_that_decide_little_are_not_named() -> None:
+    (plan,) = planned(CheckpointPolicy.MUST_SAVE).plans
+    assert not [note for note in plan.notes if "checkpoint" in note]
 
 
 @pytest.mark.parametrize(
