@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 from graphoffload.analysis.chains import chains_of
 from graphoffload.analysis.modules_of import boundary_names, module_path
+from graphoffload.analysis.outputs import returned_by
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.checkpointing import draft_of, hint_of
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Decided, Limits, with_noise
 from graphoffload.drafts import Request, Work, device_name, partition
-from graphoffload.errors import GoalMissedWarning, NotOffloadedWarning, warn
+from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.fragments import matched_somewhere, missing_so_far, warn_of_unmatched
 from graphoffload.hardware import resolve_hardware
 from graphoffload.joint import copy_graph, tagged_copy, tagged_operations
@@ -56,7 +57,11 @@ def rewrite(request: Request) -> Rewritten:
     Raises:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
-    draft = draft_of(replace(request, config=with_noise(request.config)), _analyse)
+    try:
+        draft = draft_of(replace(request, config=with_noise(request.config)), _analyse)
+    except BudgetError as error:
+        error.args = (". ".join(filter(None, (str(error).rstrip("."), _cache_of(request)))) + ".",)
+        raise
     work, decided = draft.work, draft.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
@@ -79,7 +84,7 @@ def rewrite(request: Request) -> Rewritten:
     graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
     if request.config.verify != "off":
         verify_graphs(graphs, plan, names)
-    hint = "; ".join(filter(None, (hint_of(draft), decided.hint)))
+    hint = "; ".join(filter(None, (hint_of(draft), returned_by(work.pair).cache_hint, decided.hint)))
     return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, draft.instance.kernels, hint)
 
 
@@ -97,6 +102,12 @@ def _goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, deci
     )
 
 
+def _cache_of(request: Request) -> str:
+    """The hint on a key-value cache for an error, which has no plan to carry it."""
+    hint = returned_by(partition(request, tagged_copy(request.joint, relax=False, notes=[]))[0]).cache_hint
+    return f"{hint[:1].upper()}{hint[1:]}"
+
+
 def _copies(pair: GraphPair) -> GraphPair:
     return GraphPair(copy_graph(pair.forward), copy_graph(pair.backward), pair.num_fwd_outputs)
 
@@ -104,6 +115,7 @@ def _copies(pair: GraphPair) -> GraphPair:
 def _analyse(request: Request) -> Work:
     notes: list[str] = []
     pair, table = partition(request, tagged_copy(request.joint, relax=request.relax, notes=notes))
+    notes.extend(returned_by(pair).notes(table.saved_bytes))
     chains = chains_of(pair, table)
     table = SavedTable(
         tuple(
