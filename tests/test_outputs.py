@@ -46,36 +46,36 @@ class Decoder(nn.Module):
 def explained(returns: str, **number: Any) -> graphoffload.OffloadReport:
     torch._dynamo.reset()
     with torch.device("meta"):
-        model, x = Decoder(returns), torch.empty(2, 1024, 64)
+        model, x = Decoder(returns), torch.empty(64, 64, 64)
     return graphoffload.explain(model, **OPTIONS, **number)(x)
 
 
 def test_keys_and_values_are_named_as_a_cache() -> None:
     """With their bytes, in the notes and in the one line."""
     (plan,) = explained("cache").plans
-    (note,) = [note for note in plan.notes if "the model returns" in note]
-    assert "3.00 MiB in 7 tensors" in note
+    (note,) = [note for note in plan.notes if "outputs of the model hold" in note]
+    assert "6.00 MiB in 7 tensors" in note
     assert "layers.*.self_attn" in note
     assert "use_cache=False" in note
-    assert "key-value cache of 3.00 MiB: use_cache=False" in plan.summary
+    assert "key-value cache of 6.00 MiB: use_cache=False" in plan.summary
 
 
 @pytest.mark.parametrize(("returns", "path"), [("weights", "layers.*.self_attn"), ("states", "no module")])
 def test_other_results_are_named_without_that_remedy(returns: str, path: str) -> None:
     """Attention weights and hidden states: held as well, but no cache."""
     (plan,) = explained(returns).plans
-    (note,) = [note for note in plan.notes if "the model returns" in note]
+    (note,) = [note for note in plan.notes if "outputs of the model hold" in note]
     assert f"is from {path}" in note
     assert "use_cache" not in note + plan.summary
 
 
 def test_a_loss_alone_is_not_worth_a_word() -> None:
     (plan,) = explained("nothing").plans
-    assert not [note for note in plan.notes if "returns" in note]
+    assert not [note for note in plan.notes if "outputs" in note]
 
 
 def test_an_error_names_the_cache() -> None:
-    with pytest.raises(BudgetError, match=r"key-value cache of 3\.00 MiB: use_cache=False"):
+    with pytest.raises(BudgetError, match=r"key-value cache of 6\.00 MiB: use_cache=False"):
         explained("cache", device_budget="4KiB")
 
 

@@ -50,8 +50,8 @@ class Returned:
         if small and self.cache_bytes < _WORTH * max(saved_bytes, 1):
             return []
         text = (
-            f"what the model returns holds {format_bytes(self.nbytes)} in {self.count} tensors for as long as the caller keeps "
-            f"it; most, {format_bytes(self.largest_bytes)}, is from {self.largest or 'no module'}"
+            f"outputs of the model hold {format_bytes(self.nbytes)} in {self.count} tensors for as long as the caller keeps them; "
+            f"most, {format_bytes(self.largest_bytes)}, is from {self.largest or 'no module'}"
         )
         if self.cache_bytes:
             text += (
