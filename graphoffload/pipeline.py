@@ -60,8 +60,9 @@ def rewrite(request: Request) -> Rewritten:
     try:
         draft = draft_of(replace(request, config=with_noise(request.config)), _analyse)
     except BudgetError as error:
-        error.args = (". ".join(filter(None, (str(error).rstrip("."), _cache_of(request)))) + ".",)
-        raise
+        if not (cache := _cache_of(request)):
+            raise
+        raise BudgetError(f"{error} {cache}.") from error
     work, decided = draft.work, draft.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
