@@ -62,7 +62,8 @@ def rewrite(request: Request) -> Rewritten:
     try:
         draft = draft_of(replace(request, config=with_noise(request.config)), _analyse)
     except BudgetError as error:
-        error.args = (". ".join(filter(None, (str(error).rstrip("."), _cache_of(request)))) + ".",)
+        if cache := _cache_of(request):
+            error.args = (f"{error} {cache}.",)
         raise
     work, decided = draft.work, draft.decided
     for text in decided.warnings:

@@ -49,9 +49,10 @@ class Returned:
         small = self.nbytes < max(_LEAST_BYTES, _WORTH * saved_bytes)
         if small and self.cache_bytes < _WORTH * max(saved_bytes, 1):
             return []
+        largest = f"{format_bytes(self.largest_bytes)}, is from {self.largest or 'no module'}"
         text = (
             f"outputs of the model hold {format_bytes(self.nbytes)} in {self.count} tensors for as long as the caller keeps "
-            f"them; most, {format_bytes(self.largest_bytes)}, is from {self.largest or 'no module'}"
+            f"them; most, {largest}"
         )
         if self.cache_bytes:
             text += (
