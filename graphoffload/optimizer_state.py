@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 _TWO = 2  # tensors like the parameter: Adam and its kin
+_BLOCK_BYTES = 512  # torch's CUDA allocator takes whole blocks
 
 
 def state_bytes(parameters: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
@@ -60,7 +61,7 @@ class _Held:
         real = alike.pop(0) if alike else leaf
         holders = self._holders.get(id(real), [])
         if not holders:
-            return alone * _nbytes(leaf)
+            return _taken(leaf, alone)
         return sum(_bytes_by(optimizer, group, real) for optimizer, group in holders)
 
 
@@ -73,7 +74,7 @@ def _optimizers() -> Iterator[Optimizer]:
 
 def _bytes_by(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
     """What one optimizer is expected to make for a parameter; 0 where it has made it."""
-    return 0 if optimizer.state.get(parameter) else _copies(optimizer, group) * _nbytes(parameter)
+    return 0 if optimizer.state.get(parameter) else _taken(parameter, _copies(optimizer, group))
 
 
 def _copies(optimizer: Optimizer, group: dict[str, Any]) -> int:
@@ -89,6 +90,12 @@ def _copies(optimizer: Optimizer, group: dict[str, Any]) -> int:
 
 
 _ONE = {getattr(torch.optim, name, None) for name in ("Adagrad", "ASGD", "Muon")} - {None}
+
+
+def _taken(parameter: Tensor, copies: int) -> int:
+    """What the allocator gives for `copies` like a parameter, and for the counter of steps that fused optimizers keep beside."""
+    nbytes = _nbytes(parameter)
+    return (copies * -(-nbytes // _BLOCK_BYTES) + 1) * _BLOCK_BYTES if copies and nbytes else 0
 
 
 def _kind(value: Tensor) -> tuple[Any, ...]:

@@ -42,6 +42,15 @@ def nbytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
+def state_of(*parameters: Tensor, copies: int = 2) -> int:
+    """In whole blocks of the allocator, with a counter of steps a parameter."""
+    return sum(512 * (copies * -(-p.nbytes // 512) + 1) for p in parameters) if copies else 0
+
+
+def all_of(model: nn.Module, copies: int = 2) -> int:
+    return state_of(*model.parameters(), copies=copies)
+
+
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(2, WIDTH, dtype=next(model.parameters()).dtype)).sum().backward()
     optimizer.step()
@@ -69,7 +78,7 @@ def test_an_optimizer_of_another_model_says_nothing() -> None:
     optimizer = torch.optim.AdamW(other.parameters())
     trained(other, optimizer)
     model = Model()
-    assert to_come(model) == 2 * nbytes(model)
+    assert to_come(model) == all_of(model)
     assert to_come(other) == 0
 
 
@@ -77,13 +86,13 @@ def test_state_is_to_come_until_it_is_there_and_again_when_it_is_dropped() -> No
     model = Model()
     for _ in range(2):
         optimizer = torch.optim.AdamW(model.parameters())
-        assert to_come(model) == 2 * nbytes(model)
+        assert to_come(model) == all_of(model)
         trained(model, optimizer)
         assert to_come(model) == 0
         saved = optimizer.state_dict()
         del optimizer
         gc.collect()
-    assert to_come(model) == 2 * nbytes(model)
+    assert to_come(model) == all_of(model)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.load_state_dict(saved)
     assert to_come(model) == 0, "a run that goes on has its state before its first step"
@@ -114,10 +123,10 @@ def test_what_is_expected_is_what_the_optimizer_makes(
     model = Model(dtype)
     optimizer = make(model.parameters())
     expected = to_come(model)
-    assert expected == copies * nbytes(model)
+    assert expected == all_of(model, copies)
     trained(model, optimizer)
     made = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim())
-    assert made == expected
+    assert made == copies * nbytes(model)
     assert to_come(model) == 0
 
 
@@ -128,9 +137,9 @@ def test_what_is_not_trained_has_no_state() -> None:
     x = torch.ones(2, WIDTH, requires_grad=True)
     config = OffloadConfig(hardware="h200-sxm")
     found = limits.resolve_limits(config, [x, *model.parameters(), x * 2])
-    assert found.reserve_bytes == 2 * nbytes(model.second), "an input that needs a gradient is nobody's parameter"
+    assert found.reserve_bytes == all_of(model.second), "an input that needs a gradient is nobody's parameter"
     optimizer = torch.optim.AdamW([x])
-    assert limits.resolve_limits(config, [x]).reserve_bytes == 2 * x.nbytes, "unless an optimizer holds it"
+    assert limits.resolve_limits(config, [x]).reserve_bytes == state_of(x), "unless an optimizer holds it"
     del optimizer
 
 
@@ -143,8 +152,8 @@ def test_fake_parameters_stand_for_real_ones() -> None:
         others = [torch.empty(p.shape) for p in model.parameters()]
     trained(model, optimizer)
     assert state_bytes(fakes) == 0
-    assert state_bytes([*fakes, *others]) == 2 * nbytes(model), "one for one"
-    assert state_bytes([p.to("meta") for p in fakes]) == 2 * nbytes(model)
+    assert state_bytes([*fakes, *others]) == all_of(model), "one for one"
+    assert state_bytes([p.to("meta") for p in fakes]) == all_of(model)
 
 
 # On a GPU
@@ -165,7 +174,7 @@ def test_on_a_gpu_only_what_does_not_exist_is_left_room_for(gpu: FakeTensorMode)
         large = nn.Parameter(torch.empty(GIB, dtype=torch.bfloat16, device="cuda"))
         before = limits.resolve_limits(config, [large])
         assert before.static_bytes == 40 * GIB
-        assert before.reserve_bytes == 2 * 2 * GIB, "two copies in the parameter's dtype"
+        assert before.reserve_bytes == 2 * 2 * GIB + 512, "two copies in the parameter's dtype"
         optimizer = torch.optim.AdamW([large])
         optimizer.state[large] = {"exp_avg": large, "exp_avg_sq": large}
         after = limits.resolve_limits(config, [large])
@@ -210,7 +219,7 @@ def test_limits_are_resolved_once_on_what_the_user_gave(monkeypatch: pytest.Monk
     assert len(seen) == 1
     assert {id(p) for p in model.parameters()} <= set(map(id, seen[0]))
     plan = registry.last_plans()[-1]
-    assert plan.prediction.reserve_bytes == 2 * nbytes(model)
+    assert plan.prediction.reserve_bytes == all_of(model)
 
 
 @pytest.mark.usefixtures("counted")
@@ -222,7 +231,7 @@ def test_room_is_left_on_a_whole_model_by_default() -> None:
     assert not graphoffload.explain(model, backend(reserve=0, device_budget=budget).config)(x).plans[0].changes_anything
     report = graphoffload.explain(model, backend(device_budget=budget).config)(x)
     assert report.plans[0].changes_anything
-    assert report.reserve_bytes == 2 * nbytes(model)
+    assert report.reserve_bytes == all_of(model)
     assert report.predicted_peak_bytes + report.reserve_bytes <= budget
 
 
@@ -242,7 +251,7 @@ def test_a_partitioner_of_its_own_finds_what_is_trained(entry: str) -> None:
         compiled = aot_module(model, fw_compiler=lambda g, _: g, bw_compiler=lambda g, _: g, partition_fn=partitioner)
     compiled(x).sum().backward()
     plan = registry.last_plans()[-1]
-    assert plan.prediction.reserve_bytes == 2 * (nbytes(model) - model.first.bias.nbytes)
+    assert plan.prediction.reserve_bytes == state_of(*(p for p in model.parameters() if p is not model.first.bias))
 
 
 def test_a_pickled_partitioner_has_what_decides_and_not_every_byte() -> None:
@@ -268,7 +277,7 @@ def test_a_pickled_partitioner_has_what_decides_and_not_every_byte() -> None:
 @pytest.mark.usefixtures("counted")
 def test_what_is_reserved_is_in_the_numbers() -> None:
     model, x = Model(), torch.ones(512, WIDTH)
-    state = 2 * nbytes(model)
+    state = all_of(model)
     without = graphoffload.explain(model, backend(reserve=0, policy="offload").config)(x).plans[0]
     (plan,) = graphoffload.explain(model, backend(policy="offload").config)(x).plans
     assert plan.prediction.predicted_peak_bytes == without.prediction.predicted_peak_bytes, "the graph's own"
@@ -292,7 +301,7 @@ def test_what_is_reserved_is_in_the_numbers() -> None:
 def test_explain_says_what_it_leaves_out() -> None:
     model, x = Model(), torch.ones(2, WIDTH)
     text = " ".join(str(graphoffload.explain(model, backend().config)(x)).split())
-    state = f"{2 * nbytes(model) / 1024:.1f} KiB"
+    state = f"{all_of(model) / 1024:.1f} KiB"
     assert f'not counted: {state} of optimizer state (reserve="{state}" counts it), ' in text
     assert f"gradients that stay from one backward to the next ({nbytes(model) / 1024:.1f} KiB where several are" in text
     optimizer = torch.optim.SGD(model.parameters())

@@ -70,7 +70,8 @@ def test_the_state_that_comes_fits_the_budget(make: Callable[[Any], torch.optim.
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     plan = registry.last_plans()[-1]
-    assert plan.prediction.reserve_bytes == (0 if resumed else state)
+    blocks = 0 if resumed else 512 * 2 * len(list(model.parameters()))  # of the allocator: counters of steps, rounding
+    assert plan.prediction.reserve_bytes == pytest.approx(0 if resumed else state, abs=blocks)
     assert plan.changes_anything
     peak = torch.cuda.max_memory_allocated()
     assert peak <= budget
