@@ -16,7 +16,7 @@ from torch import Tensor
 
 import graphoffload
 from graphoffload.runtime import host_memory, ops, twin_copies
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.testing import weighted_loss
 
 ORDERS = ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2, 1], [3], [0, 1, 2, 3, 4, 2, 1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import graphoffload
-from graphoffload.runtime.entries import Entry
+from graphoffload.runtime.entries import OffloadedTensor
 
 WEIGHT = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
 
@@ -40,13 +40,13 @@ def copies_of_views(x: Tensor) -> tuple[Tensor, Tensor]:
 def sources() -> Iterator[list[Tensor]]:
     """Everything that is offloaded, held: an address that a release has freed may soon be an output's, and that is right."""
     found: list[Tensor] = []
-    original = Entry.__init__
+    original = OffloadedTensor.__init__
 
-    def noting(entry: Entry, source: Tensor, *arguments: Any) -> None:
+    def noting(entry: OffloadedTensor, source: Tensor, *arguments: Any) -> None:
         found.append(source)
         original(entry, source, *arguments)
 
-    with mock.patch.object(Entry, "__init__", noting):
+    with mock.patch.object(OffloadedTensor, "__init__", noting):
         yield found
 
 

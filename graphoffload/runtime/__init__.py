@@ -19,7 +19,7 @@ from typing import Any
 
 from graphoffload.runtime import captured
 from graphoffload.runtime.counters import COUNTERS, reset_stats
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.hooks import copy_hook, release_hook, twin_copies
 from graphoffload.runtime.pool import POOL, HostMemory
 from graphoffload.runtime.stalls import Stalls, trace_stalls
@@ -45,9 +45,9 @@ def host_memory() -> HostMemory:
     captured.collect()
     by_tensor: Counter[str] = Counter()
     for entry in (*ENTRIES.living(), *captured.living()):
-        buffer = entry.buffer
-        if buffer is not None:
-            by_tensor[entry.name] += buffer.nbytes
+        host = entry.host
+        if host is not None and host.buffer is not None:
+            by_tensor[entry.name] += host.buffer.nbytes
     return replace(POOL.snapshot(), by_tensor=dict(by_tensor.most_common()))
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import graphoffload
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 
 
 class Injected(RuntimeError):
