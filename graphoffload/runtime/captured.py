@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from graphoffload.errors import CaptureError, RuntimeStateError
 from graphoffload.runtime import ops
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.entries import HostCopy, OffloadedTensor
+from graphoffload.runtime.entries import CLOSED, HostCopy, OffloadedTensor
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.memcpy import relaxed_capture
 from graphoffload.runtime.pool import POOL
@@ -341,7 +341,8 @@ def _abandon() -> None:
     for ledger in list(_LEDGERS.values()):
         ledger.forget(entries, forward)
     for entry in entries:
-        entry.close()
+        if entry.state is not CLOSED:  # its plan's captures were given back, and this one had been given up before
+            entry.close()
 
 
 def own(plan: str, owner: object) -> None:

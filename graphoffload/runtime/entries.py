@@ -70,7 +70,10 @@ class State(enum.IntEnum):
 
 
 # Names of the module: looking a member up in its class costs more than comparing it.
-NEW, COPYING, RELEASE_PENDING, ON_HOST, PREFETCHED, RELOADING, STAYING, RESIDENT, LENT, HANDING_OVER, HANDED_OVER, CLOSED = State
+(
+    NEW, COPYING, RELEASE_PENDING, ON_HOST, PREFETCHED, RELOADING,
+    STAYING, RESIDENT, LENT, HANDING_OVER, HANDED_OVER, CLOSED,
+) = State  # fmt: skip
 
 TRANSITIONS: dict[str, dict[State, State]] = {
     "start_copy": {NEW: COPYING},
@@ -88,16 +91,12 @@ TRANSITIONS: dict[str, dict[State, State]] = {
     "wait": {RELOADING: ON_HOST, LENT: RESIDENT, HANDING_OVER: HANDED_OVER},
     "close": {state: CLOSED for state in State if state is not CLOSED},
 }
+"""By event: the states that it may come in, and the state that it leads to from each."""
 
-_START_COPY, _RELEASE, _LEAVE_RELEASE_PENDING, _SETTLE, _PREFETCH, _TAKE_PREFETCHED, _DROP_PREFETCHED = (
-    TRANSITIONS[event]
-    for event in (
-        "start_copy", "release", "leave_release_pending", "settle", "prefetch", "take_prefetched", "drop_prefetched",
-    )
-)  # fmt: skip
-_START_RELOAD, _LET_STAY, _BECOME_RESIDENT, _LEND, _HAND_OVER, _WAIT, _CLOSE = (
-    TRANSITIONS[event] for event in ("start_reload", "let_stay", "become_resident", "lend", "hand_over", "wait", "close")
-)
+(
+    _START_COPY, _RELEASE, _LEAVE_RELEASE_PENDING, _SETTLE, _PREFETCH, _TAKE_PREFETCHED, _DROP_PREFETCHED, _START_RELOAD,
+    _LET_STAY, _BECOME_RESIDENT, _LEND, _HAND_OVER, _WAIT, _CLOSE,
+) = TRANSITIONS.values()  # fmt: skip
 
 
 class HostCopy:
