@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.entries import LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
+from graphoffload.runtime.entries import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.registry import RunPlan
@@ -178,12 +178,12 @@ def offloaded(entry: OffloadedTensor) -> None:
     call = entry.call
     if call is None:
         return
-    if entry.stays:
+    if entry.state is COPYING:
+        call.nbytes += entry.layout.nbytes
+    else:
         call.stayed += entry.layout.nbytes
         if call.track.staying.budget is None:
             call.track.kept.append(entry)
-    else:
-        call.nbytes += entry.layout.nbytes
     track = call.track
     if track.pending:
         room = max(track.window_bytes(call.run) - call.stayed, track.staying.left_bytes()) - call.nbytes + call.left

@@ -1,27 +1,27 @@
 """Offloaded tensors: a state machine for each, from `offload` until its handle is dropped.
 
 Methods of OffloadedTensor are the events, and the only code that changes its state. TRANSITIONS lists the states that each
-event starts from and leads to; from any other state it raises.
+event may come in and the state that it leads to; in any other state the event raises.
 
-              start_copy            release              start_reload
-        new -------------> copying ----------> on host ----------------> reloading   start_reload: after a backward
-         |                    |                ^  | ^ ^                   |  ^       that stopped, reloading again
-         |   leave_release_   |         settle |  | | +------- wait ------+  |
-         |            pending +--> release ----+  | +-- drop_prefetched --+  | take_prefetched
-         |                         pending        +--------- prefetch --> prefetched
-         |
-         |    let_stay      become_resident            lend
-         +------------> staying ----------> resident --------> lent   lend: to the next backward, lent again
-                                               | ^              | |
-                                               | +---- wait ----+ |
-                                               | hand_over        | hand_over                wait
-                                               +------------------+-----------> handing over ------> handed over
+         start_copy           release              start_reload           start_reload
+    new ------------> copying -------> on host ------------------> reloading --------> reloading (a backward stopped)
+     |                   |              ^ | ^ ^        wait            | ^
+     |                   |       settle | | | +------------------------+ | take_prefetched
+     |                   +--------> release | +-- drop_prefetched --+    |
+     |  leave_release_pending       pending +------- prefetch ----> prefetched
+     |
+     |  let_stay          become_resident            lend          lend
+     +-----------> staying -----------> resident ----------> lent -----> lent (to the next backward)
+                                          |   ^      wait     | |
+                                          |   +---------------+ |
+                                          |       hand_over     |                   wait
+                                          +---------------------+---> handing over -----> handed over
 
-        close: from every state to closed, and there is no way on
+    close leads from every state to closed, and nothing leads from there.
 
 Upper half: the bytes go to the host and come back. Lower half: there is room for them on the device (see between.py).
-Only release, settle, wait, drop_prefetched, start_reload and close let memory go, and each lets the compute stream that owns
-the memory wait for the copy first. `hand_over` lets the source go as well: no copy of it is under way.
+Memory is let go by release, settle, wait, drop_prefetched, start_reload and close, each after the compute stream that owns
+the memory waits for its copy, and by hand_over, where there is no copy.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ TRANSITIONS: dict[str, dict[State, State]] = {
     _LET_STAY, _BECOME_RESIDENT, _LEND, _HAND_OVER, _WAIT, _CLOSE,
 ) = TRANSITIONS.values()  # fmt: skip
 
+_STAYING = (STAYING, RESIDENT, LENT, HANDING_OVER, HANDED_OVER)
+
 
 class HostCopy:
     """The bytes of one offloaded tensor on the host, and the last copies to and from them.
@@ -161,7 +163,7 @@ class OffloadedTensor:
     @property
     def stays(self) -> bool:
         """Whether it was not copied, as there was room for it on the device."""
-        return STAYING <= self.state <= HANDED_OVER
+        return self.state in _STAYING
 
     @property
     def in_flight(self) -> bool:

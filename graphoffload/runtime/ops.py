@@ -27,7 +27,7 @@ from graphoffload.errors import CaptureError, ChecksumError, RuntimeStateError
 from graphoffload.runtime import between
 from graphoffload.runtime.checksum import digest
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.entries import COPYING, LENT, PREFETCHED, RESIDENT, STAYING, HostCopy, OffloadedTensor
+from graphoffload.runtime.entries import COPYING, LENT, ON_HOST, PREFETCHED, RESIDENT, STAYING, HostCopy, OffloadedTensor
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty, same_layout
@@ -193,7 +193,7 @@ def checked_layout(entry: OffloadedTensor, size: Sequence[int], stride: Sequence
 
 def _reload_now(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], *, as_it_lies: bool) -> torch.Tensor:
     layout = entry.layout
-    if entry.stays:
+    if entry.state is not ON_HOST and entry.stays:
         return _hand_back(entry, size, stride)
     y = empty(size, stride, layout.dtype, layout.device)
     entry.start_reload(y)
