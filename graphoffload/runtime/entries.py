@@ -137,6 +137,9 @@ class OffloadedTensor:
         "target", "ticket", "version", "weak",
     )  # fmt: skip
 
+    stream: Any  # these two are not there before the states that they belong to
+    version: int
+
     def __init__(self, source: torch.Tensor, layout: Layout, run: RunPlan, id: int) -> None:
         self.state = NEW
         self.run = run
@@ -147,8 +150,6 @@ class OffloadedTensor:
         self.source_ptr = source.data_ptr()
         self.target: torch.Tensor | None = None
         self.host: HostCopy | None = None
-        self.stream: Any = None
-        self.version = 0
         self.digest: torch.Tensor | None = None
         self.reloads = 0
         self.call: Call | None = None

@@ -109,7 +109,7 @@ def _copy_to_host(x: torch.Tensor, entry: OffloadedTensor) -> None:
         entry.host = HostCopy(buffer)
         buffer.flat(layout.dtype).copy_(_flat(x if layout.dense else x.contiguous()))
         return
-    buffer = POOL.acquire(layout.nbytes, pin=True, name=entry.name, device=streams.index)
+    buffer = POOL.acquire(layout.nbytes, pin=True, name=entry.run.name(entry.id), device=streams.index)
     host = entry.host = HostCopy(buffer)
     before = buffer.last_copy
     host.written = streams.copy("d2h", entry, (before,), *copy_to_host(x, entry))
@@ -146,11 +146,12 @@ def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
         entry.become_resident(x._version)
         between.passed(entry)
         return
-    if between.defers(entry):
+    call = entry.call
+    if call is not None and call.followed and between.defers(entry):
         return
     entry.release()
     COUNTERS.released(nbytes)
-    if entry.call is not None and entry.call.track.pending:
+    if call is not None and call.track.pending:
         between.released(entry)
     if ACTIVE.release is not None:
         ACTIVE.release(x, entry.name)
