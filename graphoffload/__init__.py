@@ -24,7 +24,7 @@ and one Transfer for each offload.
 release into the forward, reload.py reload and wait into the backward. verify.py checks the result, one small function a rule.
 
 **Ops.** The four ops (runtime/ops.py) run in every step: copies on side streams (runtime/streams.py) to page-locked buffers of
-exact size (runtime/pool.py), found again by a handle that travels through autograd (runtime/entries.py). runtime/registry.py
+exact size (runtime/pool.py), found again by a handle that travels through autograd (runtime/handles.py). runtime/registry.py
 keeps the plans, runtime/counters.py counts what moved.
 
 **Report.** report.py and table.py show plans as text, timeline.py and drawing.py as pictures; dump.py writes everything to a

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from graphoffload.runtime import between, host_memory, release_hook, streams
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.pool import POOL
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ import graphoffload
 from graphoffload.errors import ConfigError
 from graphoffload.hardware import HardwareProfile
 from graphoffload.runtime import between, host_memory, registry, twin_copies
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.registry import run_plan
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, differences, run_step
 from graphoffload.testing.attention import HIDDEN, Block

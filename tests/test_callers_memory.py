@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import graphoffload
 from graphoffload import compat, joint
 from graphoffload.analysis.callers import CallersMemory
-from graphoffload.runtime.entries import Entry
+from graphoffload.runtime.entries import OffloadedTensor
 
 WEIGHT = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
 
@@ -43,13 +43,13 @@ def copies_of_views(x: Tensor) -> tuple[Tensor, Tensor]:
 def sources() -> Iterator[list[Tensor]]:
     """Everything that is offloaded, held: an address that a release has freed may soon be an output's, and that is right."""
     found: list[Tensor] = []
-    original = Entry.__init__
+    original = OffloadedTensor.__init__
 
-    def noting(entry: Entry, source: Tensor, *arguments: Any) -> None:
+    def noting(entry: OffloadedTensor, source: Tensor, *arguments: Any) -> None:
         found.append(source)
         original(entry, source, *arguments)
 
-    with mock.patch.object(Entry, "__init__", noting):
+    with mock.patch.object(OffloadedTensor, "__init__", noting):
         yield found
 
 

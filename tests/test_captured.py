@@ -521,6 +521,17 @@ def test_an_error_behind_a_capture_that_was_given_up(side: Recorder) -> None:
     assert [forward.plan for forward in captured._LEDGERS[CPU].forwards.values()] == [KEY]
 
 
+def test_an_error_after_a_capture_that_was_given_up_and_given_back(side: Recorder) -> None:
+    """What was still open of it is closed already; the error that is seen is the capture's own."""
+    side.captures = True
+    OURS.offload_captured(torch.ones(64), "other", 0)
+    captured.give_back("other")
+    with pytest.raises(HostMemoryError), mock.patch.object(POOL, "budget_bytes", 1):
+        OURS.offload_captured(torch.ones(1000), KEY, 4)
+    assert graphoffload.host_memory().in_use_bytes == 0
+    assert not captured._OPEN.offloads
+
+
 def test_hooks_while_a_graph_is_captured(side: Recorder) -> None:
     """Those that were not there when it was compiled."""
     with (
@@ -535,7 +546,9 @@ def test_a_handle_of_no_capture_is_nobodys(side: Recorder) -> None:
     side.captures = False
     assert int(OURS.offload_captured(torch.ones(64), KEY, 0)) == -1
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        handle = OURS.offload_captured(torch.ones(64), KEY, 0)
+        x = torch.ones(64)
+        handle = OURS.offload_captured(x, KEY, 0)
+        OURS.release_captured(x, handle, KEY, 0)
     assert int(handle) >= 0
     y = OURS.reload_captured(handle.clone(), KEY, 0, (64,), (1,), torch.float32)
     assert torch.equal(y, torch.ones(64))

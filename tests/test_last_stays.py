@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.runtime import between, twin_copies
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.registry import run_plan
 from graphoffload.testing import Result, assert_equal_bits, run_step, weighted_loss
 from graphoffload.testing.attention import HIDDEN, Block, Blocks

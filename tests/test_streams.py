@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphoffload.errors import RuntimeStateError
 from graphoffload.runtime import copy_hook, entries, ops, reset_stats, stats, streams, trace_stalls
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.memcpy import find_memcpy
 from graphoffload.runtime.pool import POOL

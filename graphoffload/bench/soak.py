@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from graphoffload.backend import OffloadBackend
 from graphoffload.bench.patching import replaced
 from graphoffload.runtime import host_memory, twin_copies
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 
 
 class Injected(RuntimeError):

@@ -1,14 +1,15 @@
 """What runs in a training step: the ops, their streams, the host memory, and the handles that tie them together.
 
-ops.py          the four ops                            entries.py    handle -> what it stands for
-streams.py      side streams and events of a device     pool.py       host buffers of exact size
-layouts.py      how a tensor lies in memory             memcpy.py     one copy of bytes on a stream
+ops.py          the four ops                            entries.py    the states of an offloaded tensor
+streams.py      side streams and events of a device     handles.py    handle -> the tensor it stands for
+layouts.py      how a tensor lies in memory             pool.py       host buffers of exact size
+memcpy.py       one copy of bytes on a stream           native.py     a copy and its events as one compiled call
 registry.py     plans by key                            checksum.py   digests on the device
 counters.py     what moved                              hooks.py      switches for tests
 stalls.py       what compute waited for                 slabs.py      page-locked memory that buffers are cut from
 ahead.py        memory taken while a plan compiles      predictions.py  timelines for pictures
 between.py      from graph to graph                     staying.py    a budget that several graphs share
-captured.py     the four ops inside a CUDA graph        native.py     a copy and its events as one compiled call
+captured.py     the four ops inside a CUDA graph
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from graphoffload.runtime import captured
 from graphoffload.runtime.counters import COUNTERS, reset_stats
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.hooks import copy_hook, release_hook, twin_copies
 from graphoffload.runtime.pool import POOL, HostMemory
 from graphoffload.runtime.stalls import Stalls, trace_stalls
@@ -45,9 +46,9 @@ def host_memory() -> HostMemory:
     captured.collect()
     by_tensor: Counter[str] = Counter()
     for entry in (*ENTRIES.living(), *captured.living()):
-        buffer = entry.buffer
-        if buffer is not None:
-            by_tensor[entry.name] += buffer.nbytes
+        host = entry.host
+        if host is not None and host.buffer is not None:
+            by_tensor[entry.name] += host.buffer.nbytes
     return replace(POOL.snapshot(), by_tensor=dict(by_tensor.most_common()))
 
 

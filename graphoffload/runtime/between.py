@@ -24,22 +24,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphoffload.runtime.counters import COUNTERS
+from graphoffload.runtime.entries import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.staying import Staying
 from graphoffload.runtime.streams import DeviceStreams
-
-if TYPE_CHECKING:
-    from graphoffload.runtime.entries import Entry
-
-LOCK = threading.RLock()
-"""Guards handles and all that is pending: forward, backward and whoever clears dead handles are different threads."""
 
 _LONGEST = 4096  # calls of one forward whose order is learnt
 _SHARE = 4  # of what a forward offloads: the most that is outstanding between its graphs, unless the user gave a number
@@ -60,10 +55,23 @@ class Call:
 
     def __init__(self, run: RunPlan, track: Track, before: Call | None, *, followed: bool, as_before: bool) -> None:
         self.run, self.track, self.before, self.followed, self.as_before = run, track, before, followed, as_before
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, OffloadedTensor] = {}
         self.seen: set[int] = set()
         self.nbytes = self.left = self.stayed = self.room = 0
         self.reloading: list[int] = []
+
+    def leave(self, entry: OffloadedTensor) -> None:
+        """A tensor of this call is closed: its pending source and its prefetched target go, after their copies."""
+        with LOCK:
+            if entry.state is RELEASE_PENDING:
+                _free(entry)
+            elif entry.state is PREFETCHED:
+                _drop(entry)
+            if self.entries.get(entry.id) is entry:
+                del self.entries[entry.id]
+            if not self.entries:
+                self.before = None
+            entry.call = None
 
 
 class Track:
@@ -77,10 +85,10 @@ class Track:
     def __init__(self) -> None:
         self.call: Call | None = None
         self.backward: Call | None = None
-        self.pending: deque[Entry] = deque()
+        self.pending: deque[OffloadedTensor] = deque()
         self.pending_bytes = 0
-        self.ahead: list[Entry] = []
-        self.kept: list[Entry] = []  # what stayed in last calls; those that still do have a source
+        self.ahead: list[OffloadedTensor] = []
+        self.kept: list[OffloadedTensor] = []  # what stayed in last calls; those that still do have a source
         self.largest_bytes = self.forward_bytes = 0
         self.staying = Staying()
         self._calls: list[Call] = []
@@ -148,7 +156,7 @@ class _Tracks(threading.local):
 _TRACKS = _Tracks()
 
 
-def enter(entry: Entry) -> None:
+def enter(entry: OffloadedTensor) -> None:
     """Find the call that an offload belongs to: a call offloads each id once."""
     device, run = entry.layout.device, entry.run
     if entry.streams is None:  # synchronous copies; some attention kernels return seeds on the CPU
@@ -165,17 +173,17 @@ def enter(entry: Entry) -> None:
     entry.call = call
 
 
-def offloaded(entry: Entry) -> None:
+def offloaded(entry: OffloadedTensor) -> None:
     """Make room in the window for what was just offloaded."""
     call = entry.call
     if call is None:
         return
-    if entry.stays:
+    if entry.state is COPYING:
+        call.nbytes += entry.layout.nbytes
+    else:
         call.stayed += entry.layout.nbytes
         if call.track.staying.budget is None:
             call.track.kept.append(entry)
-    else:
-        call.nbytes += entry.layout.nbytes
     track = call.track
     if track.pending:
         room = max(track.window_bytes(call.run) - call.stayed, track.staying.left_bytes()) - call.nbytes + call.left
@@ -184,7 +192,7 @@ def offloaded(entry: Entry) -> None:
                 _settle(track, 1)
 
 
-def stays(entry: Entry) -> bool:
+def stays(entry: OffloadedTensor) -> bool:
     """Whether an offload is left out: a budget that several graphs share has room for its source, or it is needed at once."""
     call, nbytes = entry.call, entry.layout.nbytes
     if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.room and call.run.behind)):
@@ -200,20 +208,21 @@ def stays(entry: Entry) -> bool:
         may_stay = whole and call.stayed + nbytes <= call.room
     if not may_stay:
         return False
-    entry.stays, entry.stream = True, streams.compute()
+    entry.let_stay(streams.compute())
     return True
 
 
-def defers(entry: Entry) -> bool:
+def defers(entry: OffloadedTensor) -> bool:
     """Whether a release is left to the graphs that follow; if so, it is pending from now on."""
     call = entry.call
-    if call is None or not call.followed or entry.d2h_done is None or not (entry.id in entry.run.at_end or entry.run.behind):
+    if call is None or not call.followed or not (entry.id in entry.run.at_end or entry.run.behind):
+        return False
+    if entry.host is None or entry.host.written is None:
         return False
     streams, track = entry.streams, call.track
     assert streams is not None
     with LOCK:
-        entry.stream = streams.compute()
-        entry.pending = True
+        entry.leave_release_pending(streams.compute())
         track.pending.append(entry)
         track.pending_bytes += entry.layout.nbytes
         call.left += entry.layout.nbytes
@@ -223,7 +232,7 @@ def defers(entry: Entry) -> bool:
     return True
 
 
-def passed(entry: Entry) -> None:
+def passed(entry: OffloadedTensor) -> None:
     """The release of a source that stays: behind all offloads of the last call, where memory is fullest, nothing pends."""
     call = entry.call
     if call is not None and call.track.pending and not call.followed and len(call.seen) == call.run.transfers:
@@ -231,47 +240,38 @@ def passed(entry: Entry) -> None:
             _settle(call.track, len(call.track.pending))
 
 
-def released(entry: Entry) -> None:
+def released(entry: OffloadedTensor) -> None:
     """Compute waited for this entry's copy: copies run in order, so what earlier calls left pending is done as well."""
     call = entry.call
-    if call is None or not call.track.pending:
+    if call is None or not call.track.pending or entry.host is None or entry.host.written is None:
         return
     streams = entry.streams
     with LOCK:
         pending = call.track.pending
         if streams is not None and all(older.stream is streams.compute() for older in pending):
             while pending and pending[0].call is not call:
-                _free(pending[0])
+                _free(pending[0], waited=True)
 
 
 def _settle(track: Track, count: int) -> None:
     """Let compute wait for the copies of the oldest `count` pending sources; then they go."""
-    streams = track.pending[0].streams
-    assert streams is not None
     for entry in list(track.pending)[:count]:
-        streams.compute_waits_for("release", entry, entry.d2h_done, entry.stream)
         _free(entry)
 
 
-def _free(entry: Entry) -> None:
-    """Forget a pending source that nothing reads any more."""
+def _free(entry: OffloadedTensor, *, waited: bool = False) -> None:
+    """Settle a pending source; `waited`: its stream has waited for its copy, or for a later one."""
     assert entry.call is not None
-    _unlist(entry)
-    source, entry.source = entry.source, None
-    entry.count_released()
+    track = entry.call.track
+    source = entry.settle(waited=waited)
+    track.pending.remove(entry)
+    track.pending_bytes -= entry.layout.nbytes
+    COUNTERS.released(entry.layout.nbytes)
     if ACTIVE.release is not None and source is not None:
         ACTIVE.release(source, entry.name)
 
 
-def _unlist(entry: Entry) -> None:
-    assert entry.call is not None
-    track = entry.call.track
-    track.pending.remove(entry)
-    track.pending_bytes -= entry.layout.nbytes
-    entry.pending = False
-
-
-def reloading(entry: Entry) -> None:
+def reloading(entry: OffloadedTensor) -> None:
     """A reload comes: forward is over, everything pending goes, and prefetched tensors of other calls were a wrong guess."""
     call = entry.call
     if call is None:
@@ -291,21 +291,19 @@ def reloading(entry: Entry) -> None:
         call.reloading.append(entry.id)
 
 
-def _sample(track: Track, entry: Entry) -> None:
+def _sample(track: Track, entry: OffloadedTensor) -> None:
     """Look at the peak once a call: whoever measures resets it between steps."""
     streams = entry.streams
     if track.staying.budget is not None and streams is not None:
         track.staying.sample(streams.allocated_bytes()[1])
 
 
-def take(entry: Entry, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+def take(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
     """The tensor that was prefetched for an entry, if it is what backward asks for on the stream that it asks on."""
-    if entry.ahead is None:
-        return None
     streams = entry.streams
     with LOCK:
-        y = entry.ahead
-        if y is None:
+        y = entry.target
+        if entry.state is not PREFETCHED or y is None:
             return None
         fits = tuple(y.shape) == tuple(size) and y.stride() == tuple(stride) and y.dtype == dtype
         if not fits or streams is None or streams.compute() is not entry.stream or streams.capturing():
@@ -313,15 +311,15 @@ def take(entry: Entry, size: Sequence[int], stride: Sequence[int], dtype: torch.
             return None
         assert entry.call is not None
         entry.call.track.ahead.remove(entry)
-        entry.ahead = None
+        entry.take_prefetched()
     COUNTERS.prefetch_hits += 1
     return y
 
 
-def prefetch(call: Call | None, copy: Callable[[torch.Tensor, Entry], Any]) -> None:
+def prefetch(call: Call | None, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:
     """Behind a call's last reload: start those of the call before it, in the order of last time, as far as memory allows.
 
-    `copy(y, entry)` starts the copy to y and leaves its event in `entry.h2d_done`.
+    `copy(y, entry)` starts the copy to y and leaves its event in `entry.host.read`.
     """
     if call is None or len(call.reloading) != len(call.seen):
         return
@@ -341,14 +339,14 @@ def prefetch(call: Call | None, copy: Callable[[torch.Tensor, Entry], Any]) -> N
         left = min(streams.headroom_bytes(), before.track.window_bytes(before.run))
         for entry in found:
             left -= entry.layout.nbytes
-            if left < 0 or not _start(entry, streams, copy):
+            if left < 0 or not _start(entry, copy):
                 return
 
 
-def _start(entry: Entry, streams: DeviceStreams, copy: Callable[[torch.Tensor, Entry], Any]) -> bool:
+def _start(entry: OffloadedTensor, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> bool:
     """Prefetch one tensor; False where the guess is not worth going on with."""
-    asked, layout = entry.run.asked.get(entry.id), entry.layout
-    idle = entry.target is None and entry.ahead is None and entry.buffer is not None and entry.d2h_done is not None
+    asked, layout, host = entry.run.asked.get(entry.id), entry.layout, entry.host
+    idle = entry.state is ON_HOST and host is not None and host.buffer is not None and host.written is not None
     if asked is None or not idle or not entry.weak or torch.UntypedStorage._expired(entry.weak):
         return False
     size, stride, dtype = asked
@@ -358,9 +356,8 @@ def _start(entry: Entry, streams: DeviceStreams, copy: Callable[[torch.Tensor, E
         y = empty(size, stride, dtype, layout.device)
     except torch.OutOfMemoryError:
         return False
-    copy(y, entry)
+    entry.prefetch(y, copy)
     assert entry.call is not None
-    entry.ahead, entry.stream = y, streams.compute()
     entry.call.track.ahead.append(entry)
     COUNTERS.prefetches += 1
     return True
@@ -373,27 +370,8 @@ def drop_prefetched(track: Track, *, but: Call | None = None) -> None:
             _drop(entry)
 
 
-def _drop(entry: Entry) -> None:
+def _drop(entry: OffloadedTensor) -> None:
     """Give up a prefetched tensor: the stream that its memory belongs to waits for the copy."""
     assert entry.call is not None
-    entry.h2d_done.wait(entry.stream)
+    entry.drop_prefetched()
     entry.call.track.ahead.remove(entry)
-    entry.ahead = None
-
-
-def leave(entry: Entry) -> None:
-    """An entry is closed: its pending source and its prefetched tensor go, behind their copies."""
-    call = entry.call
-    if call is None:
-        return
-    with LOCK:
-        if entry.pending:
-            entry.d2h_done.wait(entry.stream)
-            _free(entry)
-        if entry.ahead is not None:
-            _drop(entry)
-        if call.entries.get(entry.id) is entry:
-            del call.entries[entry.id]
-        if not call.entries:
-            call.before = None
-        entry.call = None

@@ -30,7 +30,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from graphoffload.errors import CaptureError, RuntimeStateError
 from graphoffload.runtime import ops
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.entries import ENTRIES, Entry
+from graphoffload.runtime.entries import CLOSED, HostCopy, OffloadedTensor
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.memcpy import relaxed_capture
 from graphoffload.runtime.pool import POOL
 from graphoffload.runtime.registry import run_plan
@@ -55,7 +56,7 @@ class Forward:
 
     def __init__(self, plan: str, number: int, row: int) -> None:
         self.plan, self.number, self.row = plan, number, row
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, OffloadedTensor] = {}
 
 
 class Ledger:
@@ -98,7 +99,7 @@ class Ledger:
         """The number of a forward with its replays, on the device."""
         return self.counts[forward.row : forward.row + 1]
 
-    def forget(self, entries: list[Entry], begun: Forward | None) -> None:
+    def forget(self, entries: list[OffloadedTensor], begun: Forward | None) -> None:
         """Take entries out of the captures that they are of, which need not be the one begun last; captures with none go."""
         with _LOCK:
             for number, forward in list(self.forwards.items()):
@@ -108,7 +109,7 @@ class Ledger:
                 if not forward.entries and (gone or forward is begun):
                     del self.forwards[number]
 
-    def entry(self, number: int, id: int) -> tuple[Forward, Entry] | tuple[None, None]:
+    def entry(self, number: int, id: int) -> tuple[Forward, OffloadedTensor] | tuple[None, None]:
         """The capture that a handle's number belongs to, and the entry of this transfer in it."""
         forward = self.forwards.get(number >> _SHIFT)
         entry = forward.entries.get(id) if forward is not None else None
@@ -124,8 +125,8 @@ class _Open(threading.local):
     """
 
     def __init__(self) -> None:
-        self.offloads: dict[tuple[str, int], Entry] = {}
-        self.reloads: dict[tuple[str, int], tuple[Entry, int, Any]] = {}
+        self.offloads: dict[tuple[str, int], tuple[OffloadedTensor, Any]] = {}
+        self.reloads: dict[tuple[str, int], tuple[OffloadedTensor, int, Any]] = {}
         self.forward: Forward | None = None
         self.checked: tuple[Forward | None, set[int]] = None, set()
 
@@ -202,12 +203,13 @@ def _capture_offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
         )
     handle = torch.empty(1, dtype=ops.HANDLE_DTYPE, device=layout.device)
     forward, first = _OPEN.forward_of(ledger, plan, id)
-    entry = Entry(x, layout, run, id)
+    entry = OffloadedTensor(x, layout, run, id)
+    entry.start_copy()
     if layout.nbytes:
         with relaxed_capture():
             ENTRIES.sweep(settled=True)  # those of the warm-up
-            entry.buffer = POOL.acquire_for_good(layout.nbytes, name=entry.name, device=streams.index)
-    _OPEN.offloads[plan, id] = forward.entries[id] = entry
+            entry.host = HostCopy(POOL.acquire_for_good(layout.nbytes, name=entry.name, device=streams.index))
+    _OPEN.offloads[plan, id], forward.entries[id] = (entry, None), entry
     count, alive = ledger.count(forward), ledger.alive[forward.row : forward.row + 1]
 
     def sign() -> None:
@@ -216,7 +218,8 @@ def _capture_offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
             count.add_(1)
         handle.copy_(count)
 
-    entry.d2h_done = streams.copy("d2h", entry, (), *ops.copy_to_host(x, entry), first=sign)
+    done = streams.copy("d2h", entry, (), *ops.copy_to_host(x, entry), first=sign)
+    _OPEN.offloads[plan, id] = entry, done  # the event is the graph's, and nobody outside of it may wait for it
     COUNTERS.captured += 1
     COUNTERS.captured_bytes += layout.nbytes
     return handle
@@ -226,14 +229,14 @@ def _release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     if not is_captured(x.device):
         ops.release(x, handle, plan, id)
         return
-    entry = _OPEN.offloads.get((plan, id))
+    entry, done = _OPEN.offloads.get((plan, id), (None, None))
     with _joined_on_error():
         if entry is None or x.data_ptr() != entry.source_ptr:
             raise _other_memory("release", "offload", plan, id)
     del _OPEN.offloads[plan, id]
     _, streams = _ledger(entry.layout.device, entry.name)
-    streams.compute_waits(entry.d2h_done)
-    entry.source = entry.d2h_done = None
+    streams.compute_waits(done)
+    entry.release()
 
 
 def _reload(
@@ -284,7 +287,7 @@ def _wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     streams.compute_waits(done)
 
 
-def find(handle: torch.Tensor, id: int) -> Entry | None:
+def find(handle: torch.Tensor, id: int) -> OffloadedTensor | None:
     """The entry of captured offload `id` whose handle came out of a replay, for a reload outside of a graph.
 
     Raises:
@@ -303,7 +306,7 @@ def find(handle: torch.Tensor, id: int) -> Entry | None:
     return entry
 
 
-def living() -> list[Entry]:
+def living() -> list[OffloadedTensor]:
     """Entries of every capture of an offload that may still be replayed."""
     forwards = [forward for ledger in list(_LEDGERS.values()) for forward in list(ledger.forwards.values())]
     return [entry for forward in forwards for entry in list(forward.entries.values())]
@@ -327,8 +330,8 @@ def _joined_on_error() -> Iterator[None]:
 
 def _abandon() -> None:
     """An error in a capture: its open branches join, as they must for torch to end it, and its host buffers are free again."""
-    entries = list(_OPEN.offloads.values())
-    events = [(entry, entry.d2h_done) for entry in entries] + [(entry, done) for entry, _, done in _OPEN.reloads.values()]
+    events = [*_OPEN.offloads.values(), *[(entry, done) for entry, _, done in _OPEN.reloads.values()]]
+    entries = [entry for entry, _ in _OPEN.offloads.values()]
     forward, _OPEN.forward, _OPEN.checked = _OPEN.forward, None, (None, set())
     _OPEN.offloads, _OPEN.reloads = {}, {}
     with contextlib.suppress(Exception):  # the first error counts
@@ -338,14 +341,8 @@ def _abandon() -> None:
     for ledger in list(_LEDGERS.values()):
         ledger.forget(entries, forward)
     for entry in entries:
-        _free(entry)
-
-
-def _free(entry: Entry) -> None:
-    entry.source = entry.d2h_done = None
-    if entry.buffer is not None:
-        POOL.give_back(entry.buffer)
-        entry.buffer = None
+        if entry.state is not CLOSED:  # its plan's captures were given back, and this one had been given up before
+            entry.close()
 
 
 def own(plan: str, owner: object) -> None:
@@ -382,7 +379,7 @@ def give_back(plan: str) -> None:
         for forward in gone:
             del ledger.forwards[forward.number]
             for entry in forward.entries.values():
-                _free(entry)
+                entry.close()
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {"offload": _offload, "release": _release, "reload": _reload, "wait": _wait}

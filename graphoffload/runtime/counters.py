@@ -53,6 +53,11 @@ class Counters:
         if self.inflight_bytes > self.inflight_peak_bytes:
             self.inflight_peak_bytes = self.inflight_bytes
 
+    def released(self, nbytes: int) -> None:
+        """The source of one tensor is free."""
+        self.releases += 1
+        self.inflight_bytes -= nbytes
+
     def stayed(self, nbytes: int) -> None:
         """One tensor more that stays on the device."""
         self.stays += 1

@@ -1,266 +1,322 @@
-"""Handles and what they stand for.
+"""Offloaded tensors: a state machine for each, from `offload` until its handle is dropped.
 
-`offload` returns a handle: a (1,) int64 tensor on the source's device that travels through autograd in the source's place.
-What it stands for is an Entry, found by the identity of the handle's storage: a weak reference keeps that identity from being
-used twice and tells when the last owner dropped the handle, which is when the host buffer goes back to the pool.
+Methods of OffloadedTensor are the events, and the only code that changes its state. TRANSITIONS lists the states that each
+event may come in and the state that it leads to; in any other state the event raises.
 
-Saved-tensor hooks around the model may copy handles, and identity is lost. While such hooks are active the entry's ticket is
-written into the handle, and reload reads it back (one device synchronisation each). Such an entry is over when the backward
-that waited for it leaves autograd no second one. Nobody can tell when copies that no backward asks for die: those of the last
-`KEPT_TURNS` times that training went from backward to forward stay, `KEPT_COPIES` of each (plan, id) at most.
+         start_copy           release              start_reload           start_reload
+    new ------------> copying -------> on host ------------------> reloading --------> reloading (a backward stopped)
+     |                   |              ^ | ^ ^        wait            | ^
+     |                   |       settle | | | +------------------------+ | take_prefetched
+     |                   +--------> release | +-- drop_prefetched --+    |
+     |  leave_release_pending       pending +------- prefetch ----> prefetched
+     |
+     |  let_stay          become_resident            lend          lend
+     +-----------> staying -----------> resident ----------> lent -----> lent (to the next backward)
+                                          |   ^      wait     | |
+                                          |   +---------------+ |
+                                          |       hand_over     |                   wait
+                                          +---------------------+---> handing over -----> handed over
+
+    close leads from every state to closed, and nothing leads from there.
+
+Upper half: the bytes go to the host and come back. Lower half: there is room for them on the device (see between.py).
+Memory is let go by release, settle, wait, drop_prefetched, start_reload and close, each after the compute stream that owns
+the memory waits for its copy, and by hand_over, where there is no copy.
 """
 
 from __future__ import annotations
 
-import itertools
-import secrets
-from collections import defaultdict, deque
+import enum
+import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from graphoffload.errors import BackwardNeverCameWarning, RuntimeStateError, warn
-from graphoffload.runtime import between
-from graphoffload.runtime.counters import COUNTERS
+from graphoffload.errors import RuntimeStateError
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.pool import POOL
-from graphoffload.runtime.registry import RunPlan, run_plan
+from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.slabs import HostBuffer
 from graphoffload.runtime.streams import streams_of
-from graphoffload.units import format_bytes
 
-KEPT_TURNS = 8
-KEPT_COPIES = 256  # calls of one graph in a forward: equal blocks compiled one by one share a plan
-DROPPED_BEFORE_WARNING = 16
+if TYPE_CHECKING:
+    from graphoffload.runtime.between import Call
+
+LOCK = threading.RLock()
+"""Guards handles and all that is pending: forward, backward and whoever clears dead handles are different threads."""
 
 
-class Entry:
-    """One offloaded tensor: where its bytes are, in which layout, and which copies are under way."""
+class State(enum.IntEnum):
+    """What an offloaded tensor is doing; the diagram above has the ways between them."""
+
+    NEW = enum.auto()  # nothing was done yet
+    COPYING = enum.auto()  # the copy to the host may be under way, and the source is held
+    RELEASE_PENDING = enum.auto()  # the graph is done with the source, and a later graph's compute waits for its copy
+    ON_HOST = enum.auto()  # the bytes are on the host alone, as far as the compute stream can tell
+    PREFETCHED = enum.auto()  # a copy to memory that no backward has asked for yet may be under way
+    RELOADING = enum.auto()  # backward has the target, and the copy to it may be under way
+    STAYING = enum.auto()  # not copied, and the graph still reads the source
+    RESIDENT = enum.auto()  # not copied, and nobody may write to the source any more
+    LENT = enum.auto()  # a backward has a copy of the source, and another backward may come
+    HANDING_OVER = enum.auto()  # a backward has the source, or a copy of it, and no other may come
+    HANDED_OVER = enum.auto()  # that backward waited for it: nothing is left
+    CLOSED = enum.auto()  # its handle is gone
+
+    @property
+    def words(self) -> str:
+        """For messages."""
+        return self.name.lower().replace("_", " ")
+
+
+# Names of the module: looking a member up in its class costs more than comparing it.
+(
+    NEW, COPYING, RELEASE_PENDING, ON_HOST, PREFETCHED, RELOADING,
+    STAYING, RESIDENT, LENT, HANDING_OVER, HANDED_OVER, CLOSED,
+) = State  # fmt: skip
+
+TRANSITIONS: dict[str, dict[State, State]] = {
+    "start_copy": {NEW: COPYING},
+    "release": {COPYING: ON_HOST},
+    "leave_release_pending": {COPYING: RELEASE_PENDING},
+    "settle": {RELEASE_PENDING: ON_HOST},
+    "prefetch": {ON_HOST: PREFETCHED},
+    "take_prefetched": {PREFETCHED: RELOADING},
+    "drop_prefetched": {PREFETCHED: ON_HOST},
+    "start_reload": {ON_HOST: RELOADING, RELOADING: RELOADING},
+    "let_stay": {NEW: STAYING},
+    "become_resident": {STAYING: RESIDENT},
+    "lend": {RESIDENT: LENT, LENT: LENT},
+    "hand_over": {RESIDENT: HANDING_OVER, LENT: HANDING_OVER},
+    "wait": {RELOADING: ON_HOST, LENT: RESIDENT, HANDING_OVER: HANDED_OVER},
+    "close": {state: CLOSED for state in State if state is not CLOSED},
+}
+"""By event: the states that it may come in, and the state that it leads to from each."""
+
+(
+    _START_COPY, _RELEASE, _LEAVE_RELEASE_PENDING, _SETTLE, _PREFETCH, _TAKE_PREFETCHED, _DROP_PREFETCHED, _START_RELOAD,
+    _LET_STAY, _BECOME_RESIDENT, _LEND, _HAND_OVER, _WAIT, _CLOSE,
+) = TRANSITIONS.values()  # fmt: skip
+
+_STAYING = (STAYING, RESIDENT, LENT, HANDING_OVER, HANDED_OVER)
+
+
+class HostCopy:
+    """The bytes of one offloaded tensor on the host, and the last copies to and from them.
+
+    clone: in place of a buffer, under twin_copies(). written, read: events of the copy to the host and of the last one back;
+    None where copies are synchronous, and in captures of CUDA graphs, which keep their own.
+    """
+
+    __slots__ = ("buffer", "clone", "read", "written")
+
+    def __init__(self, buffer: HostBuffer | None, clone: torch.Tensor | None = None) -> None:
+        self.buffer, self.clone = buffer, clone
+        self.written: Any = None
+        self.read: Any = None
+
+
+class Ticket(NamedTuple):
+    """What is written into a handle that may be copied, and in which turn from forward to backward that was."""
+
+    number: int
+    turn: int
+
+
+class OffloadedTensor:
+    """One tensor that a plan offloads, from `offload` until its handle is dropped.
+
+    source: in NEW, COPYING, RELEASE_PENDING, STAYING, RESIDENT, LENT; source_ptr: its address at the offload. target: in
+    PREFETCHED, RELOADING, LENT, HANDING_OVER. stream: the compute stream that either's memory belongs to, once a copy other
+    than the first may be waited for. host: what start_copy leads to, except for tensors without bytes. version: of the source,
+    from RESIDENT on. reloads: how often a backward asked. weak, ticket: what the handle is found by, one of the two.
+    """
 
     __slots__ = (
-        "ahead", "born", "buffer", "call", "clone", "d2h_done", "digest", "h2d_done", "id", "inflight", "layout", "pending",
-        "reloads", "run", "source", "source_ptr", "stays", "stream", "streams", "target", "ticket", "version", "weak",
+        "call", "digest", "host", "id", "layout", "reloads", "run", "source", "source_ptr", "state", "stream", "streams",
+        "target", "ticket", "version", "weak",
     )  # fmt: skip
 
+    stream: Any  # these two are not there before the states that they belong to
+    version: int
+
     def __init__(self, source: torch.Tensor, layout: Layout, run: RunPlan, id: int) -> None:
+        self.state = NEW
         self.run = run
         self.id = id
         self.layout = layout
         self.streams = streams_of(layout.device)
         self.source: torch.Tensor | None = source
         self.source_ptr = source.data_ptr()
-        self.ticket = 0
-        self.born = 0  # in which turn, where there is a ticket
-        self.weak = 0
-        self.buffer: HostBuffer | None = None
-        self.clone: torch.Tensor | None = None
-        self.d2h_done: Any = None
-        self.h2d_done: Any = None
         self.target: torch.Tensor | None = None
+        self.host: HostCopy | None = None
         self.digest: torch.Tensor | None = None
         self.reloads = 0
-        self.inflight = False
-        self.call: between.Call | None = None
-        self.pending = False
-        self.stays = False
-        self.version = 0  # of a source that stays, once it was released
-        self.ahead: torch.Tensor | None = None
-        self.stream: Any = None  # that the memory of a source that pends or stays, or of what is copied to, belongs to
-
-    def count_released(self) -> None:
-        """Count that the source is free."""
-        self.inflight = False
-        COUNTERS.releases += 1
-        COUNTERS.inflight_bytes -= self.layout.nbytes
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a copy may be under way that compute has not waited for yet."""
-        return self.source is not None or self.target is not None or self.ahead is not None
+        self.call: Call | None = None
+        self.weak = 0
+        self.ticket: Ticket | None = None
 
     @property
     def name(self) -> str:
         """The tensor and its module, for messages."""
         return self.run.name(self.id)
 
+    @property
+    def stays(self) -> bool:
+        """Whether it was not copied, as there was room for it on the device."""
+        return self.state in _STAYING
 
-class Entries:
-    """All living entries of this process, by plan and by the identity of their handles' storages."""
+    @property
+    def in_flight(self) -> bool:
+        """Whether it is copied to the host, and its source is not free yet."""
+        return self.state is COPYING or self.state is RELEASE_PENDING
 
-    def __init__(self) -> None:
-        self._lock = between.LOCK
-        self._by_storage: dict[str, dict[int, Entry]] = defaultdict(dict)
-        self._by_ticket: dict[int, Entry] = {}
-        self._copied: dict[tuple[str, int], deque[Entry]] = defaultdict(deque)
-        self.reloaded = False
-        self.captured: Callable[[torch.Tensor, int], Entry | None] | None = None
-        self._last: Entry | None = None
-        self._turns = 0
-        self._forwards_dropped = 0
-        self._bytes_dropped = 0
-        self._warned = False
-        self._tickets = itertools.count(secrets.randbits(61))
+    @property
+    def settled(self) -> bool:
+        """Whether it holds no device memory, and compute has waited for every copy."""
+        return self.state is ON_HOST or self.state is HANDED_OVER or self.state is CLOSED
 
-    def __len__(self) -> int:
-        return sum(map(len, self._by_storage.values())) + sum(map(len, self._copied.values()))
-
-    def living(self) -> list[Entry]:
-        """All of them, at this moment."""
-        with self._lock:
-            groups = [list(group.values()) for group in self._by_storage.values()]
-            return [entry for group in (*groups, *self._copied.values()) for entry in group]
-
-    def add(self, handle: torch.Tensor, entry: Entry, *, may_be_copied: bool) -> None:
-        """Tie an entry to its handle's storage, and to its content where hooks may copy the handle."""
-        if may_be_copied:
-            self._add_ticket(handle, entry)
-            return
-        entry.weak = cast("int", handle.untyped_storage()._weak_ref())
-        with self._lock:
-            self._by_storage[entry.run.key][entry.weak] = self._last = entry
-
-    def _add_ticket(self, handle: torch.Tensor, entry: Entry) -> None:
-        ticket = next(self._tickets)
-        handle.fill_(ticket)
-        with self._lock:
-            entry.ticket, entry.born = ticket, self._turns
-            self._by_ticket[ticket] = entry
-            queue = self._copied[entry.run.key, entry.id]
-            queue.append(entry)
-            while len(queue) > KEPT_COPIES or queue[0].born < self._turns - KEPT_TURNS:
-                self._close(queue.popleft())
-
-    def finish(self, entry: Entry) -> None:
-        """Close what a ticket stands for, behind the last backward that may ask for it."""
-        with self._lock:
-            queue = self._copied[entry.run.key, entry.id]
-            if entry in queue:
-                queue.remove(entry)
-                self._close(entry)
-
-    def find(self, handle: torch.Tensor, plan: str, id: int) -> Entry:
-        """The entry that a handle stands for.
-
-        Raises:
-            RuntimeStateError: there is none, or it is another tensor's.
-        """
-        identity = handle.untyped_storage()._cdata
-        entries = self._by_storage.get(plan)
-        entry = None if entries is None else entries.get(identity)
-        if entry is None:
-            entry = self._look_elsewhere(handle, identity, plan, id)
-        if entry.id != id or entry.run.key != plan:
-            raise RuntimeStateError(
-                f"A handle for {entry.name} (plan {entry.run.key}) was passed where {run_plan(plan).name(id)} (plan {plan}) "
-                "was expected. The graph's saved values are out of order; please report this with a graph dump "
-                "(GRAPHOFFLOAD_DUMP_DIR)."
-            )
-        return entry
-
-    def _look_elsewhere(self, handle: torch.Tensor, identity: int, plan: str, id: int) -> Entry:
-        with self._lock:
-            for entries in self._by_storage.values():
-                if identity in entries:
-                    return entries[identity]
-        entry = self._by_ticket.get(int(handle.item())) if self._by_ticket else None
-        if entry is None and self.captured is not None:
-            entry = self.captured(handle, id)
-        if entry is None:
-            raise RuntimeStateError(
-                f"The host copy of {run_plan(plan).name(id)} is gone (plan {plan}): its handle was dropped, copied by a "
-                "saved-tensors hook that was not active in forward or converts integers (let pass what is no float), or more "
-                f"than {KEPT_TURNS} steps or {KEPT_COPIES} calls ran between it and this backward."
-            )
-        return entry
-
-    def start_forward(self, plan: str) -> None:
-        """Close what is over: of this plan, and of all plans after a backward, or after a forward that was dropped.
-
-        Many graphs so cost no more than one. A dropped forward's buffers in use would else be in the way of other sizes.
-        """
-        if self.reloaded or self._dropped():
-            self._turns += self.reloaded
-            self.reloaded = False
-            self.sweep()
-        else:
-            self.sweep(plan)
-
-    def _dropped(self) -> bool:
-        """Whether nobody owns any more what was offloaded last."""
-        with self._lock:
-            last = self._last
-            return last is not None and last.weak != 0 and bool(torch.UntypedStorage._expired(last.weak))
-
-    def sweep(self, plan: str | None = None, *, settled: bool = False) -> int:
-        """Close entries (of one plan, or of all) whose handle nobody owns any more; returns how many.
-
-        `settled`: only those whose copies compute has waited for, so that nothing is issued to its stream.
-        """
-        expired = torch.UntypedStorage._expired
-        with self._lock:
-            groups = list(self._by_storage.values()) if plan is None else [self._by_storage[plan]]
-            dead = []
-            for group in groups:
-                keys = [key for key, entry in group.items() if expired(key) and not (settled and entry.under_way)]
-                dead += [group.pop(key) for key in keys]
-            for entry in dead:
-                self._close(entry)
-        if dead:
-            self._count_dropped(dead)
-        return len(dead)
-
-    def _count_dropped(self, entries: list[Entry]) -> None:
-        """Warn once after many forwards in a row whose offloaded activations no backward asked for."""
-        if any(entry.reloads for entry in entries):
-            self._forwards_dropped = self._bytes_dropped = 0
-        else:
-            self._forwards_dropped += 1
-            self._bytes_dropped += sum(entry.layout.nbytes for entry in entries)
-        if self._forwards_dropped < DROPPED_BEFORE_WARNING or self._warned:
-            return
-        self._warned = True
-        warn(
-            BackwardNeverCameWarning,
-            f"{self._forwards_dropped} forwards in a row offloaded {format_bytes(self._bytes_dropped)} that no backward asked "
-            "for: the copies were for nothing. Run evaluation under torch.no_grad() or torch.inference_mode().",
-            stacklevel=5,
+    def refusal(self, event: str) -> RuntimeStateError:
+        """The error of an event that the present state does not allow."""
+        ways = [f"{before.words} to {after.words}" for before, after in TRANSITIONS[event].items()]
+        return RuntimeStateError(
+            f"{self.name}: {event} leads from {' or from '.join(ways)}, but this tensor is {self.state.words} (plan "
+            f"{self.run.key}). Its ops ran in an order that no plan has; please report this with a graph dump "
+            "(GRAPHOFFLOAD_DUMP_DIR)."
         )
 
-    def abandon(self, entry: Entry) -> None:
-        """Undo an offload that did not come about; it was never added, or is the last that was."""
-        with self._lock:
-            self._by_storage[entry.run.key].pop(entry.weak, None)
-            self._close(entry, came_about=False)
+    def start_copy(self) -> None:
+        """Its copy to the host comes next."""
+        if (after := _START_COPY.get(self.state)) is None:
+            raise self.refusal("start_copy")
+        self.state = after
 
-    def _close(self, entry: Entry, *, came_about: bool = True) -> None:
-        COUNTERS.dropped += came_about and entry.reloads == 0
-        between.leave(entry)
-        if entry.weak:
-            torch.UntypedStorage._free_weak_ref(entry.weak)
-            entry.weak = 0
-        if entry.ticket:
-            self._by_ticket.pop(entry.ticket, None)
-        if entry.inflight:
-            entry.inflight = False
-            COUNTERS.inflight_bytes -= entry.layout.nbytes
-        streams = entry.streams
-        if streams is not None:
-            # After an exception a source or a target can still be in a copy; its memory must not be reused before that.
-            if entry.source is not None and entry.d2h_done is not None:
-                streams.compute_waits(entry.d2h_done)
-            if entry.target is not None and entry.h2d_done is not None:
-                entry.h2d_done.wait(entry.stream)
-        entry.source = entry.target = entry.clone = None
-        if entry.buffer is not None:
-            last = entry.h2d_done if entry.h2d_done is not None else entry.d2h_done
-            if last is not None:  # else no copy came about, and one of its last user may still be under way
-                entry.buffer.last_copy = last
-            POOL.give_back(entry.buffer)
-            entry.buffer = None
-        if streams is not None and entry.h2d_done is not None:
-            streams.recycle(entry.d2h_done)
+    def release(self) -> None:
+        """Compute waits for the copy to the host, and the source is free."""
+        if (after := _RELEASE.get(self.state)) is None:
+            raise self.refusal("release")
+        host = self.host
+        if host is not None and host.written is not None:
+            assert self.streams is not None
+            self.streams.compute_waits_for("release", self, host.written)
+        self.state = after
+        self.source = None
 
+    def leave_release_pending(self, stream: Any) -> None:
+        """The graph on `stream` is done with the source, and does not wait for its copy."""
+        if (after := _LEAVE_RELEASE_PENDING.get(self.state)) is None:
+            raise self.refusal("leave_release_pending")
+        self.stream = stream
+        self.state = after
 
-ENTRIES = Entries()
-POOL.reclaim = ENTRIES.sweep
+    def settle(self, *, waited: bool = False) -> torch.Tensor | None:
+        """Compute waits for the copy to the host, unless it `waited` for a later one, and the source, returned, is free."""
+        if (after := _SETTLE.get(self.state)) is None:
+            raise self.refusal("settle")
+        host = self.host
+        if host is not None and host.written is not None and not waited:
+            assert self.streams is not None
+            self.streams.compute_waits_for("release", self, host.written, self.stream)
+        self.state = after
+        source, self.source = self.source, None
+        return source
+
+    def prefetch(self, y: torch.Tensor, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:
+        """`copy(y, self)` starts the copy back before a backward asks for it; y belongs to the current compute stream."""
+        if (after := _PREFETCH.get(self.state)) is None:
+            raise self.refusal("prefetch")
+        assert self.streams is not None
+        copy(y, self)
+        self.stream = self.streams.compute()
+        self.target = y
+        self.state = after
+
+    def take_prefetched(self) -> None:
+        """Backward asks for the target."""
+        if (after := _TAKE_PREFETCHED.get(self.state)) is None:
+            raise self.refusal("take_prefetched")
+        self.state = after
+
+    def drop_prefetched(self) -> None:
+        """The target is given up, and the stream that owns its memory waits for the copy."""
+        if (after := _DROP_PREFETCHED.get(self.state)) is None:
+            raise self.refusal("drop_prefetched")
+        self._finish_reading()
+        self.target = None
+        self.state = after
+
+    def start_reload(self, y: torch.Tensor) -> None:
+        """The copy back to y comes next. The memory that a backward before stopped with, if any, is free after its copy."""
+        if (after := _START_RELOAD.get(self.state)) is None:
+            raise self.refusal("start_reload")
+        if self.state is RELOADING:
+            self._finish_reading()
+        self.target = y
+        self.state = after
+
+    def let_stay(self, stream: Any) -> None:
+        """It is not copied; the source belongs to `stream`."""
+        if (after := _LET_STAY.get(self.state)) is None:
+            raise self.refusal("let_stay")
+        self.stream = stream
+        self.state = after
+
+    def become_resident(self, version: int) -> None:
+        """The graph is done with the source, which is at this version and stays there."""
+        if (after := _BECOME_RESIDENT.get(self.state)) is None:
+            raise self.refusal("become_resident")
+        self.version = version
+        self.state = after
+
+    def lend(self, y: torch.Tensor) -> None:
+        """Backward gets y, a copy of the source; the source stays for the next one."""
+        if (after := _LEND.get(self.state)) is None:
+            raise self.refusal("lend")
+        self.target = y
+        self.state = after
+
+    def hand_over(self, y: torch.Tensor) -> None:
+        """Backward gets y, the source or a copy of it; no other backward comes."""
+        if (after := _HAND_OVER.get(self.state)) is None:
+            raise self.refusal("hand_over")
+        self.source, self.target = None, y
+        self.state = after
+
+    def wait(self) -> None:
+        """Compute waits for the copy back, and the target is backward's alone."""
+        if (after := _WAIT.get(self.state)) is None:
+            raise self.refusal("wait")
+        host = self.host
+        if host is not None and host.read is not None:
+            assert self.streams is not None
+            self.streams.compute_waits_for("wait", self, host.read)
+        self.target = None
+        self.state = after
+
+    def close(self) -> None:
+        """Nobody asks any more: memory goes, on the device and on the host, each after the copy that may be under way."""
+        if (after := _CLOSE.get(self.state)) is None:
+            raise self.refusal("close")
+        host = self.host
+        if self.state is PREFETCHED or self.state is RELOADING:
+            self._finish_reading()
+        elif host is not None and host.written is not None:
+            if self.state is RELEASE_PENDING:
+                host.written.wait(self.stream)
+            elif self.state is COPYING:
+                assert self.streams is not None
+                self.streams.compute_waits(host.written)
+        self.source = self.target = self.host = None
+        self.state = after
+        if host is None or host.buffer is None:
+            return
+        last = host.read if host.read is not None else host.written
+        if last is not None:  # else no copy came about, and one of its last user may still be under way
+            host.buffer.last_copy = last
+        POOL.give_back(host.buffer)
+        if self.streams is not None and host.read is not None:
+            self.streams.recycle(host.written)
+
+    def _finish_reading(self) -> None:
+        if self.host is not None and self.host.read is not None:
+            self.host.read.wait(self.stream)

@@ -27,7 +27,8 @@ from graphoffload.errors import CaptureError, ChecksumError, RuntimeStateError
 from graphoffload.runtime import between
 from graphoffload.runtime.checksum import digest
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.entries import ENTRIES, Entry
+from graphoffload.runtime.entries import COPYING, LENT, ON_HOST, PREFETCHED, RESIDENT, STAYING, HostCopy, OffloadedTensor
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty, same_layout
 from graphoffload.runtime.pool import POOL
@@ -69,26 +70,26 @@ def offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
         _start_forward(run, x.device)
     layout = run.layout(x, id)
     handle = empty(_ONE, _ONE, HANDLE_DTYPE, layout.device)
-    entry = Entry(x, layout, run, id)
+    entry = OffloadedTensor(x, layout, run, id)
     try:
         between.enter(entry)
         if run.checksum:
             entry.digest = digest(x)
         if ACTIVE.twin:
-            entry.clone = x.clone()
-        elif between.stays(entry):
-            pass
-        elif layout.nbytes:
-            _copy_to_host(x, entry)
+            entry.start_copy()
+            entry.host = HostCopy(None, x.clone())
+        elif not between.stays(entry):
+            entry.start_copy()
+            if layout.nbytes:
+                _copy_to_host(x, entry)
         ENTRIES.add(handle, entry, may_be_copied=handles_may_be_copied())
     except BaseException:
         ENTRIES.abandon(entry)
         raise
-    if entry.stays:
-        COUNTERS.stayed(layout.nbytes)
-    else:
+    if entry.state is COPYING:
         COUNTERS.offloaded(layout.nbytes)
-        entry.inflight = True
+    else:
+        COUNTERS.stayed(layout.nbytes)
     between.offloaded(entry)
     return handle
 
@@ -100,24 +101,26 @@ def _start_forward(run: RunPlan, device: torch.device) -> None:
     POOL.arrange(run.key, (layout.nbytes for layout in run.layouts.values()), pin=streams is not None, device=index)
 
 
-def _copy_to_host(x: torch.Tensor, entry: Entry) -> None:
+def _copy_to_host(x: torch.Tensor, entry: OffloadedTensor) -> None:
     layout = entry.layout
     streams = entry.streams
     if streams is None:
-        buffer = entry.buffer = POOL.acquire(layout.nbytes, pin=False, name=entry.name)
+        buffer = POOL.acquire(layout.nbytes, pin=False, name=entry.name)
+        entry.host = HostCopy(buffer)
         buffer.flat(layout.dtype).copy_(_flat(x if layout.dense else x.contiguous()))
         return
-    buffer = entry.buffer = POOL.acquire(layout.nbytes, pin=True, name=entry.name, device=streams.index)
+    buffer = POOL.acquire(layout.nbytes, pin=True, name=entry.run.name(entry.id), device=streams.index)
+    host = entry.host = HostCopy(buffer)
     before = buffer.last_copy
-    entry.d2h_done = streams.copy("d2h", entry, (before,), *copy_to_host(x, entry))
+    host.written = streams.copy("d2h", entry, (before,), *copy_to_host(x, entry))
     buffer.last_copy = None
     streams.recycle(before)
 
 
-def copy_to_host(x: torch.Tensor, entry: Entry) -> tuple[Callable[[], None], Block | None]:
+def copy_to_host(x: torch.Tensor, entry: OffloadedTensor) -> tuple[Callable[[], None], Block | None]:
     """The copy of x to its entry's buffer, as DeviceStreams.copy takes it."""
-    buffer, layout = entry.buffer, entry.layout
-    if buffer is None:  # no bytes
+    host, layout = entry.host, entry.layout
+    if host is None or (buffer := host.buffer) is None:  # no bytes
         return (lambda: None), None
 
     def run() -> None:
@@ -129,8 +132,9 @@ def copy_to_host(x: torch.Tensor, entry: Entry) -> tuple[Callable[[], None], Blo
 def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     """Let compute wait for the copy of x; its memory is free from then on."""
     entry = ENTRIES.find(handle, plan, id)
-    if entry.source is None or entry.pending:
-        raise RuntimeStateError(f"{entry.name} was released twice (plan {plan}).")
+    state = entry.state
+    if state is not COPYING and state is not STAYING:
+        raise RuntimeStateError(f"{entry.name} was released twice (plan {plan}): it is {state.words} already.")
     nbytes = entry.layout.nbytes
     if x.data_ptr() != entry.source_ptr:
         raise RuntimeStateError(
@@ -138,18 +142,17 @@ def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
             f"({nbytes} bytes). A compiler passed one of them a temporary; the copy could be of freed memory. "
             'Try inner="aot_eager" or keep this tensor with policy={"<its module>": "keep"}, and report this.'
         )
-    if entry.stays:
-        entry.version = x._version
+    if state is STAYING:
+        entry.become_resident(x._version)
         between.passed(entry)
         return
-    if between.defers(entry):
+    call = entry.call
+    if call is not None and call.followed and between.defers(entry):
         return
-    if entry.d2h_done is not None:
-        assert entry.streams is not None
-        entry.streams.compute_waits_for("release", entry, entry.d2h_done)
+    entry.release()
+    COUNTERS.released(nbytes)
+    if call is not None and call.track.pending:
         between.released(entry)
-    entry.source = None
-    entry.count_released()
     if ACTIVE.release is not None:
         ACTIVE.release(x, entry.name)
 
@@ -162,10 +165,9 @@ def reload(
     as_it_lies = checked_layout(entry, size, stride, dtype)
     between.reloading(entry)
     entry.run.asked[id] = (size, stride, dtype)
-    y = between.take(entry, size, stride, dtype)
+    y = between.take(entry, size, stride, dtype) if entry.state is PREFETCHED else None
     if y is None:
         y = _reload_now(entry, size, stride, as_it_lies=as_it_lies)
-    entry.target = y
     entry.reloads += 1
     ENTRIES.reloaded = True
     COUNTERS.reloads += 1
@@ -173,7 +175,7 @@ def reload(
     return y
 
 
-def checked_layout(entry: Entry, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> bool:
+def checked_layout(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether backward's layout is that of the bytes as they lie; else they have to be laid out anew.
 
     Raises:
@@ -190,24 +192,22 @@ def checked_layout(entry: Entry, size: Sequence[int], stride: Sequence[int], dty
     return as_it_lies
 
 
-def _reload_now(entry: Entry, size: Sequence[int], stride: Sequence[int], *, as_it_lies: bool) -> torch.Tensor:
+def _reload_now(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], *, as_it_lies: bool) -> torch.Tensor:
     layout = entry.layout
-    if entry.stays:
+    if entry.state is not ON_HOST and entry.stays:
         return _hand_back(entry, size, stride)
     y = empty(size, stride, layout.dtype, layout.device)
-    if entry.target is not None and entry.h2d_done is not None:
-        # An earlier backward stopped before its wait: the memory it was copying to is about to be free.
-        entry.h2d_done.wait(entry.stream)
-    entry.target = y
-    if entry.clone is not None:
-        y.copy_(entry.clone)
+    entry.start_reload(y)
+    host = entry.host
+    if host is not None and host.clone is not None:
+        y.copy_(host.clone)
     elif layout.nbytes:
         _copy_to_device(y, entry, as_it_lies=as_it_lies)
     COUNTERS.h2d_bytes += layout.nbytes
     return y
 
 
-def _hand_back(entry: Entry, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+def _hand_back(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """What stayed on the device: its own memory where nobody else has it and no other backward can come, else a copy."""
     source, streams = entry.source, entry.streams
     if source is None:
@@ -215,6 +215,8 @@ def _hand_back(entry: Entry, size: Sequence[int], stride: Sequence[int]) -> torc
             f"{entry.name}: its memory was handed to a backward that did not come to its end (plan {entry.run.key}). "
             "Run forward again."
         )
+    if entry.state is not RESIDENT and entry.state is not LENT:
+        raise entry.refusal("hand_over")
     assert streams is not None
     if source._version != entry.version:
         raise RuntimeStateError(
@@ -226,14 +228,18 @@ def _hand_back(entry: Entry, size: Sequence[int], stride: Sequence[int]) -> torc
     same_stream = streams.compute() is entry.stream
     again = torch._C._autograd._get_current_graph_task_keep_graph()
     if same_stream and not again and same_layout(size, source.stride(), stride) and _owns_all_of_its_memory(source):
-        entry.source = None
-        return source.as_strided(size, stride, source.storage_offset())
+        y = source.as_strided(size, stride, source.storage_offset())
+        entry.hand_over(y)
+        return y
     if not same_stream:
         streams.compute().wait_stream(entry.stream)
         source.record_stream(streams.compute())
-    if not again:
-        entry.source = None
-    return torch.empty_strided(size, stride, dtype=source.dtype, device=source.device).copy_(source)
+    y = torch.empty_strided(size, stride, dtype=source.dtype, device=source.device).copy_(source)
+    if again:
+        entry.lend(y)
+    else:
+        entry.hand_over(y)
+    return y
 
 
 def _owns_all_of_its_memory(x: torch.Tensor) -> bool:
@@ -242,39 +248,41 @@ def _owns_all_of_its_memory(x: torch.Tensor) -> bool:
     return storage.nbytes() == x.numel() * x.element_size() and torch._C._storage_Use_Count(storage._cdata) == _OWNERS
 
 
-def _copy_as_it_lies(y: torch.Tensor, entry: Entry) -> None:
+def _copy_as_it_lies(y: torch.Tensor, entry: OffloadedTensor) -> None:
     _copy_to_device(y, entry, as_it_lies=True)
     COUNTERS.h2d_bytes += entry.layout.nbytes
 
 
-def _copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> None:
+def _copy_to_device(y: torch.Tensor, entry: OffloadedTensor, *, as_it_lies: bool) -> None:
     run, block = copy_to_device(y, entry, as_it_lies=as_it_lies)
     streams = entry.streams
     if streams is None:
         run()
         return
-    before = entry.h2d_done
-    entry.h2d_done = streams.copy("h2d", entry, (entry.d2h_done, before), run, block)
+    host = entry.host
+    assert host is not None
+    before = host.read
+    host.read = streams.copy("h2d", entry, (host.written, before), run, block)
     entry.stream = streams.compute()
     streams.recycle(before)
 
 
-def copy_to_device(y: torch.Tensor, entry: Entry, *, as_it_lies: bool) -> tuple[Callable[[], None], Block | None]:
+def copy_to_device(y: torch.Tensor, entry: OffloadedTensor, *, as_it_lies: bool) -> tuple[Callable[[], None], Block | None]:
     """The copy of an entry's buffer to y, as DeviceStreams.copy takes it."""
-    buffer, layout = entry.buffer, entry.layout
-    if buffer is None:  # no bytes
+    host, layout = entry.host, entry.layout
+    if host is None or (buffer := host.buffer) is None:  # no bytes
         return (lambda: None), None
     if not as_it_lies:
         COUNTERS.relaid += 1
         COUNTERS.relaid_bytes += layout.nbytes
 
     def run() -> None:
-        host = buffer.flat(layout.dtype)
+        flat = buffer.flat(layout.dtype)
         if as_it_lies:
-            _flat(y).copy_(host, non_blocking=True)
+            _flat(y).copy_(flat, non_blocking=True)
         else:  # allocated and used on the side stream alone
-            staged = torch.empty(host.shape, dtype=layout.dtype, device=y.device)
-            staged.copy_(host, non_blocking=True)
+            staged = torch.empty(flat.shape, dtype=layout.dtype, device=y.device)
+            staged.copy_(flat, non_blocking=True)
             y.copy_(staged.as_strided(layout.size, layout.stride))
 
     return run, (y.data_ptr(), buffer.address, layout.nbytes) if as_it_lies else None
@@ -284,24 +292,22 @@ def wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     """Let compute wait for the copy to y."""
     entry = ENTRIES.find(handle, plan, id)
     target = entry.target
-    if target is None or y.data_ptr() != target.data_ptr():
+    if target is None or (y is not target and y.data_ptr() != target.data_ptr()):
+        reloaded = target is not None and entry.state is not PREFETCHED
         raise RuntimeStateError(
             f"{entry.name}: wait was given memory at {y.data_ptr():#x}, but "
-            + ("nothing was reloaded" if target is None else f"reload writes to {target.data_ptr():#x}")
+            + (f"reload writes to {target.data_ptr():#x}" if target is not None and reloaded else "nothing was reloaded")
             + f" (plan {plan}). The gradient could be wrong, so the step is stopped. Please report this with a graph dump."
         )
-    if entry.h2d_done is not None:
-        assert entry.streams is not None
-        entry.streams.compute_waits_for("wait", entry, entry.h2d_done)
+    entry.wait()
     if entry.run.checksum:
         _check(entry, y)
-    entry.target = None
     COUNTERS.waits += 1
-    if entry.ticket and not torch._C._autograd._get_current_graph_task_keep_graph():
+    if entry.ticket is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
         ENTRIES.finish(entry)
 
 
-def _check(entry: Entry, y: torch.Tensor) -> None:
+def _check(entry: OffloadedTensor, y: torch.Tensor) -> None:
     found = digest(y)
     COUNTERS.checked += 1
     if entry.digest is None or not torch.equal(found, entry.digest):

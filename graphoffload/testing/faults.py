@@ -65,9 +65,9 @@ def host_copies(change: Callable[[Tensor], Any]) -> Iterator[None]:
 
     def copy_to_host(x: Tensor, entry: Any) -> None:
         original(x, entry)
-        if entry.d2h_done is not None:
-            entry.d2h_done.synchronize()
-        change(entry.buffer.flat(x.dtype))
+        if entry.host.written is not None:
+            entry.host.written.synchronize()
+        change(entry.host.buffer.flat(x.dtype))
 
     with mock.patch.object(ops, "_copy_to_host", copy_to_host):
         yield

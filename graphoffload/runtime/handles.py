@@ -1,0 +1,203 @@
+"""Handles, and the table that finds the offloaded tensor that each stands for.
+
+`offload` returns a handle: a (1,) int64 tensor on the source's device that travels through autograd in the source's place. It
+is found by the identity of its storage: a weak reference keeps that identity from being used twice and tells when the last
+owner dropped the handle, which is when the host buffer goes back to the pool.
+
+Saved-tensor hooks around the model may copy handles, and identity is lost. While such hooks are active a ticket is written
+into the handle, and reload reads it back (one device synchronisation each). Such a tensor is closed after the wait of a
+backward that leaves autograd no second one. Nobody can tell when copies that no backward asks for die: those of the last
+`KEPT_TURNS` times that training went from backward to forward stay, `KEPT_COPIES` of each (plan, id) at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from graphoffload.errors import BackwardNeverCameWarning, RuntimeStateError, warn
+from graphoffload.runtime.counters import COUNTERS
+from graphoffload.runtime.entries import LOCK, OffloadedTensor, Ticket
+from graphoffload.runtime.pool import POOL
+from graphoffload.runtime.registry import run_plan
+from graphoffload.units import format_bytes
+
+KEPT_TURNS = 8
+KEPT_COPIES = 256  # calls of one graph in a forward: equal blocks compiled one by one share a plan
+DROPPED_BEFORE_WARNING = 16
+
+
+class Entries:
+    """All living offloaded tensors of this process, by plan and by the identity of their handles' storages."""
+
+    def __init__(self) -> None:
+        self._lock = LOCK
+        self._by_storage: dict[str, dict[int, OffloadedTensor]] = defaultdict(dict)
+        self._by_ticket: dict[int, OffloadedTensor] = {}
+        self._copied: dict[tuple[str, int], deque[OffloadedTensor]] = defaultdict(deque)
+        self.reloaded = False
+        self.captured: Callable[[torch.Tensor, int], OffloadedTensor | None] | None = None
+        self._last: OffloadedTensor | None = None
+        self._turns = 0
+        self._forwards_dropped = 0
+        self._bytes_dropped = 0
+        self._warned = False
+        self._tickets = itertools.count(secrets.randbits(61))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_storage.values())) + sum(map(len, self._copied.values()))
+
+    def living(self) -> list[OffloadedTensor]:
+        """All of them, at this moment."""
+        with self._lock:
+            groups = [list(group.values()) for group in self._by_storage.values()]
+            return [entry for group in (*groups, *self._copied.values()) for entry in group]
+
+    def add(self, handle: torch.Tensor, entry: OffloadedTensor, *, may_be_copied: bool) -> None:
+        """Tie an entry to its handle's storage, and to its content where hooks may copy the handle."""
+        if may_be_copied:
+            self._add_ticket(handle, entry)
+            return
+        entry.weak = cast("int", handle.untyped_storage()._weak_ref())
+        with self._lock:
+            self._by_storage[entry.run.key][entry.weak] = self._last = entry
+
+    def _add_ticket(self, handle: torch.Tensor, entry: OffloadedTensor) -> None:
+        ticket = next(self._tickets)
+        handle.fill_(ticket)
+        with self._lock:
+            entry.ticket = Ticket(ticket, self._turns)
+            self._by_ticket[ticket] = entry
+            queue = self._copied[entry.run.key, entry.id]
+            queue.append(entry)
+            while len(queue) > KEPT_COPIES or self._is_old(queue[0]):
+                self._close(queue.popleft())
+
+    def _is_old(self, entry: OffloadedTensor) -> bool:
+        return entry.ticket is not None and entry.ticket.turn < self._turns - KEPT_TURNS
+
+    def finish(self, entry: OffloadedTensor) -> None:
+        """Close what a ticket stands for, after the last backward that may ask for it."""
+        with self._lock:
+            queue = self._copied[entry.run.key, entry.id]
+            if entry in queue:
+                queue.remove(entry)
+                self._close(entry)
+
+    def find(self, handle: torch.Tensor, plan: str, id: int) -> OffloadedTensor:
+        """The entry that a handle stands for.
+
+        Raises:
+            RuntimeStateError: there is none, or it is another tensor's.
+        """
+        identity = handle.untyped_storage()._cdata
+        entries = self._by_storage.get(plan)
+        entry = None if entries is None else entries.get(identity)
+        if entry is None:
+            entry = self._look_elsewhere(handle, identity, plan, id)
+        if entry.id != id or entry.run.key != plan:
+            raise RuntimeStateError(
+                f"A handle for {entry.name} (plan {entry.run.key}) was passed where {run_plan(plan).name(id)} (plan {plan}) "
+                "was expected. The graph's saved values are out of order; please report this with a graph dump "
+                "(GRAPHOFFLOAD_DUMP_DIR)."
+            )
+        return entry
+
+    def _look_elsewhere(self, handle: torch.Tensor, identity: int, plan: str, id: int) -> OffloadedTensor:
+        with self._lock:
+            for entries in self._by_storage.values():
+                if identity in entries:
+                    return entries[identity]
+        entry = self._by_ticket.get(int(handle.item())) if self._by_ticket else None
+        if entry is None and self.captured is not None:
+            entry = self.captured(handle, id)
+        if entry is None:
+            raise RuntimeStateError(
+                f"The host copy of {run_plan(plan).name(id)} is gone (plan {plan}): its handle was dropped, copied by a "
+                "saved-tensors hook that was not active in forward or converts integers (let pass what is no float), or more "
+                f"than {KEPT_TURNS} steps or {KEPT_COPIES} calls ran between it and this backward."
+            )
+        return entry
+
+    def start_forward(self, plan: str) -> None:
+        """Close what is over: of this plan, and of all plans after a backward, or after a forward that was dropped.
+
+        Many graphs so cost no more than one. A dropped forward's buffers in use would else be in the way of other sizes.
+        """
+        if self.reloaded or self._dropped():
+            self._turns += self.reloaded
+            self.reloaded = False
+            self.sweep()
+        else:
+            self.sweep(plan)
+
+    def _dropped(self) -> bool:
+        """Whether nobody owns any more what was offloaded last."""
+        with self._lock:
+            last = self._last
+            return last is not None and last.weak != 0 and bool(torch.UntypedStorage._expired(last.weak))
+
+    def sweep(self, plan: str | None = None, *, settled: bool = False) -> int:
+        """Close entries (of one plan, or of all) whose handle nobody owns any more; returns how many.
+
+        `settled`: only those whose copies compute has waited for, so that nothing is issued to its stream.
+        """
+        expired = torch.UntypedStorage._expired
+        with self._lock:
+            groups = list(self._by_storage.values()) if plan is None else [self._by_storage[plan]]
+            dead = []
+            for group in groups:
+                keys = [key for key, entry in group.items() if expired(key) and (entry.settled or not settled)]
+                dead += [group.pop(key) for key in keys]
+            for entry in dead:
+                self._close(entry)
+        if dead:
+            self._count_dropped(dead)
+        return len(dead)
+
+    def _count_dropped(self, entries: list[OffloadedTensor]) -> None:
+        """Warn once after many forwards in a row whose offloaded activations no backward asked for."""
+        if any(entry.reloads for entry in entries):
+            self._forwards_dropped = self._bytes_dropped = 0
+        else:
+            self._forwards_dropped += 1
+            self._bytes_dropped += sum(entry.layout.nbytes for entry in entries)
+        if self._forwards_dropped < DROPPED_BEFORE_WARNING or self._warned:
+            return
+        self._warned = True
+        warn(
+            BackwardNeverCameWarning,
+            f"{self._forwards_dropped} forwards in a row offloaded {format_bytes(self._bytes_dropped)} that no backward asked "
+            "for: the copies were for nothing. Run evaluation under torch.no_grad() or torch.inference_mode().",
+            stacklevel=5,
+        )
+
+    def abandon(self, entry: OffloadedTensor) -> None:
+        """Undo an offload that did not come about; it was never added, or is the last that was."""
+        with self._lock:
+            self._by_storage[entry.run.key].pop(entry.weak, None)
+            if entry.ticket is not None:
+                self._copied[entry.run.key, entry.id].remove(entry)
+            self._close(entry, came_about=False)
+
+    def _close(self, entry: OffloadedTensor, *, came_about: bool = True) -> None:
+        COUNTERS.dropped += came_about and entry.reloads == 0
+        if entry.call is not None:
+            entry.call.leave(entry)
+        if entry.weak:
+            torch.UntypedStorage._free_weak_ref(entry.weak)
+            entry.weak = 0
+        if entry.ticket is not None:
+            self._by_ticket.pop(entry.ticket.number, None)
+        if came_about and entry.in_flight:
+            COUNTERS.inflight_bytes -= entry.layout.nbytes
+        entry.close()
+
+
+ENTRIES = Entries()
+POOL.reclaim = ENTRIES.sweep
