@@ -36,7 +36,7 @@ from graphoffload.bench.patching import replaced
 from graphoffload.bench.variants import Eligible, apply, parse
 from graphoffload.folders import write_whole
 from graphoffload.runtime import ops, streams
-from graphoffload.runtime.entries import ENTRIES
+from graphoffload.runtime.handles import ENTRIES
 
 OPS = ("offload", "release", "reload", "wait")
 PLAN = "0" * 64
