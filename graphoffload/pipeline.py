@@ -15,7 +15,7 @@ from graphoffload.analysis.modules_of import boundary_names, module_path
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.config import OffloadConfig
 from graphoffload.decide import Decided, Limits, with_noise
-from graphoffload.drafts import Request, Work, device_name, feasible_draft, partition
+from graphoffload.drafts import Request, Work, device_name, partition
 from graphoffload.errors import GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.fragments import matched_somewhere, missing_so_far, warn_of_unmatched
 from graphoffload.hardware import resolve_hardware
@@ -28,6 +28,7 @@ from graphoffload.plan.simulator import Timeline
 from graphoffload.planned import PlannedPair, make_plan
 from graphoffload.policies import patterns_of
 from graphoffload.saved import Plan, SavedTable
+from graphoffload.search import feasible_draft
 from graphoffload.units import format_bytes
 from graphoffload.verify import verify_graphs
 from graphoffload.wishes import Wish, check_tags, wishes_for, without_effect

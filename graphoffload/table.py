@@ -25,6 +25,7 @@ from graphoffload.saved import Action, Plan, SavedTensor, Transfer
 from graphoffload.units import format_bytes
 
 ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
+NOT_HELD = "meets the budget only if nothing holds what the model returns"  # how the note of such a plan begins
 _STYLES = {"keep": "blue", "recompute": "green", "offload": "yellow"}
 _DTYPES = {"bfloat16": "bf16", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 _BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
@@ -153,6 +154,7 @@ def summary_line(plan: Plan, *, device_bytes: int | None = None, budget_bytes: i
     else:
         costs.append("no time predicted")
     line = f"{', '.join(parts)}: {', '.join(costs)}"
+    line += "; only if nothing keeps the model's outputs" * any(note.startswith(NOT_HELD) for note in plan.notes)
     return f"{line}; {hint}" if hint else line
 
 
