@@ -12,7 +12,6 @@ plans with the regions as written take at least keep-all's time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,10 +19,11 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
-from graphoffload.drafts import Draft, Request, Work, against, feasible_draft, keep_all_draft
+from graphoffload.drafts import Draft, Request, Work, against, keep_all_draft
 from graphoffload.errors import BudgetError
 from graphoffload.plan.simulator import Timeline
 from graphoffload.saved import SavedTable
+from graphoffload.search import feasible_draft
 from graphoffload.units import format_bytes
 
 _SAME = 1e-9
@@ -134,8 +134,7 @@ def _is_slowdown(work: Work) -> bool:
 
 def _least_named(error: BudgetError) -> int:
     """The least budget that a BudgetError names as met, in bytes."""
-    named = [int(number) for number in re.findall(r"\((\d+) bytes\)", str(error))]
-    return min(named, default=1 << 62)
+    return 1 << 62 if error.least_bytes is None else error.least_bytes
 
 
 def _decided_by_regions(joint: GraphModule, table: SavedTable) -> list[str]:

@@ -7,13 +7,14 @@ a budget, or "auto"       keep all where that fits; the planner where it does no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from graphoffload.config import OffloadConfig
 from graphoffload.hardware import HardwareProfile
 from graphoffload.plan.hint import saved_within
 from graphoffload.plan.judge import Goal, MeetBudget, WithinSlowdown
+from graphoffload.plan.patience import Patience
 from graphoffload.plan.program import Candidate, Program
 from graphoffload.plan.reasons import NO_CHOICE
 from graphoffload.plan.simulator import Timeline, simulate
@@ -44,6 +45,7 @@ class Limits:
     static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free. shared: the budget is
     for several graphs, of which this one is not the first, and the runtime lets stay what fits of what they offload together.
     behind: the graph runs behind others that are trained. host_locked: the host budget is what this user may lock.
+    patience: how long planning may take; None: as long as it does.
     """
 
     explicit: bool = False
@@ -54,6 +56,7 @@ class Limits:
     shared: bool = False
     behind: bool = False
     host_locked: bool = False
+    patience: Patience | None = field(default=None, compare=False, repr=False)
 
     def quantised(self) -> Limits:
         """For cache keys: what "auto" measures in steps of 1 GiB, so that two runs on the same machine agree."""
@@ -186,7 +189,8 @@ def _solve(
 ) -> tuple[Solution, tuple[str, ...]]:
     """The planner's solution for what nobody decided, and the reason for each of its actions."""
     inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
-    solution = solve(program, hardware, goal, host_budget_bytes=limits.host_budget_bytes, max_inflight_bytes=inflight)
+    given = {"host_budget_bytes": limits.host_budget_bytes, "max_inflight_bytes": inflight}
+    solution = solve(program, hardware, goal, **given, patience=limits.patience)
     return solution, tuple(map(_reason, wanted, solution.actions, solution.reasons))
 
 
@@ -248,15 +252,16 @@ def saved_all_the_same(table: SavedTable, actions: Mapping[str, Action]) -> list
     ]
 
 
-def without_recomputation(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
-    """The same wishes, but what nobody asked to recompute is not: partitioning again can take more memory than it saves."""
+def without_recomputation(wanted: Sequence[Wish], names: Collection[str] | None = None) -> tuple[Wish, ...]:
+    """The same wishes, but of these tensors (None: of all) what nobody asked to recompute is not: partitioning again can take
+    more memory than it saves."""
     return tuple(
         replace(
             wish,
             allowed=tuple(action for action in wish.allowed if action != "recompute"),
             why_not_recompute=wish.why_not_recompute or _NO_GAIN,
         )
-        if wish.action is None
+        if wish.action is None and (names is None or wish.name in names)
         else wish
         for wish in wanted
     )

@@ -1,4 +1,4 @@
-"""Drafts of a plan: each is one way to decide, partitioned again and simulated; the best of them is the plan.
+"""A draft of a plan: one way to decide, partitioned again and simulated; search.py makes several.
 
     decide for a goal ──▶ partition again where something is recomputed ──▶ decide keep or offload ──▶ simulate ──▶ score
           ▲                                                                                              │
@@ -10,7 +10,7 @@ What recomputation does to memory and time is known once torch has partitioned w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.program import Instance, build_program
 from graphoffload.analysis.regions import with_regions
-from graphoffload.analysis.saved_values import GraphPair, returned_bytes, saved_table
+from graphoffload.analysis.saved_values import GraphPair, saved_table
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.config import OffloadConfig
@@ -34,7 +34,6 @@ from graphoffload.decide import (
     decide_again,
     saved_all_the_same,
     table_again,
-    without_recomputation,
 )
 from graphoffload.errors import BudgetError
 from graphoffload.folders import cache_dir
@@ -49,11 +48,7 @@ from graphoffload.saved import Action, SavedTable
 from graphoffload.units import format_bytes
 from graphoffload.wishes import Wish, wishes_for
 
-_ATTEMPTS = 4
-_SEARCHES = 2
 _AS_SMALL = 0.002  # plans whose peaks differ by less than this share of keep-all's are as small as each other
-_WORTH = 0.03
-_UNUSED = 0.005  # of keep-all's time, left by a plan for a slowdown: operations that run apart take about as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,89 +116,16 @@ class Draft:
         return max(0.0, self.excess), size, self.timeline.time_s
 
 
-def feasible_draft(work: Work) -> Draft:
-    """The best draft for a budget, where none meets it one of `_other_ways`; the smallest draft for a slowdown.
-
-    Raises:
-        BudgetError: no draft meets the budget in any way. It names the least budget that holds whatever the caller does.
-    """
-    if work.request.config.max_slowdown is not None:
-        return _smallest(work)
-    error: BudgetError | None = None
-    for other in (work, *_other_ways(work)):
-        try:
-            draft = _best_draft(other, _instance(other))
-        except BudgetError as failed:
-            error = failed if error is None or other.outputs_stay else error
-            continue
-        return draft if other.apart_bytes is None else against(draft, work.request, _keep_all(_instance(work), work))
-    assert error is not None
-    raise error
-
-
-def _other_ways(work: Work) -> Iterator[Work]:
-    """Ways to need less memory: large operations that run apart, which costs time; a caller who does not hold what the model
-    returns, which is not ours to decide; both."""
-    returned = returned_bytes(work.pair)
-    note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
-    not_held = replace(work, outputs_stay=False, notes=[*work.notes, note])
-    if work.fuses:
-        yield _apart(work, "to meet the budget")
-    if returned >= _least(work):
-        yield not_held
-        if work.fuses:
-            yield _apart(not_held, "to meet the budget")
-
-
-def _least(work: Work) -> int:
-    return max(1, int(work.request.config.min_tensor_bytes))
-
-
-def _apart(work: Work, why: str) -> Work:
-    least = _least(work)
-    note = f"operations that write {format_bytes(least)} or more each are not fused with each other, {why}"
-    return replace(work, apart_bytes=least, notes=[*work.notes, note])
-
-
-def _smallest(work: Work) -> Draft:
-    """The best draft for a slowdown: of fused operations, or where those leave time unused, of operations apart."""
-    instance = _instance(work)
-    fused = _best_draft(work, instance)
-    if not fused.decided.planned:
-        return fused
-    apart = _smallest_apart(work, instance, fused)
-    return _smaller(work, instance, fused) if apart is None else min(fused, apart, key=lambda draft: draft.score)
-
-
-def _smallest_apart(work: Work, instance: Instance, fused: Draft) -> Draft | None:
-    """The smallest draft of operations apart; None where there is no time for that, nothing to take apart, or no memory to
-    gain. Their slowdown is against their own keep-all, which is slower, until they are drafts."""
-    keep = fused.decided.keep_timeline
-    if not work.fuses or -fused.excess < _UNUSED * keep.time_s:
-        return None
-    apart = _apart(work, "which leaves less in memory at once")
-    instance_apart = _instance(apart)
-    if instance_apart.program == instance.program:
-        return None
-    ratio = keep.time_s / _keep_all(instance_apart, apart).time_s
-    allowed = (1.0 + (work.request.config.max_slowdown or 0.0)) * ratio - 1.0
-    if allowed <= 0.0:
-        return None
-    apart = replace(apart, request=replace(work.request, config=work.request.config.with_slowdown(allowed)))
-    draft = _best_draft(apart, instance_apart)
-    if (draft.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
-        return None
-    return against(_smaller(apart, instance_apart, draft), work.request, keep)
-
-
 def keep_all_draft(work: Work) -> Draft:
     """Everything that nobody decided is kept."""
     reason = "the step as it is: what was planned for the goal needs more memory, or none was asked for"
     keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in work.wanted)
-    return _draft(replace(work, wanted=keep, notes=[*work.notes]), _instance(work), work.request.limits, work.request.config)
+    work = replace(work, wanted=keep, notes=[*work.notes])
+    return make_draft(work, instance_of(work), work.request.limits, work.request.config)
 
 
-def _keep_all(instance: Instance, work: Work) -> Timeline:
+def keep_all(instance: Instance, work: Work) -> Timeline:
+    """What keeping everything is simulated to take."""
     return simulate(instance.program, instance.program.keep_actions(), work.hardware)
 
 
@@ -211,90 +133,11 @@ def against(draft: Draft, request: Request, keep: Timeline) -> Draft:
     """The draft beside another keep-all, of fused operations or of regions as written: plans of that kind take its time."""
     bound_s = None if draft.decided.lower_bound_s is None else min(draft.decided.lower_bound_s, keep.time_s)
     decided = replace(draft.decided, keep_timeline=keep, lower_bound_s=bound_s)
-    excess = _excess(request, decided, draft.timeline)
+    excess = excess_of(request, decided, draft.timeline)
     return replace(draft, work=replace(draft.work, request=request), decided=decided, excess=excess)
 
 
-def _best_draft(work: Work, instance: Instance) -> Draft:
-    """Plan, and where recomputation turns out to need more memory than was planned, plan again for less, at last without it.
-
-    For as much less as it needs more, and where nothing meets that, for a half and a quarter of it.
-
-    Raises:
-        BudgetError: no draft meets the budget.
-    """
-    limits, config, best, less_bytes = work.request.limits, work.request.config, None, 0
-    for _ in range(_ATTEMPTS):
-        try:
-            draft = _draft(work, instance, limits, config)
-        except BudgetError:
-            if best is None:
-                raise
-            if limits.device_budget_bytes is None or config.max_slowdown is not None:
-                break
-            less_bytes //= 2
-            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes + less_bytes)
-            continue
-        best = draft if best is None or draft.score < best.score else best
-        if draft.excess <= 0 or not draft.decided.planned:
-            break
-        if config.max_slowdown is not None:
-            over = draft.excess / draft.decided.keep_timeline.time_s
-            config = config.with_slowdown(max(0.0, config.max_slowdown - 1.1 * over))
-        elif limits.device_budget_bytes is not None:
-            less_bytes = int(draft.excess) + 1
-            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - less_bytes)
-    assert best is not None
-    if config.max_slowdown is not None:
-        return best
-    if best.decided.planned and best.excess > 0:
-        best = _or_without_recomputation(work, instance, best)
-    if best.decided.planned and best.excess > 0:
-        budget = work.request.limits.device_budget_bytes or 0
-        slowdown = best.timeline.time_s / best.decided.keep_timeline.time_s - 1.0
-        raise BudgetError(
-            f"device_budget {format_bytes(budget)}: no plan was found that meets it. The least feasible one found is "
-            f"{format_bytes(budget + int(best.excess))} ({budget + int(best.excess)} bytes) at {slowdown:+.1%} "
-            "time. Raise device_budget to that, or make the batch or sequence smaller."
-        )
-    return best
-
-
-def _or_without_recomputation(work: Work, instance: Instance, best: Draft) -> Draft:
-    """`best`, or a draft in which nothing is recomputed that nobody asked to, if that is better."""
-    with contextlib.suppress(BudgetError):
-        kept = replace(work, wanted=without_recomputation(work.wanted))
-        return min(best, _draft(kept, instance, work.request.limits, work.request.config), key=lambda draft: draft.score)
-    return best
-
-
-def _smaller(work: Work, instance: Instance, best: Draft) -> Draft:
-    """A smaller plan within the slowdown, or one as small and faster, of drafts for half the slowdown and for budgets below
-    `best`'s peak: what was recomputed for the least peak as it was estimated need not give the least once torch has partitioned
-    again."""
-    bound = best.decided.lower_bound_peak_bytes or 0
-    if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
-        half = work.request.config.with_slowdown((work.request.config.max_slowdown or 0.0) / 2)
-        best = min(best, _draft(work, instance, work.request.limits, half), key=lambda draft: draft.score)
-        best = _or_without_recomputation(work, instance, best)
-    low, peak = bound, best.timeline.peak_bytes
-    for _ in range(_SEARCHES):
-        if peak - low <= _WORTH * peak:
-            break
-        low = (low + peak) // 2
-        budget = low + work.request.limits.reserve_bytes
-        limits = replace(work.request.limits, device_budget_bytes=budget)
-        config = replace(work.request.config, max_slowdown=None, device_budget=budget)
-        with contextlib.suppress(BudgetError):
-            draft = _draft(work, instance, limits, config)
-            if draft.score < best.score:
-                decided = replace(draft.decided, lower_bound_s=None, lower_bound_peak_bytes=bound)
-                low = bound if draft.score[:2] < best.score[:2] else low
-                best, peak = replace(draft, decided=decided), draft.timeline.peak_bytes
-    return best
-
-
-def _draft(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Draft:
+def make_draft(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Draft:
     """Decide for `limits` and `config`; what is left after partitioning again is decided for the request's own."""
     request = work.request
     decided = decide_actions(instance.program, work.table, work.wanted, config, limits, work.hardware)
@@ -304,7 +147,7 @@ def _draft(work: Work, instance: Instance, limits: Limits, config: OffloadConfig
     actions, reasons = dict(zip(names, decided.actions, strict=True)), dict(zip(names, decided.reasons, strict=True))
     if "recompute" in decided.actions:
         actions, reasons = _partition_again(work, actions, reasons)
-        instance = _instance(work)
+        instance = instance_of(work)
         if decided.planned:
             wanted = wishes_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
@@ -314,10 +157,10 @@ def _draft(work: Work, instance: Instance, limits: Limits, config: OffloadConfig
                 reasons.update(zip(names, decided.reasons, strict=True))
         work.notes.extend(saved_all_the_same(work.table, actions))
     timeline = _schedule(work, instance, actions, decided)
-    return Draft(work, original, actions, reasons, decided, instance, timeline, _excess(request, decided, timeline))
+    return Draft(work, original, actions, reasons, decided, instance, timeline, excess_of(request, decided, timeline))
 
 
-def _excess(request: Request, decided: Decided, timeline: Timeline) -> float:
+def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
     """Bytes above the budget, or seconds above the slowdown; negative below."""
     if request.config.max_slowdown is not None:
         return timeline.time_s - (1.0 + request.config.max_slowdown) * decided.keep_timeline.time_s * (1.0 + 1e-9)
@@ -340,7 +183,8 @@ def device_name(table: SavedTable) -> str:
     return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
 
 
-def _instance(work: Work) -> Instance:
+def instance_of(work: Work) -> Instance:
+    """The planning instance of what is known, with kernels' times where they are measured."""
     times: dict[str, Measured] = {}
     if work.hardware.source == "measured":
         graphs = (work.pair.forward.graph, work.pair.backward.graph)

@@ -27,7 +27,12 @@ class TagError(GraphOffloadError, ValueError):
 
 
 class BudgetError(GraphOffloadError, ValueError):
-    """The budget cannot be met; the message names the least feasible one and what holds it up."""
+    """The budget cannot be met; the message names the least feasible one and what holds it up.
+
+    least_bytes: that budget; None where there is none, or where it is not the device's that cannot be met.
+    """
+
+    least_bytes: int | None = None
 
 
 class HostMemoryError(GraphOffloadError, RuntimeError):

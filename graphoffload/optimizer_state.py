@@ -93,7 +93,7 @@ _ONE = {getattr(torch.optim, name, None) for name in ("Adagrad", "ASGD", "Muon")
 
 
 def _taken(parameter: Tensor, copies: int) -> int:
-    """What the allocator gives for `copies` like a parameter, and for the counter of steps that fused optimizers keep beside."""
+    """What the allocator gives for `copies` like a parameter, and for the counter of steps that fused optimizers keep."""
     nbytes = _nbytes(parameter)
     return (copies * -(-nbytes // _BLOCK_BYTES) + 1) * _BLOCK_BYTES if copies and nbytes else 0
 

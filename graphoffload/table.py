@@ -25,6 +25,7 @@ from graphoffload.saved import Action, Plan, SavedTensor, Transfer
 from graphoffload.units import format_bytes
 
 ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
+NOT_HELD = "meets the budget only if nothing holds what the model returns"  # how the note of such a plan begins
 _STYLES = {"keep": "blue", "recompute": "green", "offload": "yellow"}
 _DTYPES = {"bfloat16": "bf16", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 _BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
@@ -167,7 +168,10 @@ def _caveats(plan: Plan, reserved_for: str) -> list[str]:
         return []
     reserve = plan.prediction.reserve_bytes
     reserved = f"{format_bytes(reserve)} of the peak are reserved{f' for {reserved_for}' * bool(reserved_for)}"
-    return [*[reserved] * bool(reserve), *["the peak is this graph's alone, one of several"] * plan.part]
+    caveats = [reserved] * bool(reserve) + ["the peak is this graph's alone, one of several"] * plan.part
+    if any(note.startswith(NOT_HELD) for note in plan.notes):
+        caveats.append("only if nothing keeps the model's outputs")
+    return caveats
 
 
 def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False) -> str:

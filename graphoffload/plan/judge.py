@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphoffload.plan.arrays import Arrays
+from graphoffload.plan.patience import Patience
 from graphoffload.plan.simulator import Evaluation, evaluate
 from graphoffload.saved import Action
 
@@ -50,6 +51,7 @@ class Judge:
 
     lost: nothing that meets the budget is known. Where the peak is over it, time does not count, but at how many steps memory
     is, and by how much: one move seldom lowers all of several equal peaks.
+    patience: ends the search by the clock; None: nothing does.
     smallest: of the evaluations within the host budget, actions and window of the one with the least peak.
 
     Score, budget goal: (bytes over the budget, time, peak). Slowdown goal: (seconds over the limit, peak, time). Bytes over the
@@ -65,8 +67,9 @@ class Judge:
         window_bytes: int | None = None,
         budget: int = 400,
         lost: bool = False,
+        patience: Patience | None = None,
     ) -> None:
-        self.arrays, self.goal, self.budget, self.lost = arrays, goal, budget, lost
+        self.arrays, self.goal, self.budget, self.lost, self.patience = arrays, goal, budget, lost, patience
         self._given = budget
         self.host_budget_bytes, self.window_bytes = host_budget_bytes, window_bytes
         self.keep = tuple(arrays.program.keep_actions())
@@ -78,6 +81,22 @@ class Judge:
         self._smallest_bytes = 1 << 62
         self._known: dict[tuple[tuple[Action, ...], int | None], tuple[Evaluation, Score]] = {}
 
+    def at(self, goal: MeetBudget) -> Judge:
+        """A judge of the same instance for another budget, with as many evaluations."""
+        return Judge(
+            self.arrays,
+            goal,
+            host_budget_bytes=self.host_budget_bytes,
+            window_bytes=self.window_bytes,
+            budget=self._given,
+            patience=self.patience,
+        )
+
+    @property
+    def hurried(self) -> bool:
+        """No time."""
+        return self.patience is not None and self.patience.over()
+
     def lost_at(self, goal: MeetBudget) -> Judge:
         """A judge of the same instance for another budget, with three times the evaluations that this one was given."""
         return Judge(
@@ -87,6 +106,7 @@ class Judge:
             window_bytes=self.window_bytes,
             budget=3 * self._given,
             lost=True,
+            patience=self.patience,
         )
 
     @property
@@ -98,8 +118,8 @@ class Judge:
 
     @property
     def exhausted(self) -> bool:
-        """No evaluations left."""
-        return self.count >= self.budget
+        """No evaluations left, or no time."""
+        return self.count >= self.budget or self.hurried
 
     def look(self, actions: Sequence[Action], window_bytes: int | None = None) -> tuple[Evaluation, Score]:
         """Evaluation and score; a window given for the whole solve wins."""

@@ -13,6 +13,7 @@ says how much can be lost at most.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from graphoffload.plan.greedy import greedy_moves
 from graphoffload.plan.held import describe, held_at
 from graphoffload.plan.judge import Goal, Judge, MeetBudget, Proposal, WithinSlowdown
 from graphoffload.plan.local import improve, kicks, windows
+from graphoffload.plan.patience import Patience
 from graphoffload.plan.program import Program
 from graphoffload.plan.reasons import reasons_for
 from graphoffload.plan.relax import Relaxation, Relaxed
@@ -41,6 +43,9 @@ _WORK = 2_000_000
 _AIMS = 8
 _LOWER = (1.0, 0.97, 0.93)
 _NEAR = 1.2
+_FAR = 0.015
+_RUNG = 1.02
+_RUNGS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +76,9 @@ def solve(
     *,
     host_budget_bytes: int | None = None,
     max_inflight_bytes: int | None = None,
+    patience: Patience | None = None,
 ) -> Solution:
-    """The best plan found for `goal`.
+    """The best plan found for `goal`; the best until `patience` ends.
 
     Raises:
         BudgetError: no plan was found within the budgets; the message has the least budget found feasible and what holds it up.
@@ -86,6 +92,7 @@ def solve(
         host_budget_bytes=host_budget_bytes,
         window_bytes=max_inflight_bytes,
         budget=6000 if small else _evaluations(program),
+        patience=patience,
     )
     keep = judge.propose(judge.keep, "fits")
     fixed_bytes = judge.look(judge.keep)[0].host_bytes
@@ -98,11 +105,42 @@ def solve(
         return _solution(judge, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, judge.limit_s).solve()
     best = _search(judge, keep, relaxed)
-    if not best.feasible and isinstance(goal, MeetBudget):
-        best = min((best, *_where_lost(judge, goal)), key=lambda p: p.score)
-    if not best.feasible and isinstance(goal, MeetBudget):
-        _raise_infeasible(judge, goal, relaxed)
+    if isinstance(goal, MeetBudget):
+        if not best.feasible:
+            best = min((best, *_where_lost(judge, goal)), key=lambda p: p.score)
+        if not best.feasible or _is_far(judge, best, relaxed):
+            least = _least(judge)
+            best = min((best, *_from_below(judge, least)), key=lambda p: p.score)
+            if not best.feasible:
+                raise _infeasible(judge, goal, relaxed, least)
     return _solution(judge, best, relaxed)
+
+
+def _is_far(judge: Judge, best: Proposal, relaxed: Relaxed) -> bool:
+    """Whether a plan may be much slower than it has to be. One that is not is as good as any for a tighter budget, too: the
+    bound of that is no lower."""
+    compute_s = judge.arrays.compute_s
+    return best.score[1] - (compute_s if relaxed.value is None else relaxed.value) > _FAR * compute_s
+
+
+def _from_below(judge: Judge, least: Proposal) -> Iterator[Proposal]:
+    """Plans for tighter budgets, which meet this one as well, and what local search makes of them here: the one with the least
+    peak, and those for budgets on a grid that is the same for all budgets, so that neighbours look at the same ones."""
+    program = judge.arrays.program
+    least_bytes = judge.look(least.actions, least.window_bytes)[0].peak_bytes
+    starts = [least]
+    rung = math.ceil(math.log(max(2, judge.limit_bytes), _RUNG)) - 1
+    for bytes_below in (int(_RUNG ** (rung - step)) for step in range(_RUNGS)):
+        if bytes_below < least_bytes or judge.hurried:
+            break
+        other = judge.at(MeetBudget(bytes_below + program.reserve_bytes))
+        relaxed = Relaxation(judge.arrays, other.goal, judge.host_budget_bytes, judge.limit_s).solve()
+        starts.append(_search(other, other.propose(other.keep, "fits"), relaxed))
+    for found in starts:
+        start = judge.propose(found.actions, found.solver, found.window_bytes)
+        if start.feasible:
+            judge.budget = judge.count + _FEWEST
+            yield improve(judge, start, small=False)
 
 
 def _search(judge: Judge, keep: Proposal, relaxed: Relaxed) -> Proposal:
@@ -270,30 +308,53 @@ def _solution(judge: Judge, best: Proposal, relaxed: Relaxed | None) -> Solution
 
 
 def least_budget_bytes(
-    program: Program, hardware: HardwareProfile, *, host_budget_bytes: int | None = None, max_inflight_bytes: int | None = None
+    program: Program,
+    hardware: HardwareProfile,
+    *,
+    host_budget_bytes: int | None = None,
+    max_inflight_bytes: int | None = None,
+    patience: Patience | None = None,
 ) -> Solution:
     """The plan with the least peak that is found at any time; its peak plus the reserve is the least feasible budget."""
-    return solve(
-        program, hardware, WithinSlowdown(1e6), host_budget_bytes=host_budget_bytes, max_inflight_bytes=max_inflight_bytes
+    given = {"host_budget_bytes": host_budget_bytes, "max_inflight_bytes": max_inflight_bytes}
+    return solve(program, hardware, WithinSlowdown(1e6), **given, patience=patience)
+
+
+def _least(judge: Judge) -> Proposal:
+    """The plan with the least peak that is found at any time, as fast as it is found for that peak; the same whatever the
+    budget of `judge`, so that it may be named: who asks for its peak gets it or a faster one."""
+    program = judge.arrays.program
+    found = least_budget_bytes(
+        program,
+        judge.arrays.hardware,
+        host_budget_bytes=judge.host_budget_bytes,
+        max_inflight_bytes=judge.window_bytes,
+        patience=judge.patience,
     )
+    other = judge.at(MeetBudget(found.timeline.peak_bytes + program.reserve_bytes))
+    start = other.propose(found.actions, found.solver, found.max_inflight_bytes)
+    relaxed = Relaxation(judge.arrays, other.goal, judge.host_budget_bytes, judge.limit_s).solve()
+    searched = _search(other, other.propose(other.keep, "fits"), relaxed)
+    if searched.score <= start.score:
+        return searched
+    other.budget = other.count + _FEWEST
+    return improve(other, start, small=False)
 
 
-def _raise_infeasible(judge: Judge, goal: MeetBudget, relaxed: Relaxed) -> None:
+def _infeasible(judge: Judge, goal: MeetBudget, relaxed: Relaxed, least: Proposal) -> BudgetError:
+    """The error for a budget that nothing meets, with the least one that is met."""
     arrays, program = judge.arrays, judge.arrays.program
-    least = least_budget_bytes(
-        program, arrays.hardware, host_budget_bytes=judge.host_budget_bytes, max_inflight_bytes=judge.window_bytes
-    )
-    actions, window = least.actions, least.max_inflight_bytes
-    if judge.smallest is not None and judge.look(*judge.smallest)[0].peak_bytes < least.timeline.peak_bytes:
-        actions, window = judge.smallest
-    result = judge.look(actions, window)[0]
+    result = judge.look(least.actions, least.window_bytes)[0]
     timeline = timeline_of(arrays, result)
-    held = describe(held_at(arrays, actions, result, timeline.peak_step))
+    held = describe(held_at(arrays, least.actions, result, result.peak_step))
     reserve = f" and {format_bytes(program.reserve_bytes)} in reserve" if program.reserve_bytes else ""
     proof = "no plan can meet it" if relaxed.value is None else "no plan was found that meets it"
-    raise BudgetError(
+    least_bytes = timeline.peak_bytes + program.reserve_bytes
+    error = BudgetError(
         f"device_budget {format_bytes(goal.device_budget_bytes)}: {proof}. The least feasible one found is "
-        f"{format_bytes(timeline.peak_bytes + program.reserve_bytes)} ({timeline.peak_bytes + program.reserve_bytes} bytes) at "
-        f"{timeline.slowdown:+.1%} time; its peak is at {program.step_name(timeline.peak_step)!r} and holds {held}{reserve}. "
-        f"Raise device_budget to that, or make the batch or sequence smaller."
+        f"{format_bytes(least_bytes)} ({least_bytes} bytes) at {timeline.slowdown:+.1%} time; its peak is at "
+        f"{program.step_name(result.peak_step)!r} and holds {held}{reserve}. Raise device_budget to that, or make the batch or "
+        "sequence smaller."
     )
+    error.least_bytes = least_bytes
+    return error

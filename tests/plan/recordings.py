@@ -1,7 +1,7 @@
 """Planning instances of real models, recorded as compressed JSON under tests/plan/recorded, so that solvers are tested on them
 without torch tracing a model.
 
-    python -m tests.plan.recordings llama8l-cache        # trace and record again what MODELS names so; all of them without a name
+    python -m tests.plan.recordings llama8l-cache        # traces it and records it again; all of MODELS without a name
 
 A recording is the Program that a budget is planned on first: nothing recomputed yet.
 """

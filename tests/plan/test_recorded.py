@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+import re
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphoffload.errors import BudgetError
+from graphoffload.hardware import PROFILES, HardwareProfile
+from graphoffload.plan.program import Program
+from graphoffload.plan.simulator import simulate
+from graphoffload.plan.solvers import MeetBudget, least_budget_bytes, solve
 from tests.plan import recordings
-from tests.plan.instances import stack
+from tests.plan.instances import hardwares, programs, stack
+
+H100 = PROFILES["h100-sxm"]
 
 
 def test_a_recording_is_the_program_it_was_made_from() -> None:
@@ -31,3 +43,56 @@ def test_what_the_model_returns_is_not_won_by_recomputing_it() -> None:
         buffer = held[candidate.name]
         assert (buffer.nbytes > 0, buffer.first) == (True, candidate.produced_at)
         assert buffer.last >= len(cached.forward) + max(candidate.backward_uses, default=-1)
+
+
+def slowdowns(name: str, budgets: list[int]) -> list[float]:
+    """Of plans for these budgets; infinite where there is none."""
+    found = []
+    for budget in budgets:
+        try:
+            solution = solve(recordings.load(name), H100, MeetBudget(budget))
+        except BudgetError:
+            found.append(float("inf"))
+            continue
+        assert solution.timeline.peak_bytes <= budget
+        found.append(solution.timeline.slowdown)
+    return found
+
+
+@pytest.mark.parametrize("name", recordings.names())
+def test_a_looser_budget_of_a_real_model_is_never_served_worse(name: str) -> None:
+    """Within 1.5 points, near the least: a plan that is nearer than that to its bound is not compared with others."""
+    least = least_budget_bytes(recordings.load(name), H100).timeline.peak_bytes
+    found = slowdowns(name, [int(least * share) for share in (0.99, 1.0, 1.001, 1.005, 1.01, 1.02, 1.05)])
+    assert found[0] == float("inf"), "the least that is named is the least that is met, to a percent"
+    assert max(found[1:]) < float("inf")
+    assert all(looser <= tighter + 0.016 for tighter, looser in itertools.pairwise(found)), found
+
+
+@pytest.mark.parametrize("name", recordings.names())
+def test_what_an_error_names_is_met_at_the_slowdown_that_it_names(name: str) -> None:
+    program = recordings.load(name)
+    with pytest.raises(BudgetError) as refused:
+        solve(program, H100, MeetBudget(program.static_bytes))
+    named = re.search(r"\((\d+) bytes\) at ([+-][\d.]+)% time", str(refused.value))
+    assert named, str(refused.value)
+    assert refused.value.least_bytes == int(named[1])
+    (found,) = slowdowns(name, [int(named[1])])
+    assert found <= float(named[2]) / 100 + 0.016
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs(most=7, free=True), hardwares(), st.lists(st.integers(0, 100), min_size=2, max_size=5))
+def test_a_looser_budget_is_never_served_worse(program: Program, hardware: HardwareProfile, percents: list[int]) -> None:
+    """Feasibility is monotone, and time but for what counts as near the bound."""
+    high = simulate(program, program.keep_actions(), hardware).peak_bytes
+    low = least_budget_bytes(program, hardware).timeline.peak_bytes
+    times = []
+    for percent in sorted(percents):
+        try:
+            times.append(solve(program, hardware, MeetBudget(low + (high - low) * percent // 100)).timeline.time_s)
+        except BudgetError:
+            times.append(float("inf"))
+    keep_s = simulate(program, program.keep_actions(), hardware).time_s
+    assert times == [] or max(times) < float("inf"), "what the least plan meets is met"
+    assert all(later <= earlier + 0.016 * keep_s for earlier, later in itertools.pairwise(times)), times
