@@ -15,16 +15,16 @@ storage, and writes it down as a SavedTable (saved.py): bytes, producer, modules
 device. analysis/chains.py says what recomputing it takes, analysis/costs.py what each operation costs, hardware.py what the
 device and its link can do.
 
-**Plan.** analysis/program.py turns all that into an instance without a graph (plan/program.py). decide.py asks the solvers
-(plan/solvers.py), a simulator is their referee (plan/simulator.py), and a lower bound stands beside the result
-(plan/relax.py). limits.py knows how many bytes there are. Out comes a Plan: one decision with its reason for each activation,
+**Plan.** analysis/program.py turns all that into an instance without a graph (planner/problem.py). decide.py asks the solvers
+(planner/solver.py), a simulator is their referee (planner/simulator.py), and a lower bound stands beside the result
+(planner/strategies/relaxation.py). limits.py knows how many bytes there are. Out comes a Plan: one decision with its reason for each activation,
 and one Transfer for each offload.
 
 **Passes.** passes/ holds the only code that writes to a graph: tag.py marks what is recomputed, offload.py inserts offload and
 release into the forward, reload.py reload and wait into the backward. verify.py checks the result, one small function a rule.
 
-**Ops.** The four ops (runtime/ops.py) run in every step: copies on side streams (runtime/streams.py) to page-locked buffers of
-exact size (runtime/pool.py), found again by a handle that travels through autograd (runtime/handles.py). runtime/registry.py
+**Ops.** The four ops (runtime/ops.py) run in every step: copies on side streams (runtime/streams/copy_streams.py) to page-locked buffers of
+exact size (runtime/pinned/pool.py), found again by a handle that travels through autograd (runtime/handles.py). runtime/registry.py
 keeps the plans, runtime/counters.py counts what moved.
 
 **Report.** report.py and table.py show plans as text, timeline.py and drawing.py as pictures; dump.py writes everything to a
@@ -34,16 +34,16 @@ hardware and plans from a shell (__main__.py, docs/cli.md).
 docs/one_tensor.md follows one activation all the way, with code that runs; docs/layout.md says which file may import which.
 """
 
-from graphoffload.backend import OffloadBackend
-from graphoffload.boundary import mark_boundaries, mark_boundary
-from graphoffload.config import OffloadConfig
-from graphoffload.hardware import HardwareProfile
-from graphoffload.introspect import explain, offload
-from graphoffload.partitioner import OffloadPartitioner, partition_fn
-from graphoffload.report import OffloadReport
+from graphoffload.compiler.backend import OffloadBackend
+from graphoffload.options.boundaries import mark_boundaries, mark_boundary
+from graphoffload.options.config import OffloadConfig
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.api.introspect import explain, offload
+from graphoffload.compiler.partitioner import OffloadPartitioner, partition_fn
+from graphoffload.report.offload_report import OffloadReport
 from graphoffload.runtime import host_memory, release_host_memory, reset_stats, stats
 from graphoffload.runtime.registry import last_plans
-from graphoffload.tuning import tune
+from graphoffload.api.tuning import tune
 
 __all__ = [
     "HardwareProfile", "OffloadBackend", "OffloadConfig", "OffloadPartitioner", "OffloadReport", "explain", "host_memory",

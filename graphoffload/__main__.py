@@ -33,12 +33,12 @@ import torch
 
 from graphoffload import bench
 from graphoffload.bench.cli import add_tools, completed
-from graphoffload.config import ENV_PREFIX, OffloadConfig, parse_text
+from graphoffload.options.config import ENV_PREFIX, OffloadConfig, parse_text
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
-from graphoffload.hardware import PROFILES, cache_path, measure, resolve_hardware
-from graphoffload.introspect import explain
+from graphoffload.hardware.profile import PROFILES, cache_path, measure, resolve_hardware
+from graphoffload.api.introspect import explain
 from graphoffload.log import log
-from graphoffload.report import OffloadReport
+from graphoffload.report.offload_report import OffloadReport
 from graphoffload.units import format_bytes
 
 DONE, FAILED, OVER_BUDGET = 0, 1, 2

@@ -17,7 +17,7 @@ from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, only_views, storage_id
 from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names
 from graphoffload.runtime.ops import HANDLE_DTYPE
-from graphoffload.saved import Plan
+from graphoffload.facts.saved import Plan
 
 
 def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:

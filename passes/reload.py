@@ -22,7 +22,7 @@ from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_
 from graphoffload.passes.symbols import Sizes
 from graphoffload.runtime.layouts import contiguous_strides, is_dense
 from graphoffload.runtime.ops import HANDLE_DTYPE
-from graphoffload.saved import Plan, Transfer
+from graphoffload.facts.saved import Plan, Transfer
 
 
 def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:

@@ -20,9 +20,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphoffload.runtime import between, host_memory, release_hook, streams
+from graphoffload.runtime.step import between_graphs as between
+from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime import host_memory, release_hook
 from graphoffload.runtime.handles import ENTRIES
-from graphoffload.runtime.pool import POOL
+from graphoffload.runtime.pinned.pool import POOL
 
 CPU = torch.device("cpu")
 
@@ -134,7 +136,7 @@ def lazy_streams() -> Iterator[LazyStreams]:
     lazy = LazyStreams()
     with (
         mock.patch.dict(streams._STREAMS, {CPU: lazy}),
-        mock.patch("graphoffload.runtime.slabs._page_lock", return_value=False),
+        mock.patch("graphoffload.runtime.pinned.slabs._page_lock", return_value=False),
         mock.patch.object(POOL, "poison", True),
         release_hook(overwrite),
     ):

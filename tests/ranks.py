@@ -32,12 +32,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphoffload
-from graphoffload import hardware, limits
+from graphoffload.hardware import profile as hardware
+from graphoffload.compiler import device_limits as limits
 from graphoffload.bench.overlap import profile
-from graphoffload.config import OffloadConfig
+from graphoffload.options.config import OffloadConfig
 from graphoffload.errors import GraphOffloadWarning, PerRankPlanWarning
 from graphoffload.runtime import registry
-from graphoffload.runtime.pool import POOL
+from graphoffload.runtime.pinned.pool import POOL
 
 RANKS = 2
 DELAYED_RANK = 1

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import graphoffload
-from graphoffload import pipeline
+from graphoffload.compiler import pipeline
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.passes import once
-from graphoffload.saved import Plan, SavedTensor
+from graphoffload.facts.saved import Plan, SavedTensor
 from graphoffload.testing import (
     ZOO,
     Scattered,

@@ -15,7 +15,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graphoffload
-from graphoffload import errors, fragments
+from graphoffload.monitor import pattern_coverage as fragments
+from graphoffload import errors
 from graphoffload.errors import (
     ConfigError,
     GraphOffloadError,
@@ -25,8 +26,8 @@ from graphoffload.errors import (
     PatternWarning,
     TagError,
 )
-from graphoffload.modules import resolve
-from graphoffload.runtime import pool
+from graphoffload.options.patterns import resolve
+from graphoffload.runtime.pinned import pool
 from graphoffload.testing import ZOO, assert_equal_bits, compiled, keep_all, observe, run_case, run_step
 from graphoffload.testing.structure import Selective, tag_everything
 
@@ -344,7 +345,7 @@ def test_a_single_forward_without_backward_is_no_reason_to_warn() -> None:
 )
 def test_a_torch_that_was_not_tested(version: str, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer torch is used, with a warning that names it and the tested ones."""
-    from graphoffload import compat
+    from graphoffload import torch_internals as compat
 
     monkeypatch.setattr(compat, "_checked", False)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.errors import ConfigError
-from graphoffload.hardware import HardwareProfile
-from graphoffload.runtime import between, host_memory, registry, twin_copies
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.runtime.step import between_graphs as between
+from graphoffload.runtime import host_memory, registry, twin_copies
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.registry import run_plan
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, differences, run_step

@@ -26,9 +26,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import graphoffload
 from graphoffload.log import log
-from graphoffload.report import plan_table
+from graphoffload.report.offload_report import plan_table
 from graphoffload.runtime import registry
-from graphoffload.saved import Action, Plan, SavedTensor
+from graphoffload.facts.saved import Action, Plan, SavedTensor
 from graphoffload.testing import compiled, draw, observe, run_step
 from graphoffload.testing.structure import tag_everything
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphoffload
-from graphoffload import compat, joint
+from graphoffload import torch_internals as compat
+from graphoffload.passes import prepare_joint as joint
 from graphoffload.analysis.callers import CallersMemory
-from graphoffload.runtime.entries import OffloadedTensor
+from graphoffload.runtime.offloaded_tensors import OffloadedTensor
 
 WEIGHT = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
 

@@ -20,12 +20,13 @@ from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphoffload
-from graphoffload import inner_compile
+from graphoffload.compiler import inner_compile
 from graphoffload.errors import CaptureError, CudaGraphsWarning, HostMemoryError, RuntimeStateError
 from graphoffload.passes.capture import make_capturable
-from graphoffload.runtime import captured, ops, registry, streams
-from graphoffload.runtime.pool import POOL
-from graphoffload.saved import Decision, Plan, Transfer
+from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime import captured, ops, registry
+from graphoffload.runtime.pinned.pool import POOL
+from graphoffload.facts.saved import Decision, Plan, Transfer
 from graphoffload.testing import ZOO
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ import torch
 
 from graphoffload import __main__ as cli
 from graphoffload.__main__ import field_help, main
-from graphoffload.config import OffloadConfig
-from graphoffload.hardware import PROFILES
+from graphoffload.options.config import OffloadConfig
+from graphoffload.hardware.profile import PROFILES
 from graphoffload.log import log
-from graphoffload.report import OffloadReport
+from graphoffload.report.offload_report import OffloadReport
 
 SCRIPT = """
 import torch

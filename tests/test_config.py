@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphoffload.config import FIELD_NAMES, OffloadConfig, read_environment, split_options
+from graphoffload.options.config import FIELD_NAMES, OffloadConfig, read_environment, split_options
 from graphoffload.errors import ConfigError
-from graphoffload.hardware import PROFILES
-from graphoffload.saved import Action, SavedTensor
+from graphoffload.hardware.profile import PROFILES
+from graphoffload.facts.saved import Action, SavedTensor
 
 DEFAULTS: dict[str, Any] = {
     "device_budget": "auto", "reserve": "auto", "max_slowdown": None, "policy": "auto", "offload_modules": None,
@@ -125,7 +125,7 @@ def test_digests_tell_policies_apart() -> None:
 
 DIGESTS = """
 import sys
-from graphoffload.config import OffloadConfig
+from graphoffload.options.config import OffloadConfig
 for folder in sys.argv[1:]:
     sys.path.insert(0, folder)
     import mine

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.checkpoint import checkpoint
 
 import graphoffload
-from graphoffload.joint import copy_graph
+from graphoffload.passes.prepare_joint import copy_graph
 
 WIDTH, EXPERTS = 16, 4
 COMPUTING = ("mm", "bmm", "tanh", "exp", "sin", "cos", "mul", "div", "_softmax")

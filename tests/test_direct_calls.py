@@ -13,7 +13,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 import graphoffload
-from graphoffload import inner_compile
+from graphoffload.compiler import inner_compile
 from graphoffload.runtime import ops
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, observe, run_step
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphoffload.runtime.ops  # noqa: F401  registers torch.ops.graphoffload
-from graphoffload.drawing import (
+from graphoffload.report.graph_picture import (
     DrawnNode,
     Edge,
     Role,
@@ -22,7 +22,7 @@ from graphoffload.drawing import (
     drawn_pair,
     graph_svg,
 )
-from graphoffload.svg import clean, shorten
+from graphoffload.report.svg import clean, shorten
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROLES: tuple[Role, ...] = ("keep", "recompute", "offload", "offload_op", "release", "reload", "wait", "other")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphoffload import dump
-from graphoffload.dump import write_dump
+from graphoffload.report import dump
+from graphoffload.report.dump import write_dump
 from graphoffload.errors import ConfigError
-from graphoffload.report import plan_table
-from graphoffload.saved import Decision, Plan, SavedTable, SavedTensor
+from graphoffload.report.offload_report import plan_table
+from graphoffload.facts.saved import Decision, Plan, SavedTable, SavedTensor
 
 
 @pytest.fixture(autouse=True)

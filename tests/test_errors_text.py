@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import graphoffload
-from graphoffload import pipeline
+from graphoffload.compiler import pipeline
 from graphoffload.analysis.saved_values import GraphPair
-from graphoffload.config import OffloadConfig
+from graphoffload.options.config import OffloadConfig
 from graphoffload.errors import (
     ChecksumError,
     ConfigError,
@@ -30,9 +30,10 @@ from graphoffload.errors import (
 )
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.reload import insert_reloads
-from graphoffload.runtime import registry, streams
-from graphoffload.runtime.pool import HostPool
-from graphoffload.saved import Action, Plan, SavedTensor, Transfer
+from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime import registry
+from graphoffload.runtime.pinned.pool import HostPool
+from graphoffload.facts.saved import Action, Plan, SavedTensor, Transfer
 from graphoffload.testing import ZOO, compiled, run_step
 from graphoffload.testing.faults import host_copies
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from forked import python_path, run_script
 
-import graphoffload.report
+import graphoffload.report.offload_report
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -109,7 +109,7 @@ def test_hf_trainer(needed: str) -> None:
 def test_explain_plan() -> None:
     out = run_example("explain_plan.py", *ARGUMENTS["explain_plan.py"])
     path = Path(out.rsplit("as JSON: ", 1)[1].strip())
-    report = graphoffload.report.OffloadReport.from_json(path.read_text())
+    report = graphoffload.report.offload_report.OffloadReport.from_json(path.read_text())
     path.unlink()
     assert 0 < report.predicted_peak_bytes <= 4 * 2**30 < report.keep_peak_bytes
     assert report.offloaded_bytes + report.recomputed_bytes > 0

@@ -25,8 +25,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import graphoffload
-from graphoffload import backend, compat
-from graphoffload.hardware import PROFILES
+from graphoffload.compiler import backend
+from graphoffload import torch_internals as compat
+from graphoffload.hardware.profile import PROFILES
 from graphoffload.runtime import registry
 from graphoffload.testing import ZOO, Case, assert_equal_bits, keep_all, observe, run_case
 from graphoffload.testing.attention import Blocks

@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 
 import graphoffload
 from graphoffload.errors import HostMemoryError, PageableMemoryWarning
-from graphoffload.runtime import ahead, pool, slabs
-from graphoffload.runtime.ahead import memory_ahead
-from graphoffload.runtime.pool import POOL, HostPool
-from graphoffload.runtime.slabs import HostBuffer, Slab
-from graphoffload.saved import Plan, Transfer
+from graphoffload.runtime.pinned import preallocation as ahead
+from graphoffload.runtime.pinned import pool
+from graphoffload.runtime.pinned import slabs
+from graphoffload.runtime.pinned.preallocation import memory_ahead
+from graphoffload.runtime.pinned.pool import POOL, HostPool
+from graphoffload.runtime.pinned.slabs import HostBuffer, Slab
+from graphoffload.facts.saved import Plan, Transfer
 
 KIB = 1024
 

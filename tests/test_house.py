@@ -262,8 +262,8 @@ def bad(text: str, room: str = "report", path: str = "") -> list[Source]:
 @pytest.mark.parametrize(
     ("complaints", "expected"),
     [
-        (imports_upward(bad("from graphoffload.backend import x", "saved"), ["saved", "backend"]), "a later room"),
-        (imports_upward(bad("def f():\n    import graphoffload.backend", "saved"), ["saved", "backend"]), "a later room"),
+        (imports_upward(bad("from graphoffload.compiler.backend import x", "saved"), ["saved", "backend"]), "a later room"),
+        (imports_upward(bad("def f():\n    import graphoffload.compiler.backend", "saved"), ["saved", "backend"]), "a later room"),
         (imports_upward(bad("from graphoffload import offload", "saved"), ["saved"]), "the package graphoffload itself"),
         (imports_upward(bad("from . import units", "saved"), ["saved"]), "relative"),
         (imports_upward(bad("", "attic"), ["saved"]), "not in the ```rooms list"),
@@ -302,7 +302,7 @@ def test_layout_lists_every_room_once() -> None:
 
 
 def test_every_config_field_is_documented() -> None:
-    config = importlib.import_module("graphoffload.config")
+    config = importlib.import_module("graphoffload.options.config")
     text = (ROOT / "docs" / "config.md").read_text()
     missing = [field.name for field in dataclasses.fields(config.OffloadConfig) if f"`{field.name}`" not in text]
     assert not missing, f"docs/config.md does not mention {missing}"

@@ -13,7 +13,7 @@ import torch
 from test_introspect import Tanhs
 
 import graphoffload
-from graphoffload import unused
+from graphoffload.monitor import not_compiled as unused
 from graphoffload.errors import GraphOffloadWarning, NotOffloadedWarning
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}

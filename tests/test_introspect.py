@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import graphoffload
 from graphoffload.errors import ConfigError
 from graphoffload.runtime import registry
-from graphoffload.saved import Plan
+from graphoffload.facts.saved import Plan
 
 
 def look(rows: int, module: torch.nn.Module) -> Plan:

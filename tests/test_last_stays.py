@@ -14,7 +14,8 @@ from test_between import SLOW_LINK, backend
 from torch import Tensor, nn
 
 import graphoffload
-from graphoffload.runtime import between, twin_copies
+from graphoffload.runtime.step import between_graphs as between
+from graphoffload.runtime import twin_copies
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.registry import run_plan
 from graphoffload.testing import Result, assert_equal_bits, run_step, weighted_loss

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import graphoffload
-from graphoffload import limits
-from graphoffload.config import OffloadConfig
+from graphoffload.compiler import device_limits as limits
+from graphoffload.options.config import OffloadConfig
 
 GIB = 2**29 * 2
 
@@ -76,7 +76,7 @@ def test_gradients_of_outputs_do_not_count_as_living_throughout() -> None:
     from functorch.compile import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    from graphoffload import partitioner
+    from graphoffload.compiler import partitioner
 
     seen: list[list[tuple[int, ...]]] = []
 

@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import graphoffload
-from graphoffload import drafts
+from graphoffload.compiler import draft as drafts
 from graphoffload.errors import BudgetError
-from graphoffload.hardware import PROFILES
-from graphoffload.plan.program import Program
-from graphoffload.plan.simulator import Timeline
+from graphoffload.hardware.profile import PROFILES
+from graphoffload.planner.problem import Program
+from graphoffload.planner.simulator import Timeline
 from graphoffload.testing.layers import ResidualMlps
 
 WIDTH, TOKENS, HEADS, VOCAB = 128, 512, 4, 1000

@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import graphoffload
 from graphoffload.errors import PatternError, PatternWarning
-from graphoffload.modules import clean_path, matches, placed, resolve, root_of
+from graphoffload.options.patterns import clean_path, matches, placed, resolve, root_of
 from graphoffload.testing import observe
 
 OPTIONS: dict[str, Any] = {"inner": "aot_eager", "min_tensor_bytes": 0}

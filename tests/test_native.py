@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from graphoffload.runtime import native
+from graphoffload.runtime.streams import native
 
 RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from graphoffload.errors import RuntimeStateError
-from graphoffload.runtime import entries
-from graphoffload.runtime.entries import TRANSITIONS, HostCopy, OffloadedTensor, State
-from graphoffload.runtime.pool import POOL
+from graphoffload.runtime import offloaded_tensors as entries
+from graphoffload.runtime.offloaded_tensors import TRANSITIONS, HostCopy, OffloadedTensor, State
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan
 
 ALLOWED = [(event, before, after) for event, ways in TRANSITIONS.items() for before, after in ways.items()]

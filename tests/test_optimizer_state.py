@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphoffload
-from graphoffload import limits
-from graphoffload.config import OffloadConfig
-from graphoffload.decide import Limits
-from graphoffload.optimizer_state import state_bytes
-from graphoffload.partitioner import OffloadPartitioner
+from graphoffload.compiler import device_limits as limits
+from graphoffload.options.config import OffloadConfig
+from graphoffload.compiler.decide import Limits
+from graphoffload.compiler.optimizer_state import state_bytes
+from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.runtime import registry
 
 WIDTH = 64
@@ -211,7 +211,7 @@ def test_limits_are_resolved_once_on_what_the_user_gave(monkeypatch: pytest.Monk
         seen.append(list(tensors))
         return resolve(config, seen[-1], *rest)
 
-    for module in (graphoffload.backend, graphoffload.partitioner):
+    for module in (graphoffload.compiler.backend, graphoffload.compiler.partitioner):
         monkeypatch.setattr(module, "resolve_limits", watching)
     model = Model()
     model.compile(backend=backend())
@@ -289,7 +289,7 @@ def test_what_is_reserved_is_in_the_numbers() -> None:
     assert f"(keep-all {shown(plan.prediction.keep_peak_bytes + state)} KiB)" in plan.summary
     assert plan.summary.endswith(f"; {shown(state)} KiB of the peak are reserved for optimizer state")
     assert "reserved" not in without.summary
-    measured = graphoffload.report.Measured(peak_bytes=plan.prediction.predicted_peak_bytes + state)
+    measured = graphoffload.report.offload_report.Measured(peak_bytes=plan.prediction.predicted_peak_bytes + state)
     report = graphoffload.OffloadReport(plans=(plan,), measured=measured)
     peak = shown(plan.prediction.predicted_peak_bytes + state)
     assert f"peak      predicted {peak} KiB ({shown(state)} KiB of it reserved, keep-all" in str(report)

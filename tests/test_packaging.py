@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECK = "import graphoffload, graphoffload.passes as p, graphoffload.backend; print(graphoffload.__file__, p.__file__)"
+CHECK = "import graphoffload, graphoffload.passes as p, graphoffload.compiler.backend; print(graphoffload.__file__, p.__file__)"
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_wheel(checkout: Path, modules: set[str], tmp_path: Path) -> None:
         (entry_points,) = [name for name in names if name.endswith("/entry_points.txt")]
         text = wheel.read(entry_points).decode()
         wheel.extractall(tmp_path / "site")
-    assert "[torch_dynamo_backends]\ngraphoffload = graphoffload.backend:graphoffload" in text
+    assert "[torch_dynamo_backends]\ngraphoffload = graphoffload.compiler.backend:graphoffload" in text
     where = run(sys.executable, "-c", CHECK, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert where.split() == [str(tmp_path / "site" / "graphoffload" / f) for f in ("__init__.py", "passes/__init__.py")]
     tools = run(sys.executable, "-m", "graphoffload", "bench", "--list", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))

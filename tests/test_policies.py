@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphoffload.config import OffloadConfig
+from graphoffload.options.config import OffloadConfig
 from graphoffload.errors import ConfigError, PatternError, TagError
-from graphoffload.modules import resolve
-from graphoffload.policies import ACTIONS, PatternPolicy, Policy, patterns_of
-from graphoffload.saved import Action, SavedTable, SavedTensor
-from graphoffload.wishes import Wish, check_tags, wishes_for, without_effect
+from graphoffload.options.patterns import resolve
+from graphoffload.options.policies import ACTIONS, PatternPolicy, Policy, patterns_of
+from graphoffload.facts.saved import Action, SavedTable, SavedTensor
+from graphoffload.compiler.constraints import Wish, check_tags, wishes_for, without_effect
 
 MIB = 2**20
 

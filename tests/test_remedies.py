@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import graphoffload
-from graphoffload import decide, limits, remedies
+from graphoffload.compiler import decide
+from graphoffload.compiler import device_limits as limits
+from graphoffload.facts import remedies
 from graphoffload.analysis import saved_values, symbols
-from graphoffload.config import OffloadConfig
+from graphoffload.options.config import OffloadConfig
 from graphoffload.errors import NotOffloadedWarning
-from graphoffload.saved import SavedTable, SavedTensor
-from graphoffload.wishes import wishes_for
+from graphoffload.facts.saved import SavedTable, SavedTensor
+from graphoffload.compiler.constraints import wishes_for
 
 MIB = 2**20
 

@@ -20,12 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphoffload
-from graphoffload import decide
+from graphoffload.compiler import decide
 from graphoffload.errors import PlanError
-from graphoffload.report import Measured, OffloadReport, plan_table, summary_line
+from graphoffload.report.offload_report import Measured, OffloadReport, plan_table, summary_line
 from graphoffload.runtime import registry
-from graphoffload.saved import Action, Decision, Plan, Prediction, SavedTable, SavedTensor, Transfer
-from graphoffload.table import folded_rows
+from graphoffload.facts.saved import Action, Decision, Plan, Prediction, SavedTable, SavedTensor, Transfer
+from graphoffload.report.table import folded_rows
 from graphoffload.units import format_bytes
 
 GOLDEN = Path(__file__).parent / "golden"

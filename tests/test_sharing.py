@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import graphoffload
-from graphoffload import sharing
-from graphoffload.decide import Limits
+from graphoffload.monitor import shared_budget as sharing
+from graphoffload.compiler.decide import Limits
 from graphoffload.errors import SharedBudgetWarning
 from graphoffload.runtime import registry
-from graphoffload.saved import Decision, Plan, SavedTable, SavedTensor
+from graphoffload.facts.saved import Decision, Plan, SavedTable, SavedTensor
 from graphoffload.testing import ZOO
 from graphoffload.testing.attention import Blocks
 

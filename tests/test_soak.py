@@ -11,7 +11,7 @@ import torch
 import graphoffload
 from graphoffload.bench.soak import Course, Log, build, run
 from graphoffload.runtime import twin_copies
-from graphoffload.runtime.pool import POOL
+from graphoffload.runtime.pinned.pool import POOL
 
 STEPS = int(os.environ.get("SOAK_STEPS", "60"))
 

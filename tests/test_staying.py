@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.errors import NotOffloadedWarning, SharedBudgetWarning
-from graphoffload.runtime import between, ops, twin_copies
-from graphoffload.runtime.staying import Budget, Share, Staying
+from graphoffload.runtime.step import between_graphs as between
+from graphoffload.runtime import ops, twin_copies
+from graphoffload.runtime.step.resident import Budget, Share, Staying
 from graphoffload.testing import Result, assert_equal_bits, run_step, weighted_loss
 from graphoffload.testing.attention import HIDDEN, Block
 from graphoffload.testing.faults import Fails
@@ -355,7 +356,7 @@ def test_the_peak_never_passes_the_budget(
     staying.set_budget(Budget(budget, 0, 0))
     counter = older if not resets else 0
     peaks = []
-    with mock.patch("graphoffload.runtime.staying.warn"):
+    with mock.patch("graphoffload.runtime.step.resident.warn"):
         for number in range(12 + len(sizes)):  # a step may learn no more than that one tensor more stays
             if number:
                 staying.begin_forward(("a",), 0, counter, as_before=number > 1)

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from graphoffload.errors import RuntimeStateError
-from graphoffload.runtime import copy_hook, entries, ops, reset_stats, stats, streams, trace_stalls
+from graphoffload.runtime import offloaded_tensors as entries
+from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime import copy_hook, ops, reset_stats, stats, trace_stalls
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.layouts import Layout
-from graphoffload.runtime.memcpy import find_memcpy
-from graphoffload.runtime.pool import POOL
+from graphoffload.runtime.streams.memcpy import find_memcpy
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 
 DEVICE = torch.device("cuda", 1)
@@ -429,7 +431,7 @@ def side_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     )  # fmt: skip
     monkeypatch.setattr(ops, "streams_of", lambda device: side)
     monkeypatch.setattr(entries, "streams_of", lambda device: side)
-    monkeypatch.setattr("graphoffload.runtime.slabs._page_lock", lambda raw: False)
+    monkeypatch.setattr("graphoffload.runtime.pinned.slabs._page_lock", lambda raw: False)
     return log
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import graphoffload
-from graphoffload import compat, tuning
-from graphoffload.config import OffloadConfig
+from graphoffload import torch_internals as compat
+from graphoffload.api import tuning
+from graphoffload.options.config import OffloadConfig
 from graphoffload.errors import BudgetError, ConfigError
-from graphoffload.hardware import PROFILES
-from graphoffload.saved import Decision, Plan, Prediction
+from graphoffload.hardware.profile import PROFILES
+from graphoffload.facts.saved import Decision, Plan, Prediction
 
 GIB = 2**30
 
@@ -72,7 +73,7 @@ def test_plans_are_found_behind_a_compile_cache() -> None:
     given: dict[str, Any] = {"max_slowdown": 5.0, "min_tensor_bytes": 0, "hardware": PROFILES["h200-sxm"]}
     first = graphoffload.tune(net, step, steps=1, rounds=0, **given)
     torch._dynamo.reset()
-    with mock.patch("graphoffload.backend.say") as said:
+    with mock.patch("graphoffload.compiler.backend.say") as said:
         second = graphoffload.tune(net, step, steps=1, rounds=0, **given)
     assert [plan.key for plan in second.plans] == [plan.key for plan in first.plans] != []
     assert [call.args[0].endswith("(from the compile cache)") for call in said.call_args_list] == [True, True]

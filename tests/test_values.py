@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import graphoffload
 from graphoffload.errors import ConfigError, PartialPlanWarning
 from graphoffload.runtime import registry
-from graphoffload.saved import Plan
+from graphoffload.facts.saved import Plan
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}
 READS = {

@@ -11,11 +11,11 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Node
 
 import graphoffload
-from graphoffload import pipeline
+from graphoffload.compiler import pipeline
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.errors import VerifyError
-from graphoffload.saved import Plan
-from graphoffload.verify import RULES
+from graphoffload.facts.saved import Plan
+from graphoffload.analysis.verify import RULES
 
 OPS = torch.ops.graphoffload
 

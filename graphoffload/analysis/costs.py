@@ -19,7 +19,7 @@ from graphoffload.analysis.fusion import Fusion, Kind, fusion_of
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.regions import subgraph_of
 from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, group_by_storage, size_hint, storage_id
-from graphoffload.hardware import HardwareProfile
+from graphoffload.hardware.profile import HardwareProfile
 
 # Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens, and what a mask that is
 # read from memory leaves of them (4k tokens): docs/history.

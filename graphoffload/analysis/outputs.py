@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from graphoffload.analysis.modules_of import module_path
+from graphoffload.analysis.module_paths import module_path
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import example_storage_nbytes, fake, group_by_storage, storage_id
 from graphoffload.units import format_bytes

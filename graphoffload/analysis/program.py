@@ -18,9 +18,9 @@ from graphoffload.analysis.fusion import Fusion, fusion_of
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
-from graphoffload.hardware import HardwareProfile
-from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
-from graphoffload.saved import SavedTable, SavedTensor
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
+from graphoffload.facts.saved import SavedTable, SavedTensor
 
 
 @dataclass(frozen=True, slots=True)

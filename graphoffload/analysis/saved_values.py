@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from graphoffload.analysis.modules_of import boundary_names, module_path, module_stack
+from graphoffload.analysis.module_paths import boundary_names, module_path, module_stack
 from graphoffload.analysis.storages import (
     concrete,
     covers_storage,
@@ -31,9 +31,9 @@ from graphoffload.analysis.storages import (
     storage_id,
     storage_nbytes,
 )
-from graphoffload.compat import tag_of
+from graphoffload.torch_internals import tag_of
 from graphoffload.errors import VerifyError
-from graphoffload.saved import SavedTable, SavedTensor, Tag
+from graphoffload.facts.saved import SavedTable, SavedTensor, Tag
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from graphoffload.analysis.costs import Measured, argument_of
 from graphoffload.analysis.fusion import kind_of
 from graphoffload.analysis.storages import fake, tensor_nbytes
-from graphoffload.folders import write_whole
+from graphoffload.cache_files import write_whole
 from graphoffload.log import log
 
 _REPEATS = 9

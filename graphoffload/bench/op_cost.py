@@ -28,14 +28,15 @@ from typing import Any
 
 import torch
 
-from graphoffload import inner_compile
+from graphoffload.compiler import inner_compile
 from graphoffload.bench import measure, results
 from graphoffload.bench.models import MODELS, build
 from graphoffload.bench.options import add_result_options
 from graphoffload.bench.patching import replaced
 from graphoffload.bench.variants import Eligible, apply, parse
-from graphoffload.folders import write_whole
-from graphoffload.runtime import ops, streams
+from graphoffload.cache_files import write_whole
+from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime import ops
 from graphoffload.runtime.handles import ENTRIES
 
 OPS = ("offload", "release", "reload", "wait")

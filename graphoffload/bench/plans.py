@@ -19,7 +19,7 @@ import torch
 from graphoffload.bench import where
 from graphoffload.bench.models import MODELS, build
 from graphoffload.errors import ConfigError
-from graphoffload.introspect import explain
+from graphoffload.api.introspect import explain
 from graphoffload.units import parse_size
 
 

@@ -35,7 +35,7 @@ import torch
 
 from graphoffload.bench.measure import Row
 from graphoffload.errors import ConfigError
-from graphoffload.folders import write_whole
+from graphoffload.cache_files import write_whole
 from graphoffload.units import format_bytes
 
 FORMAT = 1

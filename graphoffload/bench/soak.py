@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphoffload.backend import OffloadBackend
+from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.bench.patching import replaced
 from graphoffload.runtime import host_memory, twin_copies
 from graphoffload.runtime.handles import ENTRIES

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from graphoffload import drafts
+from graphoffload.compiler import draft as drafts
 from graphoffload.bench import measure, variants
 from graphoffload.bench.models import MODELS, build
 from graphoffload.bench.options import size_change
 from graphoffload.bench.patching import replaced
 from graphoffload.errors import ConfigError
-from graphoffload.plan.program import Program
-from graphoffload.plan.simulator import Timeline
+from graphoffload.planner.problem import Program
+from graphoffload.planner.simulator import Timeline
 from graphoffload.runtime import trace_stalls
 
 Planned = tuple[Program, list[str], Timeline]

@@ -22,8 +22,8 @@ from graphoffload.runtime import captured
 from graphoffload.runtime.counters import COUNTERS, reset_stats
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.hooks import copy_hook, release_hook, twin_copies
-from graphoffload.runtime.pool import POOL, HostMemory
-from graphoffload.runtime.stalls import Stalls, trace_stalls
+from graphoffload.runtime.pinned.pool import POOL, HostMemory
+from graphoffload.runtime.streams.stalls import Stalls, trace_stalls
 
 __all__ = [
     "HostMemory", "Stalls", "copy_hook", "host_memory", "release_hook", "release_host_memory", "reset_stats", "stats",

@@ -22,8 +22,8 @@ import torch
 
 from graphoffload.errors import BackwardNeverCameWarning, RuntimeStateError, warn
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.entries import LOCK, OffloadedTensor, Ticket
-from graphoffload.runtime.pool import POOL
+from graphoffload.runtime.offloaded_tensors import LOCK, OffloadedTensor, Ticket
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import run_plan
 from graphoffload.units import format_bytes
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from graphoffload.runtime.stalls import Stalls
+    from graphoffload.runtime.streams.stalls import Stalls
 
 CopyHook = Callable[[str, str, str], None]
 ReleaseHook = Callable[[torch.Tensor, str], None]

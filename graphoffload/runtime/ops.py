@@ -24,16 +24,16 @@ from typing import Any
 import torch
 
 from graphoffload.errors import CaptureError, ChecksumError, RuntimeStateError
-from graphoffload.runtime import between
+from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.checksum import digest
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.entries import COPYING, LENT, ON_HOST, PREFETCHED, RESIDENT, STAYING, HostCopy, OffloadedTensor
+from graphoffload.runtime.offloaded_tensors import COPYING, LENT, ON_HOST, PREFETCHED, RESIDENT, STAYING, HostCopy, OffloadedTensor
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty, same_layout
-from graphoffload.runtime.pool import POOL
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
-from graphoffload.runtime.streams import Block, streams_of
+from graphoffload.runtime.streams.copy_streams import Block, streams_of
 
 HANDLE_DTYPE = torch.int64
 _ONE = (1,)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from graphoffload.runtime import registry, stats
-from graphoffload.saved import Plan
+from graphoffload.facts.saved import Plan
 
 
 @dataclass(slots=True)

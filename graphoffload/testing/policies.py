@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from graphoffload.saved import Action, SavedTensor
+from graphoffload.facts.saved import Action, SavedTensor
 
 ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
 

@@ -27,10 +27,12 @@ import torch
 from gpu.races import with_compiled_copies
 from torch import Tensor
 
-from graphoffload import pipeline
+from graphoffload.compiler import pipeline
 from graphoffload.analysis.saved_values import GraphPair
-from graphoffload.runtime import between, ops, streams
-from graphoffload.saved import Plan
+from graphoffload.runtime.step import between_graphs as between
+from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime import ops
+from graphoffload.facts.saved import Plan
 from graphoffload.testing.faults import _implementation
 
 Mutation = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -6,7 +6,7 @@ none of this is so. Consecutive steps have different inputs, so that stale memor
     reference = twin(case, module)                    the same compiled graphs with synchronous copies
     found = disturbed(case, module, BEFORE)           must be equal to the bit
 
-Where a hook is active a copy is issued call by call. So that the compiled copy (runtime/native.py), which plain training uses,
+Where a hook is active a copy is issued call by call. So that the compiled copy (runtime/streams/native.py), which plain training uses,
 is seen as well, every other seed delays that one.
 """
 
@@ -23,10 +23,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from graphoffload.hardware import HardwareProfile
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.runtime import copy_hook, registry, release_hook, twin_copies
-from graphoffload.runtime.memcpy import KINDS
-from graphoffload.runtime.streams import streams_of
+from graphoffload.runtime.streams.memcpy import KINDS
+from graphoffload.runtime.streams.copy_streams import streams_of
 from graphoffload.testing import Case, Result, case_steps, differences, whole_gradient_error
 
 DEVICE = "cuda"

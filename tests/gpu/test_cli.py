@@ -9,7 +9,7 @@ import torch
 
 import graphoffload
 from graphoffload.__main__ import main
-from graphoffload.report import OffloadReport
+from graphoffload.report.offload_report import OffloadReport
 
 
 def test_hardware_measures_this_gpu_once(

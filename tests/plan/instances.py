@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from graphoffload.hardware import HardwareProfile
-from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 
 
 def toy(bytes_per_s: float = 1.0, *, latency_s: float = 0.0, slowdown: float = 0.0) -> HardwareProfile:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
+from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 
 FOLDER = Path(__file__).with_name("recorded")
 
@@ -77,7 +77,7 @@ def load(name: str) -> Program:
 def record(name: str, model: Any, *args: Any, hardware: str, **named: Any) -> Path:
     """Trace one step of a model, which may be on the meta device, and record the Program of its largest graph."""
     import graphoffload
-    from graphoffload import drafts
+    from graphoffload.compiler import draft as drafts
 
     found: list[Program] = []
     build = drafts.build_program

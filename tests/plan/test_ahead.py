@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphoffload.hardware import PROFILES, HardwareProfile
-from graphoffload.plan.ahead import Again, release_later, reload_ahead, with_slack
-from graphoffload.plan.program import Candidate, Program, Step
-from graphoffload.plan.simulator import Timeline, simulate
-from graphoffload.saved import Action
+from graphoffload.hardware.profile import PROFILES, HardwareProfile
+from graphoffload.planner.prefetch import Again, release_later, reload_ahead, with_slack
+from graphoffload.planner.problem import Candidate, Program, Step
+from graphoffload.planner.simulator import Timeline, simulate
+from graphoffload.facts.saved import Action
 
 LINK = HardwareProfile(
     name="a byte a second", source="datasheet", memory_bytes=10**6, d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0,
@@ -89,7 +89,7 @@ def test_nothing_to_reload_is_left_alone() -> None:
 
 def test_what_would_cost_time_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated before it is taken."""
-    monkeypatch.setattr("graphoffload.plan.ahead._FREE", 0.5)
+    monkeypatch.setattr("graphoffload.planner.prefetch._FREE", 0.5)
     late, ahead = both(limit_bytes=10**6)
     assert ahead is late
 

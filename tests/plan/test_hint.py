@@ -6,11 +6,11 @@ import time
 
 from hypothesis import given, settings
 
-from graphoffload.hardware import HardwareProfile, resolve_hardware
-from graphoffload.plan.hint import saved_within
-from graphoffload.plan.program import Candidate, Program, Recompute, Step
-from graphoffload.plan.simulator import simulate
-from graphoffload.plan.solvers import WithinSlowdown, solve
+from graphoffload.hardware.profile import HardwareProfile, resolve_hardware
+from graphoffload.planner.hint import saved_within
+from graphoffload.planner.problem import Candidate, Program, Recompute, Step
+from graphoffload.planner.simulator import simulate
+from graphoffload.planner.solver import WithinSlowdown, solve
 from tests.plan.instances import hardwares, programs
 
 H200 = resolve_hardware("h200-sxm")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphoffload.hardware import HardwareProfile
-from graphoffload.plan.moments import wall_times_s
-from graphoffload.plan.program import Program
-from graphoffload.plan.simulator import simulate
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.planner.moments import wall_times_s
+from graphoffload.planner.problem import Program
+from graphoffload.planner.simulator import simulate
 from tests.plan.instances import hardwares, programs
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphoffload.errors import BudgetError
-from graphoffload.hardware import PROFILES, HardwareProfile
-from graphoffload.plan.program import Program
-from graphoffload.plan.simulator import simulate
-from graphoffload.plan.solvers import MeetBudget, least_budget_bytes, solve
+from graphoffload.hardware.profile import PROFILES, HardwareProfile
+from graphoffload.planner.problem import Program
+from graphoffload.planner.simulator import simulate
+from graphoffload.planner.solver import MeetBudget, least_budget_bytes, solve
 from tests.plan import recordings
 from tests.plan.instances import hardwares, programs, stack
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from graphoffload.errors import PlanError
-from graphoffload.hardware import HardwareProfile
-from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
-from graphoffload.plan.simulator import Scheduled, Stall, simulate
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
+from graphoffload.planner.simulator import Scheduled, Stall, simulate
 
 
 def link(bytes_per_s: float = 1.0, *, slowdown: float = 0.0) -> HardwareProfile:

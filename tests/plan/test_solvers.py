@@ -8,16 +8,16 @@ import time
 import pytest
 
 from graphoffload.errors import BudgetError
-from graphoffload.hardware import PROFILES
-from graphoffload.plan import solvers
-from graphoffload.plan.arrays import arrays_of
-from graphoffload.plan.bound import lower_bound_peak_bytes, lower_bound_s
-from graphoffload.plan.greedy import greedy_moves
-from graphoffload.plan.judge import Judge, Proposal
-from graphoffload.plan.local import improve, without_stalled
-from graphoffload.plan.program import Buffer, Candidate, Program, Recompute, Step
-from graphoffload.plan.simulator import simulate
-from graphoffload.plan.solvers import MeetBudget, WithinSlowdown, least_budget_bytes, solve
+from graphoffload.hardware.profile import PROFILES
+from graphoffload.planner import solver as solvers
+from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.lower_bound import lower_bound_peak_bytes, lower_bound_s
+from graphoffload.planner.strategies.greedy import greedy_moves
+from graphoffload.planner.goals import Judge, Proposal
+from graphoffload.planner.strategies.local_search import improve, without_stalled
+from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
+from graphoffload.planner.simulator import simulate
+from graphoffload.planner.solver import MeetBudget, WithinSlowdown, least_budget_bytes, solve
 from tests.plan.instances import stack, toy
 
 H200 = PROFILES["h200-sxm"]

@@ -1,0 +1,245 @@
+"""Static safety rules, one small function each, checked on the rewritten graphs before anything is compiled.
+
+A rule yields one sentence for each violation. Each stands for a way in which a gradient once came out wrong:
+
+    once        every transfer is offloaded, released, reloaded and waited for exactly once
+    same_source release names the very value that offload copies (a temporary would be freed under the copy)
+    last_use    no forward operation reads the source after its release (its memory may hold something else by then)
+    saved       the handle is saved, and the source's memory is not (else nothing is freed)
+    readers     no backward operation but wait touches the reloaded tensor before the wait
+    outputs     the model's own outputs are what they were
+    counterpart saved values and backward inputs correspond one to one
+    donated     no two saved values share memory (torch would donate it twice, and Inductor write over it too early)
+    fresh       no new value shares a fake storage with another (torch would donate or alias its memory)
+    callers     backward reads no memory of the caller's but what keep-all reads there too (it may hold something else by then)
+    decisions   no discrete decision is taken again on floats that are computed again (other last bits could decide otherwise)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from graphoffload.analysis.callers import CallersMemory, foreign
+from graphoffload.analysis.decisions import retaken
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_placeholders
+from graphoffload.analysis.storages import fake, group_by_storage, storage_id
+from graphoffload.errors import VerifyError
+from graphoffload.facts.saved import Plan
+
+_OPS = ("offload", "release", "reload", "wait")
+
+
+@dataclass(slots=True)
+class _Case:
+    graphs: GraphPair
+    plan: Plan
+    output_names: tuple[str | None, ...]
+    callers: CallersMemory | None = None
+    theirs: frozenset[str] = frozenset()
+    ops: dict[str, dict[int, list[Node]]] = field(default_factory=dict)
+    at: dict[Node, int] = field(default_factory=dict)
+
+
+Rule = Callable[[_Case], Iterator[str]]
+
+
+def verify_graphs(
+    graphs: GraphPair,
+    plan: Plan,
+    output_names: tuple[str | None, ...],
+    callers: CallersMemory | None = None,
+    theirs: frozenset[str] = frozenset(),
+) -> None:
+    """Check every rule.
+
+    Args:
+        output_names: names of the forward's outputs before any pass; the first `num_fwd_outputs` must be unchanged.
+        callers: what keep-all reads of the caller's memory; None: not known, and not checked.
+        theirs: operations of the user's checkpoint regions.
+
+    Raises:
+        VerifyError: with every violation of every rule.
+    """
+    case = _Case(graphs, plan, output_names, callers, theirs)
+    for graph in (graphs.forward.graph, graphs.backward.graph):
+        case.at.update({node: position for position, node in enumerate(graph.nodes)})
+    for name in _OPS:
+        case.ops[name] = _by_id(graphs, getattr(torch.ops.graphoffload, name).default)
+    found = [f"{rule.__name__}: {text}" for rule in RULES for text in rule(case)]
+    if found:
+        shown = "\n  ".join(found[:20])
+        raise VerifyError(
+            f"The rewritten graph {plan.graph} breaks {len(found)} safety rule(s); nothing was run:\n  {shown}\n"
+            'This is a defect of graphoffload: please report it with a dump (GRAPHOFFLOAD_DUMP_DIR). policy="keep" avoids it.'
+        )
+
+
+def _by_id(graphs: GraphPair, target: object) -> dict[int, list[Node]]:
+    found: dict[int, list[Node]] = {}
+    for graph in (graphs.forward.graph, graphs.backward.graph):
+        for node in graph.nodes:
+            if node.target is target:
+                found.setdefault(_transfer_id(node), []).append(node)
+    return found
+
+
+def _transfer_id(node: Node) -> int:
+    position = [argument.name for argument in node.target._schema.arguments].index("id")  # type: ignore[union-attr]
+    return int(node.args[position])  # type: ignore[arg-type]
+
+
+def once(case: _Case) -> Iterator[str]:
+    """Every transfer is offloaded, released, reloaded and waited for exactly once."""
+    for transfer in case.plan.transfers:
+        for name in _OPS:
+            count = len(case.ops[name].get(transfer.id, ()))
+            if count != 1:
+                yield f"transfer {transfer.id} ({transfer.tensor}) has {count} {name} ops"
+
+
+def same_source(case: _Case) -> Iterator[str]:
+    """Release names the very value that offload copies, and comes after it."""
+    for transfer, offload, release in _pairs(case, "offload", "release"):
+        if offload.args[0] is not release.args[0] or release.args[1] is not offload:
+            yield f"{transfer}: release names {release.args[:2]}, offload copies {offload.args[0]}"
+        if case.at[release] < case.at[offload]:
+            yield f"{transfer}: release stands before offload"
+
+
+def last_use(case: _Case) -> Iterator[str]:
+    """No forward operation reads the source's storage after its release."""
+    groups = group_by_storage(case.graphs.forward.graph.nodes)
+    for transfer, offload, release in _pairs(case, "offload", "release"):
+        source = offload.args[0]
+        assert isinstance(source, Node)
+        value = fake(source)
+        assert value is not None
+        if source.meta.get("val") is not None and case.at[source] > case.at[offload]:
+            yield f"{transfer}: offloaded before it is produced"
+        for member in groups[storage_id(value)]:
+            for user in member.users:
+                if case.at[user] > case.at[release] and fake(user) is not None:
+                    yield f"{transfer}: {user.name} reads {member.name} after its release"
+
+
+def saved(case: _Case) -> Iterator[str]:
+    """The handle is saved, and nothing that shares the source's memory is."""
+    outputs = [node for node in graph_outputs(case.graphs.forward) if node is not None]
+    memory = {storage_id(value) for node in outputs if (value := fake(node)) is not None}
+    for transfer, offload, _ in _pairs(case, "offload", "release"):
+        if offload not in outputs:
+            yield f"{transfer}: its handle is not saved"
+        source = offload.args[0]
+        assert isinstance(source, Node)
+        value = fake(source)
+        if value is not None and storage_id(value) in memory:
+            yield f"{transfer}: its memory is still an output of the forward"
+
+
+def readers(case: _Case) -> Iterator[str]:
+    """Nothing but the wait touches the reloaded tensor before the wait, views included."""
+    for transfer, reload, wait in _pairs(case, "reload", "wait"):
+        if wait.args[0] is not reload:
+            yield f"{transfer}: wait names {wait.args[0]}, reload writes {reload.name}"
+        if case.at[wait] < case.at[reload]:
+            yield f"{transfer}: wait stands before reload"
+        for user in reload.users:
+            if user is not wait and case.at[user] < case.at[wait]:
+                yield f"{transfer}: {user.name} uses {reload.name} before the wait"
+
+
+def outputs(case: _Case) -> Iterator[str]:
+    """The model's own outputs are what they were."""
+    count = case.graphs.num_fwd_outputs
+    now = tuple(None if node is None else node.name for node in graph_outputs(case.graphs.forward))
+    if now[:count] != case.output_names[:count]:
+        yield f"model outputs were {case.output_names[:count]}, are {now[:count]}"
+
+
+def counterpart(case: _Case) -> Iterator[str]:
+    """Saved values and backward inputs correspond one to one, in shape and dtype; symbolic sizes by their text."""
+    sent = graph_outputs(case.graphs.forward)[case.graphs.num_fwd_outputs :]
+    received = [
+        node
+        for node in case.graphs.backward.graph.find_nodes(op="placeholder")
+        if not str(node.target).startswith(("tangents", "bwd_seed", "bwd_base_offset", "bwd_rng_state"))
+    ]
+    sent_text = sorted(_layout(node) for node in sent if node is not None)
+    received_text = sorted(_layout(node) for node in received)
+    if len(sent) == len(received) and sent_text != received_text:
+        yield f"forward saves {sent_text}, backward receives {received_text}"
+    if len(sent) != len(received):
+        yield f"forward saves {len(sent)} values, backward receives {len(received)}"
+
+
+def fresh(case: _Case) -> Iterator[str]:
+    """No handle and no reloaded tensor shares a fake storage with a value that is not its view."""
+    for graph, name in ((case.graphs.forward.graph, "offload"), (case.graphs.backward.graph, "reload")):
+        groups = group_by_storage(graph.nodes)
+        for nodes in case.ops[name].values():
+            for node in nodes:
+                value = fake(node)
+                assert value is not None
+                strangers = [other.name for other in groups[storage_id(value)] if not _comes_from(other, node)]
+                if strangers:
+                    yield f"{node.name} shares a fake storage with {strangers}"
+
+
+def donated(case: _Case) -> Iterator[str]:
+    """No two saved values share memory, but for that of inputs and of model outputs, which torch never donates."""
+    graphs = case.graphs
+    outputs = graph_outputs(graphs.forward)
+    inputs = [node for node in graphs.forward.graph.nodes if node.op in ("placeholder", "get_attr")]
+    safe = group_by_storage(node for node in (*inputs, *outputs[: graphs.num_fwd_outputs]) if node is not None)
+    for identity, nodes in group_by_storage(node for node in outputs[graphs.num_fwd_outputs :] if node is not None).items():
+        if len(nodes) > 1 and identity not in safe:
+            yield f"{', '.join(node.name for node in nodes)} are saved side by side and share memory"
+
+
+def callers(case: _Case) -> Iterator[str]:
+    """Backward reads no memory of the caller's but parameters and what keep-all reads there; inputs and outputs as wholes."""
+    if case.callers is None:
+        return
+    roots = dict(foreign(case.graphs))
+    for node, _ in saved_placeholders(case.graphs):
+        root = roots.get(node)
+        if root is not None and root.name not in case.callers.roots | case.callers.parameters:
+            yield f"backward reads {node.name}, which lies in the memory of {root.name}, and keep-all does not"
+
+
+def decisions(case: _Case) -> Iterator[str]:
+    """No discrete decision is taken again on floats that are computed again."""
+    for name, what in retaken(case.graphs, case.theirs).inexact.items():
+        yield f"backward runs {name} again, and {what} decides by its bits"
+
+
+def _comes_from(node: Node, origin: Node) -> bool:
+    while node is not origin:
+        inputs = [argument for argument in node.args if isinstance(argument, Node)]
+        if not inputs:
+            return False
+        node = inputs[0]
+    return True
+
+
+def _pairs(case: _Case, first: str, second: str) -> Iterator[tuple[str, Node, Node]]:
+    for transfer in case.plan.transfers:
+        left, right = case.ops[first].get(transfer.id, []), case.ops[second].get(transfer.id, [])
+        if len(left) == 1 and len(right) == 1:
+            yield f"transfer {transfer.id} ({transfer.tensor})", left[0], right[0]
+
+
+def _layout(node: Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return type(value).__name__
+
+
+RULES: tuple[Rule, ...] = (
+    once, same_source, last_use, saved, readers, outputs, counterpart, donated, fresh, callers, decisions,
+)  # fmt: skip

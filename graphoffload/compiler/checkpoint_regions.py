@@ -1,0 +1,171 @@
+"""torch.utils.checkpoint regions that are in the model already: as written, or relaxed where a number was given.
+
+    keep-all      the step as the program says it: regions are recomputed, as under plain torch.compile
+    no number     regions stay as written; the planner and policies decide on what is saved around them
+    a budget      the fastest plan that fits, regions as written or relaxed (planned anew like everything else)
+    a slowdown    the smallest plan within it, as written or relaxed; its peak is never above keep-all's
+
+Every figure is relative to that one keep-all (decisions/0015), so a plan that recomputes less than the regions do has a
+negative slowdown. MUST_* tags bind in all of them. Both ways are drafted only where the better one is not known beforehand:
+plans with the regions as written take at least keep-all's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
+from graphoffload.compiler.draft import Draft, Request, Work, against, keep_all_draft
+from graphoffload.errors import BudgetError
+from graphoffload.planner.simulator import Timeline
+from graphoffload.facts.saved import SavedTable
+from graphoffload.compiler.plan_search import feasible_draft
+from graphoffload.units import format_bytes
+
+_SAME = 1e-9
+
+
+def draft_of(request: Request, analyse: Callable[[Request], Work]) -> Draft:
+    """The draft to take, of those with the model's checkpoint regions as written and of those with them relaxed.
+
+    Args:
+        analyse: facts about the joint graph for a request; Request.relax says whether regions are forgotten.
+
+    Raises:
+        BudgetError: no draft meets the budget either way.
+    """
+    work = analyse(request)
+    if not any(map(_advised, request.joint.graph.nodes)):
+        return _never_larger(feasible_draft(work), work)
+    work.notes.extend(_decided_by_regions(request.joint, work.table))
+    relaxing = replace(request, relax=True)
+    if not request.limits.explicit:
+        try:
+            return feasible_draft(work)
+        except BudgetError as error:
+            return _relaxed(relaxing, analyse, keep_all_draft(work).timeline, error)
+    keep = keep_all_draft(work)
+    if request.config.max_slowdown is not None:
+        written = _never_larger(feasible_draft(work), work)
+        return _better(written, _relaxed_within(relaxing, analyse, keep.timeline))
+    try:
+        relaxed = _relaxed(relaxing, analyse, keep.timeline, None)
+    except BudgetError as error:
+        try:
+            return feasible_draft(work)
+        except BudgetError as failed:
+            raise min(error, failed, key=_least_named) from None
+    if relaxed.excess <= 0 and relaxed.timeline.time_s <= keep.timeline.time_s * (1.0 + _SAME):
+        return relaxed
+    try:
+        return _better(feasible_draft(work), relaxed)
+    except BudgetError:
+        return relaxed
+
+
+def hint_of(draft: Draft) -> str:
+    """For the one line: that regions were relaxed, or that they decide on most of what backward reads."""
+    if draft.work.request.relax:
+        faster = draft.timeline.time_s / draft.decided.keep_timeline.time_s - 1.0
+        return f"checkpoint regions relaxed ({faster:+.1%} time against the step as written)".replace("%", " %")
+    return next((note for note in draft.work.notes if note.startswith(_RECOMPUTE)), "").partition(": ")[0]
+
+
+_RECOMPUTE = "checkpoint regions recompute "
+
+
+def _advised(node: Node) -> bool:
+    return node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _relaxed(request: Request, analyse: Callable[[Request], Work], keep: Timeline, instead_of: BudgetError | None) -> Draft:
+    try:
+        return _against(feasible_draft(analyse(request)), request, keep)
+    except BudgetError as error:
+        raise instead_of or error from None
+
+
+def _relaxed_within(request: Request, analyse: Callable[[Request], Work], keep: Timeline) -> Draft | None:
+    """The smallest relaxed draft within a slowdown of the step as written; None where relaxing leaves no time for it."""
+    work = analyse(request)
+    own = keep_all_draft(work).timeline
+    allowed = (1.0 + (request.config.max_slowdown or 0.0)) * keep.time_s / own.time_s - 1.0
+    if allowed < 0.0:
+        return None
+    work = replace(work, request=replace(request, config=request.config.with_slowdown(allowed)))
+    return _against(feasible_draft(work), request, keep)
+
+
+def _against(draft: Draft, request: Request, keep: Timeline) -> Draft:
+    """The relaxed draft beside the step as written."""
+    draft = against(draft, request, keep)
+    note = "keep-all is the step as written, with its checkpoint regions; slowdowns are against it"
+    return replace(draft, work=replace(draft.work, notes=[*draft.work.notes, note]))
+
+
+def _better(written: Draft, relaxed: Draft | None) -> Draft:
+    """The better of both for the goal; its bounds hold for plans of both kinds."""
+    if relaxed is None:
+        return written
+    best = min(relaxed, written, key=lambda draft: draft.score)
+    times = [draft.decided.lower_bound_s for draft in (written, relaxed)]
+    peaks = [draft.decided.lower_bound_peak_bytes for draft in (written, relaxed)]
+    decided = replace(
+        best.decided,
+        lower_bound_s=min((time for time in times if time is not None), default=None) if None not in times else None,
+        lower_bound_peak_bytes=min((p for p in peaks if p is not None), default=None) if None not in peaks else None,
+    )
+    return replace(best, decided=decided)
+
+
+def _never_larger(draft: Draft, work: Work) -> Draft:
+    """The draft, or for a slowdown whose plan came out above keep-all's peak, keep-all."""
+    larger = draft.timeline.peak_bytes > draft.decided.keep_timeline.peak_bytes
+    return keep_all_draft(work) if larger and draft.decided.planned and _is_slowdown(work) else draft
+
+
+def _is_slowdown(work: Work) -> bool:
+    return work.request.config.max_slowdown is not None
+
+
+def _least_named(error: BudgetError) -> int:
+    """The least budget that a BudgetError names as met, in bytes."""
+    return 1 << 62 if error.least_bytes is None else error.least_bytes
+
+
+def _decided_by_regions(joint: GraphModule, table: SavedTable) -> list[str]:
+    """A note where backward reads more of what checkpoint regions compute again than of what is saved."""
+    nbytes = _recomputed_bytes(joint, table)
+    if nbytes <= table.saved_bytes:
+        return []
+    total = format_bytes(nbytes + table.saved_bytes)
+    return [
+        f"{_RECOMPUTE}{format_bytes(nbytes)} of the {total} that backward reads: no policy reaches those. Switch gradient "
+        "checkpointing off (gradient_checkpointing=False) to let graphoffload decide on them, or give a device_budget"
+    ]
+
+
+def _recomputed_bytes(joint: GraphModule, table: SavedTable) -> int:
+    """Bytes that autograd would save of what regions compute, were they not recomputed: read by backward, and not saved."""
+    saved = {name for tensor in table.tensors for name in (tensor.name, *tensor.views)}
+    backward: set[Node] = set()
+    found: dict[int, int] = {}
+    kept: set[int] = set()
+    for node in joint.graph.nodes:
+        if (node.op == "placeholder" and str(node.target).startswith("tangents")) or not backward.isdisjoint(
+            node.all_input_nodes
+        ):
+            backward.add(node)
+    for node in joint.graph.nodes:
+        value = fake(node)
+        if value is None or node in backward or node.op != "call_function":
+            continue
+        if node.name in saved:
+            kept.add(storage_id(value))
+        elif _advised(node) and not backward.isdisjoint(node.users):
+            found[storage_id(value)] = example_storage_nbytes(value)
+    return sum(nbytes for identity, nbytes in found.items() if identity not in kept)

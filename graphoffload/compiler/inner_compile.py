@@ -1,0 +1,220 @@
+"""Inductor's inner compile for graphs under a plan: without what would undo the plan or hold memory that it counts as free.
+
+With CUDA graphs there are two ways: forward and backward each captured in one piece, copies and all (runtime/captured.py), or
+the pieces between the copies. The first is tried, and given up for a graph that something else cuts: each branch of a captured
+graph must end in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import config as inductor_config
+from torch.fx import GraphModule
+
+from graphoffload.analysis.fusion import CRUMBS, FARTHEST
+from graphoffload.passes.prepare_joint import copy_graph
+from graphoffload.passes.capture import make_capturable
+from graphoffload.passes.strides import reload_as_laid_out
+from graphoffload.runtime import registry
+from graphoffload.runtime.captured import prepare
+from graphoffload.runtime.ops import KERNELS, handles_may_be_copied
+from graphoffload.facts.saved import Plan
+from graphoffload.monitor.caveats import warn_of_cuts
+
+AS_PLANNED = {
+    "reorder_for_peak_memory": False,
+    "allow_buffer_reuse": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+}
+"""Settings of torch._inductor.config without which Inductor would move what was planned."""
+KEPT, APART = {"score_fusion_memory_threshold": 64}, {"score_fusion_memory_threshold": 65}
+"""Settings for a plan that changes nothing, and for one with operations apart: no fusion for scalars, as under
+`planned_fusions`. torch's compile cache knows by them that this is not what Inductor alone would make, or fused."""
+
+
+def compile_as_planned(key: str | None) -> Callable[..., Any]:
+    """Inductor's inner compile for the graphs of the plan `key`; for a plan that keeps everything only fusions for crumbs go.
+
+    reorder_for_peak_memory moves every release next to its offload and every reload next to its wait. Buffer reuse holds the
+    memory of a dead buffer for a later one of the same size, as long as Inductor's own estimate of the peak allows it, which
+    knows nothing of kernels' workspaces and of reloads: on a 32k-token stack four gradients that nobody needs any more (3.8 GB)
+    stood at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well. With CUDA graphs,
+    Inductor also gathers what it may not capture, which takes every reload to the start of backward. And it leaves out copies
+    of memory that no output shares, saved values included: once a handle is saved in a copy's place, the copy would be left
+    out, and what is offloaded would be memory that others write to.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        plan = registry.of_key(key) if key else None
+        if plan is None or not plan.changes_anything:
+            with inductor_config.patch(KEPT), planned_fusions(None, farthest=None):
+                return compile_fx_inner(gm, example_inputs, **kwargs)
+        disabled = ",".join(filter(None, (inductor_config.disabled_passes, "remove_noop_ops")))
+        run = registry.run_plan(plan.key)
+        if kwargs.get("is_backward"):
+            reload_as_laid_out(gm, plan.key, run.strides)
+        settings = {**AS_PLANNED, **(APART if plan.apart_bytes is not None else {}), "disabled_passes": disabled}
+        with inductor_config.patch(settings), planned_fusions(plan.apart_bytes), noting_strides(run), direct_calls():
+            if not _asks_for_capture(kwargs) or not plan.transfers:
+                return compile_fx_inner(gm, example_inputs, **kwargs)
+            why_not = _why_cut(plan, kwargs)
+            if not why_not:
+                compiled = _captured_whole(compile_fx_inner, gm, example_inputs, kwargs, plan)
+                if compiled is not None:
+                    return compiled
+                why_not = "something else in it cannot be captured, or it writes to its inputs"
+            run.capturable = False
+            warn_of_cuts(plan, why_not)
+            return compile_fx_inner(gm, example_inputs, **kwargs)
+
+    return compile_inner
+
+
+def _asks_for_capture(kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("cudagraphs")
+    return bool(inductor_config.triton.cudagraphs if asked is None else asked.value)
+
+
+def _why_cut(plan: Plan, kwargs: dict[str, Any]) -> str:
+    """Why a graph cannot be captured with its copies, as far as it is known before compiling; "" where it may be."""
+    run = registry.run_plan(plan.key)
+    if kwargs.get("is_backward") and not run.capturable:
+        return "its forward is cut"
+    if not plan.device.startswith("cuda") or not prepare(torch.device(plan.device)):
+        return "there are no CUDA graphs on this device"
+    if plan.checksum:
+        return 'verify="checksum" compares digests outside of graphs'
+    if handles_may_be_copied():
+        return "saved-tensor hooks are active, and may copy what identifies a host buffer"
+    return ""
+
+
+def _captured_whole(
+    compile_fx_inner: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any], plan: Plan
+) -> Any:
+    """The graph compiled so that its copies are captured with it; None where Inductor would cut it all the same, or torch would
+    run it without a graph, but capture its backward.
+    """
+    attempt = copy_graph(gm)
+    attempt.meta = gm.meta
+    make_capturable(attempt)
+    asked = kwargs.get("cudagraphs")
+    compiled = compile_fx_inner(attempt, example_inputs, **kwargs)
+    whole = len(getattr(compiled, "partition_maps", None) or ()) <= 1
+    if whole and (kwargs.get("is_backward") or not _mutates_inputs(compiled, kwargs)):
+        registry.run_plan(plan.key).capturable = True
+        return compiled
+    if asked is not None:
+        asked.value = True
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()  # which a compile reports once
+    return None
+
+
+def _mutates_inputs(compiled: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a graph writes to inputs that are no parameters or buffers: torch replays no graph of those."""
+    mutated = set(getattr(compiled, "mutated_input_idxs", None) or ())
+    return bool(mutated - set(kwargs.get("static_input_idxs") or ()))
+
+
+@contextlib.contextmanager
+def planned_fusions(apart_bytes: int | None, *, farthest: int | None = FARTHEST) -> Iterator[None]:
+    """Operations are fused only where at most `farthest` others stand between them, and not for crumbs; two that do not need
+    each other not where each writes `apart_bytes`.
+
+    Near: Inductor's own limit for two that read the same data is 64, about one transformer layer: it fused what two layers
+    recompute from the same rotary table, so that the next layer's activations were needed a layer too early, before their
+    reloads could arrive. For one that reads the other's result it has none, and a kernel runs where its earliest part does:
+    for the sum of a shared parameter's two gradients all layers between them ran first, while their weight gradients waited
+    (+1.07 GB).
+
+    Crumbs: of two that neither needs the other Inductor makes one kernel for ten bytes that both read. A loss that is taken
+    in chunks to save memory has all chunks' logits alive at once then, since all read the same three scalars.
+
+    Apart: of a gated MLP's backward one kernel writes three tensors of its width while it reads three. One after the other they
+    read more, and four or five are alive instead of six. A plan asks for it where nothing else meets its budget, or uses up its
+    slowdown.
+    """
+    from torch._inductor.virtualized import V
+
+    own: Any = type(V.choices)
+
+    def near(node1: Any, node2: Any) -> bool:
+        distance: int = max(abs(node1.min_order - node2.max_order), abs(node2.min_order - node1.max_order))
+        return farthest is None or distance <= farthest
+
+    class Planned(own):  # type: ignore[misc]  # whatever class the user configured
+        @staticmethod
+        def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            if not near(node1, node2) or not own.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
+                return False
+            if apart_bytes is not None and min(node.get_write_buffer_sizes() for node in (node1, node2)) >= apart_bytes:
+                return False
+            return bool(shared_data_score > CRUMBS * min(node.get_read_write_buffers_sizes() for node in (node1, node2)))
+
+        @staticmethod
+        def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            return near(node1, node2) and bool(own.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
+
+    with V.set_choices_handler(Planned()):
+        yield
+
+
+@contextlib.contextmanager
+def noting_strides(run: registry.RunPlan) -> Iterator[None]:
+    """Note in `run.strides` how Inductor lays out each tensor that is offloaded, in the graphs that it compiles meanwhile."""
+    from torch._inductor.graph import GraphLowering
+
+    ours = (torch.ops.graphoffload.offload.default, torch.ops.graphoffload.offload_captured.default)
+    codegen = GraphLowering.codegen
+
+    def noting(lowering: Any) -> Any:
+        result = codegen(lowering)
+        for operation in lowering.operations:
+            if getattr(operation, "op_overload", None) in ours and operation.constant_args[0] == run.key:
+                strides = operation.inputs[0].get_stride()
+                if all(isinstance(step, int) or getattr(step, "is_Integer", False) for step in strides):
+                    run.strides[operation.constant_args[1]] = tuple(map(int, strides))
+        return result
+
+    with mock.patch.object(GraphLowering, "codegen", noting):
+        yield
+
+
+@contextlib.contextmanager
+def direct_calls() -> Iterator[None]:
+    """Let the Python that Inductor writes meanwhile call the four ops' functions, not torch.ops: half of an op's host time went
+    from Python through torch's dispatcher back to Python.
+
+    Inductor sees the same ops, with the same schemas and tags. Code in C++ (cpp_wrapper) keeps going through the dispatcher.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    names = {getattr(torch.ops.graphoffload, op).default: f"graphoffload_kernels.{op}" for op in vars(KERNELS)}
+    codegen, init = GraphLowering.codegen, GraphLowering.init_wrapper_code
+
+    def renaming(lowering: Any) -> Any:
+        if not (lowering.cpp_wrapper or getattr(lowering, "fx_wrapper", False)):
+            for operation in lowering.operations:
+                name = names.get(getattr(operation, "op_overload", None))
+                if name is not None:
+                    operation.python_kernel_name = name
+        return codegen(lowering)
+
+    def importing(lowering: Any, *args: Any, **kwargs: Any) -> None:
+        init(lowering, *args, **kwargs)
+        if not lowering.cpp_wrapper:
+            lowering.wrapper_code.imports.writeline("from graphoffload.runtime.ops import KERNELS as graphoffload_kernels")
+
+    with (
+        mock.patch.object(GraphLowering, "codegen", renaming),
+        mock.patch.object(GraphLowering, "init_wrapper_code", importing),
+    ):
+        yield

@@ -1,0 +1,173 @@
+"""One joint graph, from analysis to rewritten graphs: the flow of the whole package on one page.
+
+    joint ─copy─▶ min-cut ─▶ saved_table ─▶ wishes ─▶ decide ─▶ [tag, min-cut again] ─▶ schedule ─▶ passes ─▶ verify
+                  keep-all    facts                    actions    only to recompute       Plan
+
+The joint graph that torch handed over is never written to; everything works on copies of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from graphoffload.analysis.callers import callers_memory
+from graphoffload.analysis.chains import chains_of
+from graphoffload.analysis.decisions import retaken
+from graphoffload.analysis.module_paths import boundary_names, module_path, module_roots
+from graphoffload.analysis.outputs import returned_by
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs
+from graphoffload.compiler.checkpoint_regions import draft_of, hint_of
+from graphoffload.options.config import OffloadConfig
+from graphoffload.compiler.decide import Decided, Limits, with_noise
+from graphoffload.compiler.draft import Request, Work, device_name, partition
+from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
+from graphoffload.monitor.pattern_coverage import remember, warn_of_unmatched
+from graphoffload.hardware.profile import resolve_hardware
+from graphoffload.passes.prepare_joint import Binding, bind, copy_graph, tagged_copy, tagged_operations, users_own
+from graphoffload.options.patterns import Resolution, resolve
+from graphoffload.passes.offload import insert_offloads
+from graphoffload.passes.once import save_memory_once
+from graphoffload.passes.reload import insert_reloads
+from graphoffload.planner.simulator import Timeline
+from graphoffload.compiler.placement import PlannedPair, make_plan
+from graphoffload.options.policies import patterns_of
+from graphoffload.facts.saved import Plan, SavedTable
+from graphoffload.units import format_bytes
+from graphoffload.analysis.verify import verify_graphs
+from graphoffload.compiler.constraints import Wish, check_tags, wishes_for, without_effect
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """The result: graphs to compile, their plan, and the graphs before the passes for a dump (None without one).
+
+    kernels: how many the graphs are expected to run.
+    """
+
+    graphs: GraphPair
+    plan: Plan
+    before: GraphPair | None
+    timeline: Timeline
+    keep_timeline: Timeline
+    kernels: int
+    hint: str = ""
+
+
+def rewrite(request: Request) -> Rewritten:
+    """Plan one joint graph and rewrite it.
+
+    Raises:
+        GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
+    """
+    try:
+        draft = draft_of(replace(request, config=with_noise(request.config)), _analyse)
+    except BudgetError as error:
+        if cache := _cache_of(request):
+            error.args = (f"{error} {cache}.",)
+        raise
+    work, decided = draft.work, draft.decided
+    for text in decided.warnings:
+        warn(NotOffloadedWarning, text, stacklevel=4)
+    if draft.excess > 0 and request.limits.explicit:  # the planner's own plans that miss a budget are errors
+        warn(GoalMissedWarning, _goal_missed(request.config, request.limits, draft.timeline, decided), stacklevel=4)
+    plan = make_plan(
+        PlannedPair(work.pair, draft.original, work.table, draft.instance, draft.timeline, decided.release_late),
+        draft.actions,
+        draft.reasons,
+        decided,
+        key=request.key,
+        name=request.name,
+        notes=work.notes,
+        device=device_name(work.table),
+        checksum=request.config.verify == "checksum",
+        apart_bytes=work.apart_bytes,
+    )
+    before = _copies(work.pair) if request.config.dump_dir else None
+    names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
+    graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
+    if request.config.verify != "off":
+        verify_graphs(graphs, plan, names, work.binding.callers, work.binding.theirs)
+    hint = "; ".join(filter(None, (hint_of(draft), returned_by(work.pair).cache_hint, decided.hint)))
+    return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, draft.instance.kernels, hint)
+
+
+def _goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:
+    """What a plan that nobody but the user decided misses, and what to do about it."""
+    if config.max_slowdown is not None:
+        asked = f"max_slowdown={config.max_slowdown:g}"
+        missed = f"predicted slowdown {timeline.time_s / decided.keep_timeline.time_s - 1.0:+.1%}"
+    else:
+        asked = f"device_budget={format_bytes(limits.device_budget_bytes)}"
+        missed = f"predicted peak {format_bytes(timeline.peak_bytes + limits.reserve_bytes)}"
+    return (
+        f"{asked} is not met: {missed}. Policy, patterns and tags decide every activation, and nothing is left to plan. Leave "
+        'some of them to the planner (policy="auto"), or change the number.'
+    )
+
+
+def _cache_of(request: Request) -> str:
+    """The hint on a key-value cache for an error, which has no plan to carry it."""
+    hint = returned_by(partition(request, tagged_copy(request.joint, relax=False, notes=[]))[0]).cache_hint
+    return f"{hint[:1].upper()}{hint[1:]}"
+
+
+def _copies(pair: GraphPair) -> GraphPair:
+    return GraphPair(copy_graph(pair.forward), copy_graph(pair.backward), pair.num_fwd_outputs)
+
+
+def _analyse(request: Request) -> Work:
+    notes: list[str] = []
+    pair, table, binding = _keep_all(request, notes)
+    notes.extend(returned_by(pair).notes(table.saved_bytes))
+    assert binding.callers is not None
+    chains = chains_of(pair, table, binding.callers, binding.theirs)
+    table = SavedTable(
+        tuple(
+            replace(tensor, recomputable=not chains[tensor.name].why_not, why_not_recompute=chains[tensor.name].why_not)
+            for tensor in table.tensors
+        )
+    )
+    hardware = resolve_hardware(request.config.hardware, device_name(table))
+    resolution, wanted = _wanted(request, table, notes)
+    symbolic = sum(tensor.nbytes is None for tensor in table.tensors)
+    measured_by_size = request.config.max_slowdown is not None or request.limits.device_budget_bytes is not None
+    if symbolic and measured_by_size and any(wish.action is None for wish in wanted):
+        notes.append(f"{symbolic} of {len(table)} activations change their size: planned for the sizes of this call")
+    return Work(request, hardware, pair, table, chains, wanted, resolution, notes, binding)
+
+
+def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable, Binding]:
+    """Torch's own partition, again and again while backward decides on floats that it computes again; and what binds others."""
+    joint = tagged_copy(request.joint, relax=request.relax, notes=notes)
+    binding = Binding(theirs=users_own(joint))
+    while True:
+        pair, table = partition(request, joint)
+        decisions = binding.decisions.union(retaken(pair, binding.theirs).inexact)
+        if decisions == binding.decisions:
+            callers = callers_memory(pair, request.joint.graph, request.parameters)
+            return pair, table, replace(binding, callers=callers)
+        binding = replace(binding, decisions=decisions)
+        joint = bind(tagged_copy(request.joint, relax=request.relax, notes=[]), binding)
+
+
+def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Wish, ...]]:
+    """Wishes for all activations; patterns are resolved on the joint graph, which also has the modules that save nothing."""
+    nodes = [node for node in request.joint.graph.nodes if node.op == "call_function"]
+    operations: dict[str, list[str]] = {}
+    boundaries: dict[str, list[str]] = {}
+    for node in nodes:
+        path = module_path(node)
+        operations.setdefault(path, []).append(str(node.target))
+        for name in boundary_names(node):
+            boundaries.setdefault(name, []).append(path)
+    config = request.config
+    patterns = patterns_of(config.policy, config.offload_modules)
+    roots = dict.fromkeys(root for node in nodes for root in module_roots(node))
+    resolution = resolve(patterns, [p for p in operations if p], boundaries, operations, tuple(roots))
+    remember(request.fragment, config.digest(), patterns, resolution)
+    if request.fragment.place == "last":
+        warn_of_unmatched(request.fragment.model, config.digest())
+    check_tags(tagged_operations(nodes), config, resolution)
+    wanted = wishes_for(table, config, resolution, fragment=bool(request.fragment))
+    notes.extend(without_effect(table, config, resolution))
+    return resolution, wanted

@@ -1,0 +1,116 @@
+"""What to do about an activation that was to be offloaded or recomputed and is kept: for every cause its own remedy.
+
+cause       of one activation, as the table of a plan shows it ("shares memory with an output of the model")
+remedy      what changes it; "" where nothing does
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from graphoffload.facts.saved import SavedTensor
+from graphoffload.units import format_bytes
+
+_OFFLOAD: tuple[tuple[str, str], ...] = (
+    ("is less than min_tensor_bytes=", "lower min_tensor_bytes"),
+    ("outside offload_modules=", "widen offload_modules"),
+    ("beyond offload_fraction=", "raise offload_fraction"),
+    ("tag MUST_RECOMPUTE", "change the tag to MUST_CPU_OFFLOAD"),
+    ("is a copy of an input or output", "offload what is computed from it"),
+    ("shares memory with an output", "do not return it from what is compiled: its memory is the caller's"),
+    ("have different dtypes", "clone the view of the other dtype in forward, so that each has memory of its own"),
+    ("lazy conjugate or negative", "call resolve_conj() or resolve_neg() on it in forward"),
+    ("no value covers their storage", "clone the views in forward, so that each has memory of its own"),
+    ("not a plain tensor", "compute with plain tensors there (a DTensor's to_local())"),
+    ("has no memory (meta device)", "move the model to a device with memory"),
+    ("output of a collective", "offload what is computed from it"),
+    ("is not known in backward", "compile with dynamic=False, so that its size is a number"),
+    ("random-number state", ""),
+    ("is empty", ""),
+)
+_WRITTEN_TO = "which forward writes to"
+_REASONS_SHOWN = 3
+_HOST_MEMORY: dict[str, str] = {
+    "given": "Raise host_budget (or GRAPHOFFLOAD_HOST_BUDGET), or offload less.",
+    "auto": "That is host_budget=\"auto\", this process's share of the host's (or container's) memory: give host_budget (or "
+    "GRAPHOFFLOAD_HOST_BUDGET) where more is free, run on a host with more, or offload less.",
+    "memlock": 'That is host_budget="auto", as much as RLIMIT_MEMLOCK lets this user lock: raise that (ulimit -l), or offload '
+    "less; a larger host_budget (or GRAPHOFFLOAD_HOST_BUDGET) alone gives memory that copies slowly.",
+}
+
+
+def remedy(cause: str) -> str:
+    """What lets an activation be offloaded that is kept for this cause; "" where nothing does."""
+    return next((what for part, what in _OFFLOAD if part in cause), "")
+
+
+AS_ONE_GRAPH = "compile the whole model as one graph, whose plan knows what all parts keep"
+
+
+def lower_budget(budget_bytes: int, excess_bytes: int) -> str:
+    """What to do about a peak that is `excess_bytes` above what was planned for."""
+    if excess_bytes < budget_bytes:
+        return f"lower device_budget by {format_bytes(excess_bytes)}"
+    return (
+        f"make the batch or the sequence smaller: {format_bytes(excess_bytes)} is more than any lower device_budget "
+        "makes up for"
+    )
+
+
+def share_of_budget(budget_bytes: int, fixed_bytes: int, count: int) -> str:
+    """The budget to plan each of `count` graphs for which together keep too much, where any would do."""
+    room_bytes = (budget_bytes - fixed_bytes) // count
+    if room_bytes <= 0:
+        return (
+            f"or make the batch or the sequence smaller: {format_bytes(fixed_bytes)} leave no share of the budget "
+            "for what each keeps."
+        )
+    return f'or plan each for its share: device_budget="{format_bytes(fixed_bytes + room_bytes)}".'
+
+
+def disobeyed(tensor: SavedTensor, tag: str, cause: str) -> str:
+    """The warning for a binding tag that cannot be obeyed: what is kept, how much, why, and what to do."""
+    change = remedy(cause)
+    if tensor.tag == "must_recompute":
+        change = f"tag it {'MUST_CPU_OFFLOAD or MUST_SAVE' if tensor.eligible else 'MUST_SAVE'} instead"
+        if _WRITTEN_TO in cause:
+            change = f"write to a copy in forward, {change}"
+    what = f"{change}, or remove the tag" if change else "remove the tag: nothing changes that"
+    return (
+        f"{tensor.name} ({format_bytes(tensor.nbytes)}) of module {tensor.module or 'unknown'!r} is tagged {tag} but is kept: "
+        f"{cause}. {what[0].upper()}{what[1:]}."
+    )
+
+
+def nothing_offloaded(kept: Iterable[tuple[str, int]], count: int) -> str:
+    """The warning for policy="offload" that offloads nothing: the causes, those of most bytes first, each with its remedy.
+
+    Args:
+        kept: cause and bytes of each activation that is kept. count: how many activations there are.
+    """
+    causes: dict[str, list[tuple[int, str]]] = {}
+    for cause, nbytes in kept:
+        kind = next((part for part, _ in _OFFLOAD if part in cause), cause)
+        causes.setdefault(kind, []).append((nbytes, cause))
+    ordered = sorted(causes.values(), key=lambda found: -sum(nbytes for nbytes, _ in found))
+    total = sum(nbytes for found in ordered for nbytes, _ in found)
+    number = sum(map(len, ordered))
+    texts = []
+    for found in ordered[:_REASONS_SHOWN]:
+        nbytes, (largest, cause) = sum(nbytes for nbytes, _ in found), max(found)
+        shown = f"{cause}" if len(found) == 1 else f"the largest, of {format_bytes(largest)}: {cause}"
+        change = remedy(cause)
+        texts.append(f"{len(found)} ({format_bytes(nbytes)}), {shown}{f'; {change}' if change else ''}.")
+    more = f" {len(ordered) - _REASONS_SHOWN} more causes are in the plan." if len(ordered) > _REASONS_SHOWN else ""
+    return (
+        f'policy="offload" offloads nothing: {number} of {count} saved activations ({format_bytes(total)}) are kept. '
+        f"{' '.join(texts)}{more}"
+    )
+
+
+def host_full(refused_bytes: int, used_bytes: int, budget_bytes: int, limit: str) -> str:
+    """The warning for offloads that the host's memory has no room for; `limit` is what that is: given, auto or memlock."""
+    return (
+        f"{format_bytes(refused_bytes)} of saved activations were to be offloaded but are kept: "
+        f"host_budget={format_bytes(budget_bytes)} holds {format_bytes(used_bytes)} of them. {_HOST_MEMORY[limit]}"
+    )

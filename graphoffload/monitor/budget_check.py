@@ -1,0 +1,59 @@
+"""Whether a budget was kept in truth: looked at after a few steps, and said once if not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphoffload.options.config import OffloadConfig
+from graphoffload.compiler.decide import Limits
+from graphoffload.errors import BudgetExceededWarning, warn
+from graphoffload.facts.remedies import AS_ONE_GRAPH, lower_budget
+from graphoffload.runtime import registry
+from graphoffload.facts.saved import Plan
+from graphoffload.units import format_bytes
+
+_LOOKS = (3, 10)  # calls of a graph before which the peak so far is looked at: compiling is over, optimizer state exists
+_said: set[str] = set()
+
+
+def watch_budget(compiled: Callable[..., Any], key: str, config: OffloadConfig, limits: Limits) -> Callable[..., Any]:
+    """`compiled`, with a BudgetExceededWarning where steps take more than an explicit device_budget; itself without one."""
+    plan, budget = registry.of_key(key), limits.device_budget_bytes
+    if plan is None or budget is None or config.device_budget == "auto" or torch.device(plan.device).type != "cuda":
+        return compiled
+    calls = 0
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in _LOOKS:
+            _look(plan, budget, config.digest())
+        return compiled(*args)
+
+    return run
+
+
+def _look(plan: Plan, budget_bytes: int, digest: str) -> None:
+    if digest in _said:
+        return
+    peak_bytes = int(torch.cuda.max_memory_allocated(plan.device))
+    if peak_bytes <= budget_bytes:
+        return
+    _said.add(digest)
+    excess, peak, predicted = peak_bytes - budget_bytes, format_bytes(peak_bytes), plan.prediction
+    planned = format_bytes(predicted.with_reserve(predicted.predicted_peak_bytes))
+    reserved = f", {format_bytes(predicted.reserve_bytes)} of it reserved" if predicted.reserve_bytes else ""
+    alone = f", and speaks of that graph alone, which is one of several: {AS_ONE_GRAPH}" if plan.part else ""
+    warn(
+        BudgetExceededWarning,
+        f"device_budget={format_bytes(budget_bytes)} was exceeded by {format_bytes(excess)}: torch counts a peak of {peak} "
+        f"since it was last reset; the plan of {plan.graph} predicted {planned}{reserved}{alone}. If "
+        f"nothing else was allocated in this process, {lower_budget(budget_bytes, excess)}, "
+        "or let graphoffload.tune() correct the plan by what it measures.",
+        stacklevel=3,
+    )

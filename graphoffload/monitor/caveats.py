@@ -1,0 +1,98 @@
+"""What surrounds a plan and changes what it means: CUDA graphs cut at its copies, other ranks with other plans, a slow host.
+
+Inductor captures a graph with its copies (runtime/captured.py) unless something else in it cannot be captured. Then it cuts the
+graph at the copies as well, captures the parts between, and calls the ops in every step (`graph_partition`, on by default since
+2.9); where it may not cut, it captures nothing. Both are said here, once a plan.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor import config as inductor_config
+
+from graphoffload.options.config import OffloadConfig
+from graphoffload.errors import CudaGraphsWarning, PerRankPlanWarning, warn
+from graphoffload.facts.saved import Plan
+
+KERNEL_HOST_S = 33e-6
+"""What a kernel of compiled code takes the host: 5.5 ms of a small keep-all, by the 168 kernels that are counted of it."""
+
+OPS_HOST_S = 80e-6
+"""What the four ops of a transfer take the host in a real step (docs/history/benchmarks-2026-11.md, twelfth session)."""
+
+_BUSY_SHARE = 0.6
+_warned_of_ranks = False
+
+
+def asks_for_cuda_graphs(config: OffloadConfig) -> bool:
+    """Whether mode, options or torch's own settings turn Inductor's CUDA graphs on."""
+    options = dict(config.inductor_options)
+    if config.mode and config.mode != "default":
+        options = {**torch._inductor.list_mode_options(config.mode), **options}
+    return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def host_time_note(plan: Plan, config: OffloadConfig, kernels: int, *, inductor: bool) -> str:
+    """That times are predicted for a GPU that never waits for its host, where it may have to; "" elsewhere.
+
+    Forward and backward can each be bound by the host when it is busy for most of both. In a CUDA graph it is not.
+    """
+    host_s = kernels * KERNEL_HOST_S + len(plan.transfers) * OPS_HOST_S
+    whole_s = plan.prediction.predicted_time_s
+    if not inductor or not plan.device.startswith("cuda") or not plan.changes_anything or asks_for_cuda_graphs(config):
+        return ""
+    if not whole_s or host_s <= _BUSY_SHARE * whole_s:
+        return ""
+    share = f"{round(10 * host_s / whole_s) * 10} %" if host_s < whole_s else "all"
+    fewer = "; a larger min_tensor_bytes makes fewer transfers" if plan.transfers else ""
+    return (
+        f"{kernels} kernels or more and {len(plan.transfers)} transfers may keep the host busy for about {share} of the "
+        "predicted time: it is that of a GPU that never waits for its host. Where it does, mode=\"reduce-overhead\" has CUDA "
+        f"graphs issue them{fewer}"
+    )
+
+
+def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool) -> None:
+    """Say what a new plan, or one from a compile cache, meets: CUDA graphs that do not reach across it, and other ranks."""
+    if not plan.changes_anything:
+        return
+    if plan.transfers and asks_for_cuda_graphs(config) and not inductor:
+        asked = f"mode={config.mode!r}" if config.mode else "triton.cudagraphs"
+        text = f'{plan.graph}: {asked} has no effect with inner="aot_eager": no CUDA graph is captured. Use inner="inductor".'
+        warn(CudaGraphsWarning, text, stacklevel=5)
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        _warn_of_ranks()
+
+
+def warn_of_cuts(plan: Plan, why: str) -> None:
+    """Say that a graph is not captured with its copies. Called while Inductor compiles it, with Inductor's settings for it."""
+    if not plan.device.startswith("cuda"):
+        return  # no CUDA graphs on a CPU, with us or without
+    count = len(plan.transfers)
+    if inductor_config.graph_partition and not inductor_config.cpp_wrapper:
+        found = (
+            f"CUDA graphs are captured between its {count} offloads, releases, reloads and waits ({4 * count} calls a step), "
+            f"not across them: {why}. Fewer, larger transfers (min_tensor_bytes) leave larger captured parts."
+        )
+    else:
+        found = (
+            f"no CUDA graph is captured of a graph with {count} offloaded tensors: {why}. Set graph_partition=True and "
+            "cpp_wrapper=False of torch._inductor to have the parts between the copies captured."
+        )
+    warn(CudaGraphsWarning, f"{plan.graph}: {found}", stacklevel=2)
+
+
+def _warn_of_ranks() -> None:
+    global _warned_of_ranks
+    if _warned_of_ranks:
+        return
+    _warned_of_ranks = True
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    warn(
+        PerRankPlanWarning,
+        f"rank {rank} of {size} plans for itself, as every rank does: from its own free memory and its own measured times. "
+        "Gradients are the same whatever the others decide, but the slowest rank sets the pace of all. Give device_budget and "
+        'hardware as fixed values (such as "60GiB" and "h200-sxm") for equal plans, and set LOCAL_WORLD_SIZE so that '
+        "host_budget is shared (torchrun does).",
+        stacklevel=6,
+    )

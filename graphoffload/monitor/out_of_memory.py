@@ -1,0 +1,128 @@
+"""What is said when a compiled step runs out of memory: predicted peak, allocated peak, and the budget to try next.
+
+    outputs = compiled(*args)            forward: a try around the compiled callable
+    CompiledFunction._backward_impl      backward: a try around what AOTAutograd calls in autograd's thread
+
+The error stays the object that the allocator raised; it only gets a note. AOTAutograd makes the class of the backward anew for
+every compile, also when a compile cache answered, and nobody but the outputs' grad_fn knows it: it is wrapped once, behind the
+first forward that needs a gradient. It lives as long as a backward may come, so it is also made known there as an owner of what
+CUDA graphs captured. Arguments travel on as they came, a list that the callee empties included.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphoffload import torch_internals as compat
+from graphoffload.log import say
+from graphoffload.facts.remedies import AS_ONE_GRAPH
+from graphoffload.runtime import captured, registry
+from graphoffload.facts.saved import Plan
+from graphoffload.units import format_bytes
+
+_MARGIN = 0.05
+_MARK = "graphoffload: out of memory"
+
+
+def with_note(compiled: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """`compiled`, whose out-of-memory errors, those of its backward included, say what the plan `key` predicted."""
+    backward_is_wrapped = False
+
+    @functools.wraps(compiled)  # with its attributes: `_boxed_call`, `serialize`
+    def run(*args: Any) -> Any:
+        nonlocal backward_is_wrapped
+        since = 0 if backward_is_wrapped else compat.autograd_time()
+        try:
+            outputs = compiled(*args)
+        except torch.OutOfMemoryError as error:
+            _annotate(error, key, "forward")
+            raise
+        if not backward_is_wrapped:
+            backward_is_wrapped = _wrap_backward(outputs, key, since)
+        return outputs
+
+    return run
+
+
+def _wrap_backward(outputs: Any, key: str, since: int) -> bool:
+    """Wrap the backward of the call that began at `since` and gave these outputs; False when none of them has a gradient."""
+    tensors = [value for value in pytree.tree_leaves(outputs) if isinstance(value, torch.Tensor) and value.requires_grad]
+    for function in compat.compiled_backwards((tensor.grad_fn for tensor in tensors), since):
+        if not hasattr(function._backward_impl, "__wrapped__"):
+            function._backward_impl = staticmethod(_noting(function._backward_impl, key))
+        captured.own(key, function)
+    return bool(tensors)
+
+
+def _noting(backward: Callable[..., Any], key: str) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def run(ctx: Any, args: list[Any]) -> Any:
+        try:
+            return backward(ctx, args)
+        except torch.OutOfMemoryError as error:
+            _annotate(error, key, "backward")
+            raise
+
+    return run
+
+
+def _annotate(error: torch.OutOfMemoryError, key: str, where: str) -> None:
+    """Add the note once; an error on its way out is never replaced by one from here."""
+    plan = registry.stored(key)
+    if plan is None or any(str(line).startswith(_MARK) for line in getattr(error, "__notes__", ())):
+        return
+    peak = torch.cuda.max_memory_allocated(plan.device) if plan.device.startswith("cuda") else None
+    text = note(plan, where, peak)
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:  # Python 3.10
+        say(text)
+
+
+def note(plan: Plan, where: str, allocated_peak_bytes: int | None) -> str:
+    """The note for an error in `where`, "forward" or "backward"; the allocated peak is None where no allocator counts."""
+    prediction = plan.prediction
+    allocated = "unknown" if allocated_peak_bytes is None else format_bytes(allocated_peak_bytes)
+    predicted = format_bytes(prediction.with_reserve(prediction.predicted_peak_bytes))
+    kept = format_bytes(prediction.with_reserve(prediction.keep_peak_bytes))
+    reserved = f" ({format_bytes(prediction.reserve_bytes)} of it reserved)" if prediction.reserve_bytes else ""
+    return (
+        f"{_MARK} in {where} of {plan.graph} (plan {plan.key}): predicted peak {predicted}{reserved}, "
+        f"allocated peak {allocated}, with everything kept {kept}. {_what_to_do(plan, allocated_peak_bytes)}"
+    )
+
+
+def _what_to_do(plan: Plan, allocated_peak_bytes: int | None) -> str:
+    budget = next_budget_bytes(plan, allocated_peak_bytes)
+    alone = "These figures speak of this graph alone, and it is one of several" if plan.part else ""
+    if budget is None:
+        why = alone or "More is missing than any plan of this graph frees"
+        return f"{why}: no device_budget would help. Make the batch or the sequence smaller, or {AS_ONE_GRAPH}."
+    otherwise = f" {alone}: otherwise, {AS_ONE_GRAPH}." if alone else ""
+    return (
+        f'Try options={{"device_budget": "{format_bytes(budget)}"}}; '
+        f"a budget that cannot be met is an error that names the least feasible one.{otherwise}"
+    )
+
+
+def next_budget_bytes(plan: Plan, allocated_peak_bytes: int | None) -> int | None:
+    """The budget to try next; None where none would help.
+
+    Where more was allocated than predicted, the prediction was short by the difference, and the next plan's will be: the budget
+    goes down by that. Where less was, that much is what there is: other processes or fragmentation have the rest. In both cases
+    5 % are left free, as the allocation that failed is in none of the figures. No plan gets below what lives beside the saved
+    activations at keep-all's peak.
+    """
+    prediction = plan.prediction
+    predicted = prediction.with_reserve(prediction.predicted_peak_bytes)
+    if allocated_peak_bytes is None:
+        allocated_peak_bytes = predicted
+    short = max(0, allocated_peak_bytes - predicted)
+    budget = int((min(predicted, allocated_peak_bytes) - short) * (1.0 - _MARGIN))
+    least = prediction.with_reserve(prediction.keep_peak_bytes) - plan.saved.saved_bytes if plan.saved.tensors else 0
+    return budget if budget > max(0, least) else None

@@ -1,0 +1,151 @@
+"""One budget over several graphs: who shares it, and a warning when what they keep together is more than the user gave.
+
+    for block in model.layers: block.compile(backend=...)       one plan, made for the first block, runs for every one of them
+
+Each graph is planned with what is allocated when it is compiled as static: on a GPU, in the first forward, that includes what
+the graphs before it keep. What comes behind it is unknown then, other blocks that run the same compiled code included. So the
+first forward is counted: which plans ran, how often; when its backward begins the sum is known.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from graphoffload import torch_internals as compat
+from graphoffload.options.config import OffloadConfig
+from graphoffload.compiler.decide import Limits, is_one_of_many
+from graphoffload.errors import SharedBudgetWarning, warn
+from graphoffload.facts.remedies import share_of_budget
+from graphoffload.runtime import registry
+from graphoffload.runtime.step.resident import Budget
+from graphoffload.monitor.caveats import asks_for_cuda_graphs
+from graphoffload.units import format_bytes
+
+
+class _Call:
+    """One call of a graph: a hook of its outputs' backward, which alone holds it, as it holds what the call saved."""
+
+    def __init__(self, forward: _Forward, key: str) -> None:
+        self.forward = forward
+        self.key = key
+
+    def __call__(self, *_: Any) -> None:
+        self.forward.begin_backward()
+
+
+class _Forward:
+    """Calls of the first forward of all graphs compiled with one configuration. One that was dropped without a backward keeps
+    nothing, and does not count.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.judged = False
+        self._living: weakref.WeakSet[_Call] = weakref.WeakSet()
+
+    @property
+    def calls(self) -> Counter[str]:
+        """How many calls of each plan's key are still to have their backward."""
+        return Counter(call.key for call in self._living)
+
+    def ran(self, key: str, outputs: Any) -> None:
+        """A graph ran; the first backward of any of its outputs ends the count."""
+        for value in pytree.tree_leaves(outputs):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                call = _Call(self, key)
+                value.grad_fn.register_prehook(call)
+                self._living.add(call)
+                return
+
+    def begin_backward(self) -> None:
+        """What one forward keeps is known now; looked at once."""
+        if not self.judged:
+            self.judged = True
+            judge(self.calls, self.limits)
+
+
+def judge(calls: Mapping[str, int], limits: Limits) -> None:
+    """A warning where what one forward keeps, by the calls of each plan's key in it, is more than the explicit budget."""
+    plans = [(plan, count) for key, count in calls.items() if (plan := registry.of_key(key)) is not None]
+    number = sum(count for _, count in plans)
+    budget = limits.device_budget_bytes
+    if number < 2 or budget is None:
+        return
+    kept = sum(plan.bytes_of("keep") * count for plan, count in plans)
+    fixed = limits.static_bytes + limits.reserve_bytes
+    total = fixed + kept
+    if total > budget:
+        warn(
+            SharedBudgetWarning,
+            f"device_budget={format_bytes(budget)} was planned for each of {len(plans)} graphs alone, and {number} calls of "
+            f"them ran in one forward: until backward they keep {format_bytes(kept)} on top of {format_bytes(fixed)}, "
+            f"which is {format_bytes(total - budget)} too much. Compile the whole model as one graph, "
+            f"{share_of_budget(budget, fixed, number)}",
+            stacklevel=3,
+        )
+
+
+def may_link(config: OffloadConfig) -> bool:
+    """Whether copies, and what stays instead of being copied, may outlive the graphs of this configuration (decision 6)."""
+    return registry.across_graphs() and (config.inner == "aot_eager" or not asks_for_cuda_graphs(config))
+
+
+def may_share_budget(config: OffloadConfig) -> bool:
+    """Whether a graph that runs behind others draws on the same explicit budget."""
+    return config.device_budget != "auto" and config.max_slowdown is None and may_link(config)
+
+
+def runs_behind(inputs: Iterable[Any]) -> bool:
+    """Whether a graph with these inputs runs behind something that is trained: an input that is not a leaf needs a gradient."""
+    return any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
+
+
+def where_it_runs(limits: Limits, gm: GraphModule, inputs: Sequence[Any], config: OffloadConfig) -> Limits:
+    """Limits of a graph with what follows from where it runs, as its inputs show; its compile is for such inputs alone.
+
+    Equal blocks share one compile. Where the first one's input is a leaf that needs a gradient (hidden states of a frozen
+    embedding), the plan of a graph that runs alone would be that of all others as well.
+    """
+    behind = runs_behind(inputs)
+    found = replace(limits, shared=behind and may_share_budget(config), behind=behind)
+    if may_share_budget(config) or is_one_of_many(config, replace(limits, behind=True)):
+        compat.guard_leaves(gm.graph, [x if not isinstance(x, torch.nn.Parameter) else None for x in inputs])
+    return found
+
+
+def budget_of(limits: Limits) -> Budget | None:
+    """What the runtime needs to know of a shared budget; None where there is none."""
+    if not limits.shared or limits.device_budget_bytes is None:
+        return None
+    return Budget(limits.device_budget_bytes, limits.reserve_bytes, limits.static_bytes)
+
+
+_FORWARDS: dict[str, _Forward] = {}
+
+
+def count_calls(compiled: Callable[..., Any], key: str, config: OffloadConfig, limits: Limits) -> Callable[..., Any]:
+    """`compiled`, counted in the first forward behind it; itself where no budget was given."""
+    if config.device_budget == "auto" or config.max_slowdown is not None or limits.device_budget_bytes is None:
+        return compiled
+    digest = config.digest()
+    forward = _FORWARDS.get(digest)
+    if forward is None or forward.judged:
+        forward = _FORWARDS[digest] = _Forward(limits)
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        outputs = compiled(*args)
+        if not forward.judged:
+            forward.ran(key, outputs)
+        return outputs
+
+    return run

@@ -1,0 +1,105 @@
+"""A Program and its hardware as arrays, made once and reused by hundreds of evaluations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.planner.problem import Program
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrays:
+    """What an evaluation reads. Times in seconds, sizes in bytes, one entry a step or candidate.
+
+    Attributes:
+        forward_sum_s: compute time before each forward position, F + 1 entries.
+        base_bytes: memory at each global step that no action changes: static, buffers, candidates to their last forward use.
+        first_use, last_use: of each candidate's own backward uses; B and -1 when it has none.
+        reload_steps: see Program.
+        chains: candidates that can be recomputed, latest produced first, as (index, reads).
+    """
+
+    program: Program
+    hardware: HardwareProfile
+    forward_steps: int
+    backward_steps: int
+    forward_sum_s: list[float]
+    backward_time_s: Floats
+    compute_s: float
+    base_bytes: Ints
+    workspace_bytes: Ints
+    nbytes: Ints
+    produced_at: list[int]
+    last_forward_use: Ints
+    first_use: list[int]
+    last_use: list[int]
+    d2h_s: list[float]
+    h2d_s: list[float]
+    recompute_s: Floats
+    temp_bytes: Ints
+    chains: tuple[tuple[int, tuple[int, ...]], ...]
+    production_order: tuple[int, ...]
+    reload_steps: tuple[int, ...]
+
+
+_recent: list[Arrays] = []
+
+
+def arrays_of(program: Program, hardware: HardwareProfile) -> Arrays:
+    """Arrays of this very instance; the last few are remembered by identity: hashing 6000 steps is dear."""
+    for known in _recent:
+        if known.program is program and known.hardware == hardware:
+            return known
+    made = _build(program, hardware)
+    _recent.insert(0, made)
+    del _recent[4:]
+    return made
+
+
+def _build(program: Program, hardware: HardwareProfile) -> Arrays:
+    candidates, forward_steps = program.candidates, len(program.forward)
+    order = sorted(range(len(candidates)), key=lambda k: (candidates[k].produced_at, k))
+    recomputes = [c.recompute for c in candidates]
+    return Arrays(
+        program=program,
+        hardware=hardware,
+        forward_steps=forward_steps,
+        backward_steps=len(program.backward),
+        forward_sum_s=list(accumulate((step.time_s for step in program.forward), initial=0.0)),
+        backward_time_s=np.array([step.time_s for step in program.backward], dtype=np.float64),
+        compute_s=sum(step.time_s for step in program.forward) + sum(step.time_s for step in program.backward),
+        base_bytes=_base_bytes(program),
+        workspace_bytes=np.array([s.workspace_bytes for s in (*program.forward, *program.backward)], dtype=np.int64),
+        nbytes=np.array([c.nbytes for c in candidates], dtype=np.int64),
+        produced_at=[c.produced_at for c in candidates],
+        last_forward_use=np.array([c.last_forward_use for c in candidates], dtype=np.int64),
+        first_use=[c.backward_uses[0] if c.backward_uses else len(program.backward) for c in candidates],
+        last_use=[c.backward_uses[-1] if c.backward_uses else -1 for c in candidates],
+        d2h_s=[hardware.copy_time_s(c.nbytes, "d2h") for c in candidates],
+        h2d_s=[hardware.copy_time_s(c.nbytes, "h2d") for c in candidates],
+        recompute_s=np.array([r.time_s if r else 0.0 for r in recomputes], dtype=np.float64),
+        temp_bytes=np.array([r.temp_bytes if r else 0 for r in recomputes], dtype=np.int64),
+        chains=tuple((k, recompute.reads) for k in reversed(order) if (recompute := recomputes[k]) is not None),
+        production_order=tuple(order),
+        reload_steps=program.reload_steps or tuple(range(len(program.backward) + 1)),
+    )
+
+
+def _base_bytes(program: Program) -> Ints:
+    change = np.zeros(len(program.forward) + len(program.backward) + 1, dtype=np.int64)
+    for buffer in program.buffers:
+        change[buffer.first] += buffer.nbytes
+        change[buffer.last + 1] -= buffer.nbytes
+    for candidate in program.candidates:
+        change[candidate.produced_at] += candidate.nbytes
+        change[candidate.last_forward_use + 1] -= candidate.nbytes
+    curve: Ints = np.cumsum(change)[:-1] + program.static_bytes
+    return curve

@@ -1,0 +1,58 @@
+"""What a little time would buy, for a plan that keeps everything: a hint for the user, and only where it is found at once."""
+
+from __future__ import annotations
+
+import time
+
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.strategies.greedy import greedy_moves
+from graphoffload.planner.goals import Judge, WithinSlowdown
+from graphoffload.planner.problem import Program
+
+PATIENCE_S = 0.1
+_TARGETS = 6
+
+
+def saved_within(
+    program: Program,
+    hardware: HardwareProfile,
+    max_slowdown: float,
+    *,
+    host_budget_bytes: int | None = None,
+    patience_s: float = PATIENCE_S,
+) -> int | None:
+    """Bytes that come off the peak within `max_slowdown`, as far as the greedy solver sees them; None when time ran out.
+
+    The whole planner finds at least as much: greedy is where it starts. Stops between two simulations once `patience_s` is
+    over, so it takes one simulation longer at most.
+    """
+    judge = _Hurried(program, hardware, WithinSlowdown(max_slowdown), host_budget_bytes, time.perf_counter() + patience_s)
+    keep_bytes = best_bytes = judge.look(judge.keep)[0].peak_bytes
+    low, high = 0, keep_bytes
+    for _ in range(_TARGETS):
+        middle = (low + high) // 2
+        actions = greedy_moves(judge, judge.keep, middle, limit_s=judge.limit_s)
+        if judge.exhausted:
+            return None
+        found = judge.propose(actions, "greedy")
+        peak_bytes = judge.look(actions)[0].peak_bytes
+        if found.feasible:
+            best_bytes = min(best_bytes, peak_bytes)
+        low, high = (low, min(middle, peak_bytes)) if peak_bytes <= middle else (middle, high)
+    return keep_bytes - best_bytes
+
+
+class _Hurried(Judge):
+    """A judge that stops solvers at a moment, not after a number of evaluations."""
+
+    def __init__(
+        self, program: Program, hardware: HardwareProfile, goal: WithinSlowdown, host_bytes: int | None, deadline_s: float
+    ) -> None:
+        super().__init__(arrays_of(program, hardware), goal, host_budget_bytes=host_bytes)
+        self.deadline_s = deadline_s
+
+    @property
+    def exhausted(self) -> bool:
+        """Time is over."""
+        return time.perf_counter() > self.deadline_s

@@ -1,0 +1,27 @@
+"""What is predicted of one graph's step beyond its plan: enough to draw it. Kept in the process that planned, never stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphoffload.planner.simulator import Scheduled, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """The timeline of a plan, and of the same graph with everything kept.
+
+    Attributes:
+        limit_bytes: what the plan's peak was to stay within: the budget less the reserve; None where nothing was to be met.
+        hardware: name of the profile that the times come from.
+    """
+
+    timeline: Timeline
+    keep_timeline: Timeline
+    limit_bytes: int | None = None
+    hardware: str = ""
+
+
+def in_plan_order(timeline: Timeline) -> list[Scheduled]:
+    """The timeline's transfers in the order of its plan's, whose ids are their numbers in it."""
+    return sorted(timeline.schedule, key=lambda item: (item.offload_at, item.candidate))

@@ -1,0 +1,148 @@
+"""The instance a plan is made for: times, bytes and uses by position, without tensors or graphs.
+
+    global step    0 .......... F-1 | F ............. F+B-1
+    program order  forward[0..F-1]  | backward[0..B-1]
+
+A candidate is one storage that backward may need. What each action makes of its life (= on the device):
+
+    keep       produced_at ==================================== last backward use
+    offload    produced_at ==== release          reload ======= last backward use
+    recompute  produced_at == last forward use       first use = last backward use
+
+Candidates need not have backward uses of their own: a block's input that only recompute chains read is one as well. It
+costs nothing until a chain reads it, and then keeping, offloading or recomputing it are the choices that there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphoffload.errors import PlanError
+from graphoffload.facts.saved import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One graph node at its position. `workspace_bytes` live only while it runs, its own candidate outputs not included."""
+
+    name: str
+    time_s: float
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Device memory that is no candidate. `first` and `last` are global steps, both inclusive."""
+
+    name: str
+    nbytes: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What producing a candidate again costs. `reads` are indices of candidates the chain starts from: they must be resident.
+
+    `temp_bytes` are the chain's intermediates, live only while it runs.
+    """
+
+    time_s: float
+    reads: tuple[int, ...] = ()
+    temp_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One storage with a choice. `backward_uses` are backward-local, sorted; `group` folds repeated layers."""
+
+    name: str
+    nbytes: int
+    produced_at: int
+    last_forward_use: int
+    backward_uses: tuple[int, ...]
+    can_offload: bool = True
+    recompute: Recompute | None = None
+    fixed: Action | None = None
+    group: str = ""
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What may happen to it, cheapest to explain first."""
+        if self.fixed is not None:
+            return (self.fixed,)
+        allowed: list[Action] = ["keep"]
+        if self.can_offload:
+            allowed.append("offload")
+        if self.recompute is not None:
+            allowed.append("recompute")
+        return tuple(allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One forward and its backward.
+
+    Attributes:
+        static_bytes: live throughout. reserve_bytes: come off every budget.
+        reload_steps: for each backward step, the one before which a reload really runs that is put as late as it can be to run
+            before that step: nothing gets between the operations of one kernel. Empty: the step itself.
+    """
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    buffers: tuple[Buffer, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    static_bytes: int = 0
+    reserve_bytes: int = 0
+    reload_steps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse an instance that cannot be meant: a wrong index here would be a wrong plan later."""
+        steps = len(self.forward) + len(self.backward)
+        for step in (*self.forward, *self.backward):
+            if not (0.0 <= step.time_s < float("inf")) or step.workspace_bytes < 0:
+                raise PlanError(
+                    f"step {step.name!r}: {step.time_s} s and {step.workspace_bytes} B must be finite and at least 0."
+                )
+        for buffer in self.buffers:
+            if not 0 <= buffer.first <= buffer.last < steps or buffer.nbytes < 0:
+                span = f"{buffer.nbytes} B over [{buffer.first}, {buffer.last}]"
+                raise PlanError(f"buffer {buffer.name!r}: {span} of {steps} steps.")
+        issued = self.reload_steps
+        if issued and (len(issued) != len(self.backward) or any(not 0 <= at <= step for step, at in enumerate(issued))):
+            count = f"{len(issued)} reload_steps of {len(self.backward)} backward steps"
+            raise PlanError(f"{count}: there must be one each, none behind its step.")
+        for index in range(len(self.candidates)):
+            self._check_candidate(index)
+
+    def _check_candidate(self, index: int) -> None:
+        candidate = self.candidates[index]
+        if not 0 <= candidate.produced_at <= candidate.last_forward_use < len(self.forward) or candidate.nbytes < 0:
+            raise PlanError(
+                f"candidate {candidate.name!r}: {candidate.nbytes} B produced at {candidate.produced_at}, last used at "
+                f"{candidate.last_forward_use} of {len(self.forward)} forward steps."
+            )
+        uses = candidate.backward_uses
+        if list(uses) != sorted(uses) or (uses and not 0 <= uses[0] <= uses[-1] < len(self.backward)):
+            raise PlanError(
+                f"candidate {candidate.name!r}: uses {uses} are unsorted or outside {len(self.backward)} backward steps."
+            )
+        possible = {"keep": True, "offload": candidate.can_offload, "recompute": candidate.recompute is not None}
+        if candidate.fixed is not None and not possible[candidate.fixed]:
+            raise PlanError(f"candidate {candidate.name!r} is fixed to {candidate.fixed!r}, which it cannot do.")
+        for read in candidate.recompute.reads if candidate.recompute else ():
+            known = 0 <= read < len(self.candidates)
+            if not known or (self.candidates[read].produced_at, read) >= (candidate.produced_at, index):
+                raise PlanError(f"candidate {candidate.name!r} reads candidate {read}, which is not produced before it.")
+
+    def keep_actions(self) -> list[Action]:
+        """Keep all, except what is fixed otherwise."""
+        return [candidate.fixed or "keep" for candidate in self.candidates]
+
+    def step_name(self, index: int) -> str:
+        """Name of a global step; "end of forward" and "end of backward" for the positions behind."""
+        if index < len(self.forward):
+            return self.forward[index].name
+        index -= len(self.forward)
+        return self.backward[index].name if index < len(self.backward) else "end of backward"

@@ -1,0 +1,156 @@
+"""Local search: change one, exchange two, move a share of a folded group, replace what compute waits for, choose the window;
+first improvement wins.
+
+For few candidates every single and every pair of changes is tried until none helps, so the result is 2-optimal; that is not
+optimal: three changes that pay only together are missed. For many, moves are per group of repeated layers (earliest or
+latest members, one or a share) and end with the judge's evaluations. Why the ends: the layers of a group have equal
+sizes and costs, so which of them moves matters only through time, and the ends are the extremes of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from random import Random
+
+from graphoffload.planner.strategies.greedy import greedy_moves
+from graphoffload.planner.goals import Judge, MeetBudget, Proposal
+from graphoffload.planner.problem import Program
+from graphoffload.facts.saved import Action
+
+_PAIRS = 14
+_STALLED = 4
+_ONE = 1_000_000
+Move = tuple[tuple[int, Action], ...]
+
+
+def groups_of(program: Program) -> dict[str, list[int]]:
+    """Candidates with a choice by group, in order of production; one without a group is its own."""
+    groups: dict[str, list[int]] = {}
+    for index in sorted(range(len(program.candidates)), key=lambda k: (program.candidates[k].produced_at, k)):
+        candidate = program.candidates[index]
+        if len(candidate.actions) > 1:
+            groups.setdefault(f"group {candidate.group}" if candidate.group else f"one {index}", []).append(index)
+    return groups
+
+
+def _single(program: Program, actions: Sequence[Action], wanted: Sequence[int]) -> list[Move]:
+    return [((k, action),) for k in wanted for action in program.candidates[k].actions if action != actions[k]]
+
+
+def _small_moves(program: Program, actions: Sequence[Action]) -> Iterator[Move]:
+    movable = [k for k, candidate in enumerate(program.candidates) if len(candidate.actions) > 1]
+    singles = _single(program, actions, movable)
+    yield from singles
+    if len(movable) <= _PAIRS:
+        for one, two in combinations(singles, 2):
+            if one[0][0] != two[0][0]:
+                yield one + two
+
+
+def _folded_moves(program: Program, groups: dict[str, list[int]], actions: Sequence[Action]) -> Iterator[Move]:
+    """Shares of groups, largest first: a move of many that helps is worth many of one."""
+    for share in (4, 16, _ONE):
+        for members in groups.values():
+            for old, new in (
+                ("recompute", "keep"),
+                ("recompute", "offload"),
+                ("offload", "keep"),
+                ("offload", "recompute"),
+                ("keep", "offload"),
+            ):
+                fit = [k for k in members if actions[k] == old and new in program.candidates[k].actions]
+                count = max(1, len(fit) // share)
+                if not fit or (share != _ONE and count == 1):
+                    continue
+                for chosen in (fit[-count:], fit[:count])[: 1 if count == len(fit) else 2]:
+                    yield tuple((k, new) for k in chosen)  # type: ignore[misc]
+
+
+def _exchanges(program: Program, groups: dict[str, list[int]], actions: Sequence[Action]) -> Iterator[Move]:
+    """One member of a group takes a cheaper action, one of another group pays for it."""
+    dear = list(_folded_moves(program, groups, actions))
+    singles = [move for move in dear if len(move) == 1]
+    for one in singles:
+        for two in singles:
+            if (
+                one is not two
+                and one[0][0] != two[0][0]
+                and actions[one[0][0]] != "keep"
+                and one[0][1] == "keep"
+                and two[0][1] != "keep"
+            ):
+                yield one + two
+
+
+def without_stalled(judge: Judge, best: Proposal) -> Iterator[Move]:
+    """A tensor that compute waits for is kept, and greedy finds others for it, such as several small ones for a large one."""
+    waits: dict[int, float] = {}
+    for index, _, seconds in judge.look(best.actions, best.window_bytes)[0].stalls:
+        waits[index] = waits.get(index, 0.0) + seconds
+    for index in sorted(waits, key=lambda k: -waits[k])[:_STALLED]:
+        if "keep" not in judge.arrays.program.candidates[index].actions:
+            continue
+        start: list[Action] = list(best.actions)
+        start[index] = "keep"
+        found = greedy_moves(judge, start, judge.limit_bytes, barred=frozenset({index}))
+        yield tuple((k, action) for k, (action, old) in enumerate(zip(found, best.actions, strict=True)) if action != old)
+
+
+def improve(judge: Judge, start: Proposal, *, small: bool) -> Proposal:
+    """The best proposal that moves reach from `start` before the judge's evaluations run out."""
+    program = judge.arrays.program
+    groups = groups_of(program)
+    kinds: list[Callable[[Proposal], Iterator[Move]]] = [lambda p: _small_moves(program, p.actions)]
+    if not small:
+        kinds = [
+            lambda p: _folded_moves(program, groups, p.actions),
+            lambda p: _exchanges(program, groups, p.actions),
+        ]
+        if isinstance(judge.goal, MeetBudget):
+            kinds.insert(0, lambda p: without_stalled(judge, p))
+    best = windows(judge, start)
+    improved = True
+    while improved and not judge.exhausted:
+        improved = False
+        for kind in kinds:
+            for move in kind(best):
+                if judge.exhausted:
+                    break
+                actions = list(best.actions)
+                for index, action in move:
+                    actions[index] = action
+                found = judge.propose(actions, start.solver + "+local", best.window_bytes)
+                if found.score < best.score:
+                    best, improved = found, True
+                    break
+            if improved:
+                break
+        if improved and best.window_bytes is None and not best.feasible:
+            best = windows(judge, best)
+    return windows(judge, best)
+
+
+def kicks(judge: Judge, start: Proposal, *, rounds: int = 12, width: int = 3) -> Proposal:
+    """Iterated local search: change a few at random (always the same random numbers), improve, keep what is better."""
+    program, random, best = judge.arrays.program, Random(0), start
+    movable = [k for k, candidate in enumerate(program.candidates) if len(candidate.actions) > 1]
+    for _ in range(rounds if len(movable) > width else 0):
+        if judge.exhausted:
+            break
+        actions = list(best.actions)
+        for index in random.sample(movable, width):
+            actions[index] = random.choice(program.candidates[index].actions)
+        found = improve(judge, judge.propose(actions, "kick", best.window_bytes), small=True)
+        best = min(best, found, key=lambda p: p.score)
+    return best
+
+
+def windows(judge: Judge, start: Proposal) -> Proposal:
+    """The same actions with a bounded window of outstanding copies, where waiting early for memory is what meets the limits."""
+    if judge.window_bytes is not None or "offload" not in start.actions:
+        return start
+    peak = judge.look(start.actions)[0].inflight_peak_bytes
+    choices: list[int | None] = [None, *(int(peak * share) for share in (0.75, 0.5, 0.33, 0.2, 0.1, 0.05, 0.0))]
+    options = (judge.propose(start.actions, start.solver, window) for window in choices)
+    return min(options, key=lambda p: p.score)

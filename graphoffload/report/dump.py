@@ -1,0 +1,174 @@
+"""Dump folders: what one graph looked like before and after, as files a person or a script can read.
+
+    <graph>.<key>.joint.txt               the joint graph, readable, with shapes
+    <graph>.<key>.forward.before.txt      as torch's partitioner left it        (backward likewise)
+    <graph>.<key>.forward.after.txt       with our operations                   (backward likewise)
+    <graph>.<key>.joint.svg, .before.svg, .after.svg     coloured by decision
+    <graph>.<key>.plan.json, .plan.txt    the plan, and its table
+
+With several processes every name carries ".rank<N>", and a file appears whole or not at all (written aside, then renamed), so
+that ranks and compile workers can share a folder. A dump is an aid: a graph that cannot be printed or drawn leaves a file that
+says so and never stops the compilation. Only a folder that cannot be written does, since somebody asked for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from graphoffload.report.graph_picture import drawn_nodes, drawn_pair, graph_svg
+from graphoffload.errors import ConfigError
+from graphoffload.cache_files import write_whole
+from graphoffload.planner.predicted import Predicted
+from graphoffload.facts.saved import Plan
+from graphoffload.report.svg import element, page
+from graphoffload.report.table import plan_table
+from graphoffload.report.step_picture import picture_of, timeline_svg, trace_json
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+
+def write_dump(
+    folder: str | Path,
+    plan: Plan,
+    *,
+    joint: GraphModule | None = None,
+    forward_before: GraphModule | None = None,
+    backward_before: GraphModule | None = None,
+    forward: GraphModule | None = None,
+    backward: GraphModule | None = None,
+    predicted: Predicted | None = None,
+) -> list[Path]:
+    """Writes everything given about one graph into `folder`, which is made if it is not there; graphs are not changed.
+
+    Args:
+        folder: as in GRAPHOFFLOAD_DUMP_DIR or dump_dir=.
+        plan: decides the colours, and is written as JSON and as its table.
+        joint: before partitioning. forward_before, backward_before: as torch's partitioner left them.
+        forward, backward: with our operations.
+        predicted: what the step is predicted to look like; drawn, and written as a trace.
+
+    Returns:
+        The files written, in a fixed order.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    graphs = {"joint": joint, "forward.before": forward_before, "backward.before": backward_before,
+              "forward.after": forward, "backward.after": backward}  # fmt: skip
+    pairs = {"joint": (joint, None), "before": (forward_before, backward_before), "after": (forward, backward)}
+    texts: dict[str, Callable[[], str]] = {
+        f"{name}.txt": partial(_readable, graph) for name, graph in graphs.items() if graph is not None
+    }
+    texts |= {"plan.json": plan.to_json, "plan.txt": partial(plan_table, plan)}
+    texts |= {
+        f"{name}.svg": partial(_drawing, plan, *pair, f"{plan.graph} {name}")
+        for name, pair in pairs.items()
+        if pair != (None, None)
+    }
+    if predicted is not None:
+        texts |= _pictures(plan, predicted)
+    return _write_all(
+        Path(folder).expanduser(), plan, texts, f"dump_dir={str(folder)!r}", "unset dump_dir and GRAPHOFFLOAD_DUMP_DIR"
+    )
+
+
+def write_pictures(folder: str | Path, plan: Plan, predicted: Predicted | None) -> list[Path]:
+    """Writes the picture of the predicted step (SVG) and its trace (JSON, for Perfetto and chrome://tracing) into `folder`.
+
+    Args:
+        predicted: None where the plan was made in another process: the picture says so, and there is no trace.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    texts = _pictures(plan, predicted)
+    return _write_all(Path(folder).expanduser(), plan, texts, f"folder {str(folder)!r}", "")
+
+
+def _pictures(plan: Plan, predicted: Predicted | None) -> dict[str, Callable[[], str]]:
+    def drawn() -> str:
+        try:
+            return timeline_svg(picture_of(plan, predicted))
+        except Exception as error:  # a picture must not stop a compilation either
+            return _apology(error)
+
+    texts: dict[str, Callable[[], str]] = {"timeline.svg": drawn}
+    return texts if predicted is None else {**texts, "trace.json": lambda: trace_json(picture_of(plan, predicted))}
+
+
+def _write_all(folder: Path, plan: Plan, texts: dict[str, Callable[[], str]], what: str, remedy: str) -> list[Path]:
+    """Every text under the plan's name; what it is called to the user and what else to do if that fails."""
+    stem = f"{_plain(plan.graph) or 'graph'}.{_plain(plan.key)[:8] or 'nokey'}{_rank_suffix()}"
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            written.append(write_whole(folder / f"{stem}.{name}", _or_say_so(text)))
+    except OSError as error:
+        raise ConfigError(
+            f"{what} cannot be written: {error.strerror or error} (errno {error.errno}); {len(written)} files were. "
+            f"Name a folder this process may write to{', or ' + remedy if remedy else ''}."
+        ) from error
+    return written
+
+
+def _readable(graph: GraphModule) -> str:
+    """The graph's code with shapes; its bare node list where torch cannot print it."""
+    try:
+        return str(graph.print_readable(print_output=False))
+    except Exception as error:  # torch prints user values by repr, which may do anything
+        return f"# print_readable failed ({type(error).__name__}: {error}); the nodes follow\n{graph.graph}\n"
+
+
+def _or_say_so(make: Callable[[], str]) -> str:
+    """What `make` returns, or a line that says why there is nothing."""
+    try:
+        return make()
+    except Exception as error:  # a dump must not stop a compilation
+        return f"# this could not be printed: {type(error).__name__}: {error}\n"
+
+
+def _drawing(plan: Plan, first: GraphModule | None, second: GraphModule | None, title: str) -> str:
+    """SVG of a joint graph (`second` None), or of forward and backward together, or of what there is of them."""
+    actions: dict[str, str] = {tensor.name: "keep" for tensor in plan.saved.tensors}
+    actions |= {decision.name: decision.action for decision in plan.decisions}
+    modules = {tensor.name: tensor.module for tensor in plan.saved.tensors if tensor.module}
+    try:
+        if first is not None and second is not None:
+            nodes, edges = drawn_pair(first, second, actions, modules=modules)
+        else:
+            graph = first if first is not None else second
+            assert graph is not None
+            nodes, edges = drawn_nodes(graph, actions, side="backward" if first is None else None, modules=modules)
+        return graph_svg(nodes, edges, title=title)
+    except Exception as error:  # as above; the text must stay XML
+        return _apology(error)
+
+
+def _apology(error: Exception) -> str:
+    reason = f"this could not be drawn: {type(error).__name__}: {error}"
+    return page(1080, 60, [element("text", text=reason, x=12, y=30, fill="#c0392b")])
+
+
+def _rank_suffix() -> str:
+    """ ".rank3" in one of several processes, "" otherwise."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return f".rank{torch.distributed.get_rank()}"
+    rank = os.environ.get("RANK", "")
+    return f".rank{rank}" if rank.isdecimal() else ""
+
+
+def _plain(name: str) -> str:
+    """`name` with what a file name cannot hold replaced."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80].strip("_")

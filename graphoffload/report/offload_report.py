@@ -1,0 +1,248 @@
+"""OffloadReport: the plans of all graphs that one call compiled, what they are predicted to cost, and what was measured.
+
+    print(graphoffload.explain(model, config)(*args))
+
+prints a table for every graph (identical graphs, as per-block compile makes them, share one), totals, and predicted against
+measured where a step ran. See graphoffload.report.table for how the table reads.
+
+    OffloadReport(plans=graphoffload.last_plans()).save_pictures("pictures")
+
+draws every graph's step as it was predicted; see graphoffload.report.step_picture.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphoffload.report.dump import write_pictures
+from graphoffload.errors import PlanError
+from graphoffload.report.predictions import predicted_of
+from graphoffload.facts.saved import Plan
+from graphoffload.report.table import ACTIONS, bound, folded_rows, percent, table_of, total_lines, totals
+from graphoffload.report.table import plan_table as plan_table
+from graphoffload.report.table import summary_line as summary_line
+from graphoffload.units import format_bytes
+
+_FORMAT = 1
+_RELAXED = 1e-6  # a plan that keeps all is faster than keep-all only where it relaxes checkpoint regions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a step really took. Bytes are absolute device bytes at the peak; times are one step; None when not measured."""
+
+    peak_bytes: int | None = None
+    step_time_s: float | None = None
+    keep_step_time_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport:
+    """The plans of all graphs that one call compiled, what they are predicted to cost and, once run, what they did.
+
+    Attributes:
+        plans: in the order of compilation.
+        graph_breaks: how often the model's code was cut into graphs.
+        measured: None until a step ran.
+        notes: what `tune` tried, or what `explain` leaves out, a line each.
+        calls: how often each plan's graph ran in the forward that was explained; () where that is not known.
+    """
+
+    plans: tuple[Plan, ...] = ()
+    graph_breaks: int = 0
+    measured: Measured | None = None
+    notes: tuple[str, ...] = ()
+    calls: tuple[int, ...] = ()
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Largest predicted peak of any graph of the call; 0 without a prediction.
+
+        Each plan's peak is absolute: it counts what lives outside its graph, as far as its planner knew of it. Graphs planned
+        one by one, each as if alone, do not know of each other's saved activations: then this is a lower bound. What is
+        reserved comes on top: `reserve_bytes`.
+        """
+        return max((plan.prediction.predicted_peak_bytes for plan in self.plans), default=0)
+
+    @property
+    def keep_peak_bytes(self) -> int:
+        """The same with everything kept."""
+        return max((plan.prediction.keep_peak_bytes for plan in self.plans), default=0)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes that are left free beside a graph's predicted peak, the most of any graph: optimizer state to come, say."""
+        return max((plan.prediction.reserve_bytes for plan in self.plans), default=0)
+
+    @property
+    def predicted_slowdown(self) -> float:
+        """Extra time of all graphs together relative to keep-all, 0.02 for 2 %; 0.0 when nothing changes or none is known.
+
+        Negative where checkpoint regions of the model are relaxed: keep-all recomputes them, as plain torch.compile does.
+        """
+        keep_s = sum(plan.prediction.keep_time_s for plan in self.plans)
+        changed = any(
+            plan.transfers or plan.recomputed_bytes or plan.offloaded_bytes or plan.prediction.predicted_slowdown < -_RELAXED
+            for plan in self.plans
+        )
+        planned_s = sum(plan.prediction.predicted_time_s for plan in self.plans)
+        return planned_s / keep_s - 1.0 if keep_s and changed else 0.0
+
+    @property
+    def lower_bound_slowdown(self) -> float | None:
+        """Extra time that no plans under the same budgets can undercut; None when a graph with times has no bound."""
+        timed = [plan.prediction for plan in self.plans if plan.prediction.keep_time_s]
+        bounds = [prediction.lower_bound_time_s for prediction in timed if prediction.lower_bound_time_s is not None]
+        if not timed or len(bounds) < len(timed):
+            return None
+        return sum(bounds) / sum(prediction.keep_time_s for prediction in timed) - 1.0
+
+    @property
+    def lower_bound_peak_bytes(self) -> int | None:
+        """Peak that no plans within the same slowdown can undercut; None where no graph was planned for a slowdown."""
+        bounds = [plan.prediction.lower_bound_peak_bytes for plan in self.plans]
+        return max((least for least in bounds if least is not None), default=None)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes copied to the host in one forward."""
+        return totals(folded_rows(self.plans))["offload"][1]
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes that backward computes again."""
+        return totals(folded_rows(self.plans))["recompute"][1]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay on the device until backward."""
+        return totals(folded_rows(self.plans))["keep"][1]
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Twin of predicted_peak_bytes; None until a step ran."""
+        return self.measured.peak_bytes if self.measured else None
+
+    @property
+    def measured_slowdown(self) -> float | None:
+        """Twin of predicted_slowdown; None until a step ran with this plan and one with everything kept."""
+        if self.measured is None or self.measured.step_time_s is None or not self.measured.keep_step_time_s:
+            return None
+        return self.measured.step_time_s / self.measured.keep_step_time_s - 1.0
+
+    def save_pictures(self, folder: str | Path) -> list[Path]:
+        """Writes, for each graph, its predicted step as a picture (SVG) and as a trace for Perfetto (JSON) into `folder`.
+
+        The picture has compute, D2H and H2D over time with stalls in red, and memory for keep-all and for the plan. What was
+        predicted is known to the process that planned: a plan out of a compile cache or from_json gets a picture that says so.
+
+        Returns:
+            The files written.
+
+        Raises:
+            ConfigError: the folder cannot be made or written.
+        """
+        return [path for plan in self.plans for path in write_pictures(folder, plan, predicted_of(plan.key))]
+
+    def to_json(self) -> str:
+        """Plans, measurements and, under "derived", every figure of this class; from_json reads it back."""
+        names = ("predicted_peak_bytes", "keep_peak_bytes", "lower_bound_peak_bytes", "predicted_slowdown",
+                 "lower_bound_slowdown", "offloaded_bytes", "recomputed_bytes", "kept_bytes", "measured_peak_bytes",
+                 "measured_slowdown")  # fmt: skip
+        data = {
+            "format": _FORMAT,
+            "graph_breaks": self.graph_breaks,
+            "measured": asdict(self.measured) if self.measured else None,
+            "notes": self.notes,
+            "calls": self.calls,
+            "plans": [json.loads(plan.to_json()) for plan in self.plans],
+            "derived": {name: getattr(self, name) for name in names},
+        }
+        return json.dumps(data, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> OffloadReport:
+        """Inverse of to_json; "derived" is computed anew.
+
+        Raises:
+            PlanError: `text` was not written by to_json of this format.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise ValueError(f"it has format {data['format']!r}, this version reads {_FORMAT}")
+            return cls(
+                plans=tuple(Plan.from_json(json.dumps(plan)) for plan in data["plans"]),
+                graph_breaks=data["graph_breaks"],
+                measured=Measured(**data["measured"]) if data["measured"] else None,
+                notes=tuple(data.get("notes", ())),
+                calls=tuple(data.get("calls", ())),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"OffloadReport.to_json did not write this ({type(error).__name__}: {error}; {len(text)} characters). "
+                "Write it again with this version of graphoffload."
+            ) from error
+
+    def __str__(self) -> str:
+        parts = [table_of(group) for group in _alike(self.plans)]
+        breaks = f"{self.graph_breaks} graph break{'s' * (self.graph_breaks != 1)}"
+        if len(self.plans) != 1:
+            title = f"all {len(self.plans)} graphs" + f", {breaks}" * bool(self.graph_breaks)
+            parts.append("\n".join([title, *total_lines(totals(folded_rows(self.plans)))]) + "\n")
+        elif self.graph_breaks:
+            parts.append(f"{breaks}\n")
+        return "\n".join([*parts, *self._in_one_forward(), *self._against_measured(), *self.notes]).rstrip("\n")
+
+    def _in_one_forward(self) -> list[str]:
+        """What all calls of one forward hold until backward, where some graph runs more than once (blocks of one shape)."""
+        if max(self.calls, default=1) < 2:
+            return []
+        ran = ", ".join(f"{plan.graph} {count} times" for plan, count in zip(self.plans, self.calls, strict=True) if count > 1)
+        amounts = [
+            f"{action} {format_bytes(sum(plan.bytes_of(action) * n for plan, n in zip(self.plans, self.calls, strict=True)))}"
+            for action in ACTIONS
+        ]
+        return [f"one forward runs {ran}: together they {', '.join(amounts)}", ""]
+
+    def _against_measured(self) -> list[str]:
+        """Predicted against measured, one line a figure; nothing until a step ran and beyond one graph without predictions."""
+        if self.measured is None and (len(self.plans) < 2 or not self.predicted_peak_bytes):
+            return []
+        peak, slowdown = self.predicted_peak_bytes, self.predicted_slowdown
+        timed = any(plan.prediction.keep_time_s for plan in self.plans)
+        least, reserve = self.lower_bound_peak_bytes, self.reserve_bytes
+        against = [f"{format_bytes(reserve)} of it reserved"] if reserve and peak else []
+        against.append(f"keep-all {format_bytes(self.keep_peak_bytes + reserve)}")
+        against += [f"bound {format_bytes(least + reserve)}"] if least else []
+        shown = format_bytes(peak + reserve) if peak else "nothing"
+        lines = [f"peak      predicted {shown} ({', '.join(against)})"]
+        lines.append(f"slowdown  predicted {percent(slowdown) + bound(self.lower_bound_slowdown) if timed else 'nothing'}")
+        if self.measured_peak_bytes is not None:
+            # How much of the reserve was taken by then, nobody knows: a peak between the two is as predicted.
+            measured = self.measured_peak_bytes
+            due = max(peak, min(measured, peak + reserve))
+            off = f" ({percent(measured / due - 1.0)})" if peak and (due != measured or not reserve) else ""
+            lines[0] += f", measured {format_bytes(measured)}{off}"
+        if self.measured_slowdown is not None:
+            lines[1] += f", measured {percent(self.measured_slowdown)}"
+        elif self.measured is not None and self.measured.step_time_s is not None:
+            lines[1] += f", measured a step of {self.measured.step_time_s * 1e3:.1f} ms"
+        return lines
+
+
+def _alike(plans: Sequence[Plan]) -> list[list[Plan]]:
+    """Plans in groups of identical graphs (per-block compile gives one a layer): same rows up to numbers in module paths."""
+    groups: dict[tuple[Any, ...], list[Plan]] = {}
+    for plan in plans:
+        shapes = tuple(
+            (re.sub(r"\d+", "#", row.module), row.op, row.shape, row.dtype, row.action, row.why, row.count, row.nbytes)
+            for row in folded_rows([plan])
+        )
+        groups.setdefault((plan.device, plan.notes, shapes), []).append(plan)
+    return list(groups.values())

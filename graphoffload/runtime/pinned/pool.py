@@ -1,0 +1,336 @@
+"""Host memory for offloaded activations: buffers of exact size out of page-locked slabs, reused step after step.
+
+torch's own pinned allocator rounds every request up to a power of two, up to twice the RAM that was planned. Here memory is
+page-locked as it is. That costs a quarter to a whole second per GiB, so it is done ahead, beside compiling (`prepare`), and
+undone only on request, or where idle memory would make what is held exceed the largest set ever in flight by more than 5 %.
+
+    acquire   a buffer of this size lies idle                 every step but the first
+              else one is cut from free memory                another shape: idle buffers are joined and cut anew
+              else the oversized rest is given up, and memory is taken and page-locked
+
+A buffer may still be read or written by a copy when it returns to the pool: it carries the event of that copy, and the next
+user's stream waits for it. The host waits only for idle buffers that are to be cut anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from graphoffload.errors import HostMemoryError, PageableMemoryWarning
+from graphoffload.runtime.pinned.slabs import HostBuffer, Key, Kind, Slab, in_background, rounded
+from graphoffload.units import format_bytes, parse_size, per_gib
+
+_SLACK = 1.05
+_CHUNK_BYTES = parse_size("1GiB", field="chunk")
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What the pool holds, in bytes: in all, of them in use by offloaded tensors, page-locked, and the peak in use.
+
+    buffers: pieces in use or idle. allocations: how often memory was taken from the operating system (and page-locked).
+    by_tensor: bytes in use by tensor; several microbatches in flight are added up. pinning_s_per_gib: seconds that page-locking
+    took for each GiB, over all memory that was ever page-locked, threads beside compiling included; None before.
+    """
+
+    held_bytes: int
+    in_use_bytes: int
+    pinned_bytes: int
+    peak_bytes: int
+    buffers: int
+    allocations: int = 0
+    by_tensor: dict[str, int] = field(default_factory=dict, hash=False)
+    pinning_s_per_gib: float | None = None
+
+
+class HostPool:
+    """Buffers by exact size. Thread-safe: forward and backward run on different threads, and a third page-locks ahead."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._slabs: list[Slab] = []
+        self._idle: dict[Key, list[HostBuffer]] = {}
+        self._coming: Counter[Key] = Counter()
+        self._in_use_bytes = self._for_good_bytes = self._peak_bytes = self._count = self._allocations = 0
+        self._pinned_ever_bytes, self._pinning_s = 0, 0.0
+        self._arranged_for = ""
+        self.budget_bytes: int | None = None
+        self.reclaim: Callable[[], object] | None = None
+        self.poison = False
+
+    def acquire(self, nbytes: int, *, pin: bool, name: str = "", device: int = -1) -> HostBuffer:
+        """A buffer of exactly `nbytes`; its `last_copy` event, if any, must be waited for by the stream that writes it.
+
+        `device`: index of the device that copies; events belong to one device, so its buffers go to no other.
+
+        Raises:
+            HostMemoryError: the operating system refuses the memory, or more would be in use than `budget_bytes`.
+        """
+        key = (nbytes, pin, device)
+        with self._lock:
+            idle = self._idle.get(key)
+            if idle:
+                return self._hand_out(idle.pop())
+        return self._acquire_slowly(key, name)
+
+    def acquire_for_good(self, nbytes: int, *, name: str, device: int) -> HostBuffer:
+        """A page-locked buffer for a CUDA graph that is being captured: no other copy uses it, and it stays with the graph.
+
+        Called in `relaxed_capture`.
+
+        Raises:
+            HostMemoryError: as for `acquire`.
+        """
+        key = (nbytes, True, device)
+        with self._lock:
+            idle = self._idle.get(key)
+            buffer = self._hand_out(idle.pop()) if idle else None
+        if buffer is None:
+            buffer = self._acquire_slowly(key, name, reclaim=False)
+        if buffer.last_copy is not None:
+            buffer.last_copy.synchronize()
+            buffer.last_copy = None
+        with self._lock:
+            self._for_good_bytes += nbytes
+            buffer.for_good = True
+        return buffer
+
+    def _hand_out(self, buffer: HostBuffer) -> HostBuffer:
+        buffer.fresh = False
+        self._in_use_bytes += buffer.nbytes
+        if self._in_use_bytes > self._peak_bytes:
+            self._peak_bytes = self._in_use_bytes
+        return buffer
+
+    def _acquire_slowly(self, key: Key, name: str, *, reclaim: bool = True) -> HostBuffer:
+        if self.reclaim is not None and reclaim:
+            self.reclaim()
+        with self._lock:
+            while not self._idle.get(key) and self._coming[key] > 0:
+                self._arrived.wait()
+            idle = self._idle.get(key)
+            buffer = idle.pop() if idle else self._cut(key)
+            if buffer is not None:
+                return self._hand_out(buffer)
+            self._within_budget(key[0], name)
+            closing = self._oversize(rounded(key[0]))
+        slab = self._allocate(rounded(key[0]), key[1:], closing, name)
+        with self._lock:
+            self._slabs.append(slab)
+            return self._hand_out(self._buffer(slab, 0, key[0]))
+
+    def _buffer(self, slab: Slab, offset: int, nbytes: int) -> HostBuffer:
+        self._count += 1
+        return HostBuffer(slab, offset, nbytes)
+
+    def _within_budget(self, nbytes: int, name: str) -> None:
+        if self.budget_bytes is not None and self._in_use_bytes + nbytes > self.budget_bytes:
+            raise HostMemoryError(
+                f"host_budget={format_bytes(self.budget_bytes)} is spent: {name or 'an offloaded tensor'} needs "
+                f"{format_bytes(nbytes)}, and {format_bytes(self._in_use_bytes)} are in use by activations whose backward is "
+                "still to come. Raise host_budget, or keep fewer microbatches in flight."
+            )
+
+    def _allocate(self, nbytes: int, kind: Kind, closing: list[Slab], name: str) -> Slab:
+        for slab in closing:
+            slab.close()
+        try:
+            slab = Slab(nbytes, kind)
+        except (RuntimeError, MemoryError) as error:
+            raise HostMemoryError(
+                f"No host memory for {name or 'an offloaded tensor'}: {format_bytes(nbytes)} asked for, "
+                f"{format_bytes(self._held())} held already. Lower host_budget, or call graphoffload.release_host_memory()."
+            ) from error
+        self._allocations += 1
+        if slab.pinned:
+            self._pinned_ever_bytes += slab.nbytes
+            self._pinning_s += slab.pinning_s
+        return slab
+
+    def _held(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def _cut(self, key: Key) -> HostBuffer | None:
+        """A buffer out of free memory: first what is free, then idle buffers at rest, then all idle buffers."""
+        for attempt in range(3):
+            if attempt and not self._melt(key[1:], everything=attempt == 2):
+                continue
+            if (buffer := self._cut_free(key)) is not None:
+                return buffer
+        return None
+
+    def _cut_free(self, key: Key) -> HostBuffer | None:
+        gaps = ((gap, slab) for slab in self._slabs if slab.kind == key[1:] and (gap := slab.smallest_gap(rounded(key[0]))))
+        found = min(gaps, key=lambda item: item[0], default=None)
+        return None if found is None else self._buffer(found[1], found[0][1], key[0])
+
+    def _melt(self, kind: Kind | None, *, everything: bool, keep: Counter[Key] | None = None) -> int:
+        """Idle buffers become free memory again; those made ahead, or in a copy that the host must wait for, only if asked to.
+
+        `keep`: as many buffers of each key as stay. Returns how many went.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return 0  # asking an event would break the capture
+        melted = 0
+        for key, buffers in self._idle.items():
+            if kind is not None and key[1:] != kind:
+                continue
+            staying = buffers[: keep[key]] if keep is not None else []
+            for buffer in buffers[len(staying) :]:
+                busy = buffer.last_copy is not None and not buffer.last_copy.query()
+                if not everything and (busy or buffer.fresh):
+                    staying.append(buffer)
+                    continue
+                if busy:
+                    buffer.last_copy.synchronize()
+                buffer.slab.put(buffer.offset, rounded(buffer.nbytes))
+                melted += 1
+            self._idle[key] = staying
+        self._count -= melted
+        return melted
+
+    def _oversize(self, nbytes: int, *, promised: int = 0) -> list[Slab]:
+        """Unused slabs to close before `nbytes` more are taken, smallest first, so that little more is held than is needed."""
+        needed = max(self._peak_bytes, self._in_use_bytes + nbytes, promised)
+        limit = needed * _SLACK if self.budget_bytes is None else min(needed * _SLACK, self.budget_bytes)
+        closing: list[Slab] = []
+        held = self._held()
+        for slab in sorted((slab for slab in self._slabs if slab.unused), key=lambda slab: slab.nbytes):
+            if held + nbytes <= limit:
+                break
+            closing.append(slab)
+            held -= slab.nbytes
+        self._slabs = [slab for slab in self._slabs if slab not in closing]
+        return closing
+
+    def prepare(self, sizes: Iterable[int], *, pin: bool, device: int = -1, wait: bool = False) -> None:
+        """Have a buffer of each of these sizes ready, taking what is missing beside whatever runs.
+
+        An `acquire` of a size that is on its way waits for it. Buffers made ahead for one plan are not counted on by the next.
+        What the operating system refuses is asked for again, and complained about, when it is needed.
+        """
+        kind = (pin, device)
+        with self._lock:
+            wanted = Counter[Key]((nbytes, pin, device) for nbytes in sizes if nbytes)
+            made_ahead = sum(buffer.nbytes for idle in self._idle.values() for buffer in idle if buffer.fresh)
+            promised = self._in_use_bytes + made_ahead + sum(key[0] * count for key, count in wanted.items())
+            missing = wanted - Counter({key: sum(not buffer.fresh for buffer in idle) for key, idle in self._idle.items()})
+            if missing:
+                self._melt(kind, everything=False, keep=wanted)
+            made = self._cut_all(missing)
+            keys = list((missing - Counter(buffer.key for buffer in made)).elements())
+            if keys and promised >= self._peak_bytes:
+                # The largest set so far: memory of its own, in few pieces, of which every smaller set can be cut.
+                for buffer in made:
+                    buffer.slab.put(buffer.offset, rounded(buffer.nbytes))
+                self._count -= len(made)
+                made = []
+                self._melt(kind, everything=False)
+                keys = list(wanted.elements())
+            for buffer in made:
+                buffer.fresh = True
+                self._idle.setdefault(buffer.key, []).append(buffer)
+            self._coming.update(keys)
+        if not keys:
+            return
+
+        def beside() -> None:
+            if device >= 0 and torch.cuda.is_available():
+                torch.cuda.set_device(device)  # of this thread: page-locking must not wake another device
+            self._bring(keys, promised)
+
+        thread = threading.Thread(target=beside, name="graphoffload-host-memory")
+        if wait or not in_background(thread):
+            self._bring(keys, promised)
+
+    def arrange(self, plan: str, sizes: Iterable[int], *, pin: bool, device: int = -1) -> None:
+        """A forward of another plan starts with nothing in use: cut idle memory for the sizes that it had last time."""
+        with self._lock:
+            if plan == self._arranged_for or self._in_use_bytes > self._for_good_bytes:
+                return
+            self._arranged_for = plan
+            wanted = Counter[Key]((nbytes, pin, device) for nbytes in sizes if nbytes)
+            if wanted - Counter({key: len(idle) for key, idle in self._idle.items()}):
+                self._melt((pin, device), everything=True)
+                for buffer in self._cut_all(wanted):
+                    self._idle.setdefault(buffer.key, []).append(buffer)
+
+    def _cut_all(self, keys: Counter[Key]) -> list[HostBuffer]:
+        """Buffers out of free memory, as far as it goes, the largest first."""
+        found = (self._cut_free(key) for key in sorted(keys.elements(), reverse=True))
+        return [buffer for buffer in found if buffer is not None]
+
+    def _bring(self, keys: list[Key], promised: int) -> None:
+        """Take memory for buffers of these keys, a chunk at a time, so that the first are there soon."""
+        left = list(keys)
+        try:
+            while left and threading.main_thread().is_alive():
+                chunk = [left[0]]
+                while len(chunk) < len(left) and sum(rounded(key[0]) for key in left[: len(chunk) + 1]) <= _CHUNK_BYTES:
+                    chunk.append(left[len(chunk)])
+                total = sum(rounded(key[0]) for key in chunk)
+                with self._lock:
+                    closing = self._oversize(total, promised=promised)
+                slab = self._allocate(total, chunk[0][1:], closing, "what was planned")
+                del left[: len(chunk)]
+                self._deliver(slab, chunk)
+        except (HostMemoryError, PageableMemoryWarning):
+            return  # whoever needs the memory asks again, and says so
+        finally:
+            with self._lock:
+                self._coming.subtract(left)
+                self._arrived.notify_all()
+
+    def _deliver(self, slab: Slab, keys: list[Key]) -> None:
+        with self._lock:
+            self._slabs.append(slab)
+            offset = 0
+            for key in keys:
+                buffer = self._buffer(slab, offset, key[0])
+                buffer.fresh = True
+                self._idle.setdefault(key, []).append(buffer)
+                offset += rounded(key[0])
+            self._coming.subtract(keys)
+            self._arrived.notify_all()
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Return a buffer; a copy that still uses it is named by its `last_copy` event."""
+        if self.poison:
+            if buffer.last_copy is not None:
+                buffer.last_copy.synchronize()
+            buffer.flat(torch.uint8).fill_(0xFF)
+        with self._lock:
+            self._in_use_bytes -= buffer.nbytes
+            if buffer.for_good:
+                self._for_good_bytes -= buffer.nbytes
+                buffer.for_good = False
+            self._idle.setdefault(buffer.key, []).append(buffer)
+
+    def release_idle(self) -> int:
+        """Give idle memory back to the operating system; returns its bytes. Waits for copies that still use it."""
+        with self._lock:
+            self._melt(None, everything=True)
+            closing = [slab for slab in self._slabs if slab.unused]
+            self._slabs = [slab for slab in self._slabs if not slab.unused]
+        for slab in closing:
+            slab.close()
+        return sum(slab.nbytes for slab in closing)
+
+    def snapshot(self) -> HostMemory:
+        """What is held now."""
+        with self._lock:
+            pinned = sum(slab.nbytes for slab in self._slabs if slab.pinned)
+            took = per_gib(self._pinning_s, self._pinned_ever_bytes) if self._pinned_ever_bytes else None
+            return HostMemory(
+                self._held(), self._in_use_bytes, pinned, self._peak_bytes, self._count, self._allocations,
+                pinning_s_per_gib=took,
+            )  # fmt: skip
+
+
+POOL = HostPool()

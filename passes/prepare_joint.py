@@ -1,0 +1,126 @@
+"""Copies of the joint graph, and the tags on them by which torch's partitioner is told what must be saved."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphoffload import torch_internals as compat
+from graphoffload.analysis.callers import CallersMemory, readers_of_unread
+from graphoffload.analysis.chains import mutated_placeholders
+from graphoffload.analysis.module_paths import boundary_names, module_path, module_stack
+from graphoffload.analysis.regions import give_own_memory
+from graphoffload.analysis.saved_values import real_uses
+from graphoffload.analysis.storages import fake
+from graphoffload.facts.saved import SavedTensor
+
+
+def copy_graph(module: GraphModule) -> GraphModule:
+    """A graph module with its own graph and node metadata; tensors, submodules and node names are the original's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, from copying a graph's output specification
+        return GraphModule(module, copy.deepcopy(module.graph))
+
+
+def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str]) -> GraphModule:
+    """A copy to partition: tags of the user's as torch's partitioner understands them, and what must be saved at any rate.
+
+    Args:
+        relax: forget advice to recompute. notes: gets a line that says so.
+    """
+    copied = copy_graph(joint)
+    give_own_memory(copied)
+    _apply_tags(copied, relax=relax, notes=notes)
+    _save_what_reads_mutated_inputs(copied)
+    return copied
+
+
+def _apply_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
+    """Make torch's partitioner save what is tagged for the host, and forget advice to recompute where it is relaxed."""
+    relaxed = 0
+    for node in joint.graph.nodes:
+        policy = node.meta.get("recompute")
+        if policy in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            else:
+                del node.meta["recompute"]
+                for user in node.users:
+                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif policy == CheckpointPolicy.PREFER_RECOMPUTE and relax:
+            del node.meta["recompute"]
+            relaxed += 1
+    if relaxed:
+        notes.append(f"checkpoint region relaxed: {relaxed} operations tagged by torch.utils.checkpoint were planned anew")
+
+
+def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
+    """Running an operation again after its input was written to would compute something else."""
+    mutated = mutated_placeholders(joint.graph, compat.mutated_inputs(joint.graph))
+    for placeholder in mutated:
+        if fake(placeholder) is None:
+            continue
+        for user in real_uses(placeholder):  # a saved view of the input would be the input itself
+            if user.op == "call_function" and isinstance(user.meta.get("val"), torch.Tensor):
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What every partition of one joint graph must hold to.
+
+    Attributes:
+        decisions: operations that must not run again, since a discrete decision hangs on their bits (analysis/decisions.py).
+        callers: what may be read of the caller's memory (analysis/callers.py); None: not known yet.
+        theirs: operations of the user's checkpoint regions, which run again as the user asked.
+    """
+
+    decisions: frozenset[str] = frozenset()
+    callers: CallersMemory | None = None
+    theirs: frozenset[str] = frozenset()
+
+
+def bind(joint: GraphModule, binding: Binding) -> GraphModule:
+    """Tag a copy of the joint graph with what must not run again, and with the outputs that must not be read instead."""
+    callers = binding.callers or CallersMemory()
+    unread = frozenset(node.name for node in readers_of_unread(joint.graph, callers)) if binding.callers else frozenset()
+    for node in joint.graph.nodes:
+        if node.name in callers.again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+        elif node.name in binding.decisions or node.name in unread:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return joint
+
+
+def users_own(joint: GraphModule) -> frozenset[str]:
+    """Operations that a tagged copy recomputes because the user's checkpoint regions say so."""
+    regions = ("must_recompute", "prefer_recompute")
+    return frozenset(node.name for node in joint.graph.nodes if compat.tag_of(node.meta) in regions)
+
+
+def tagged_operations(nodes: Iterable[Node]) -> list[SavedTensor]:
+    """Operations with a binding tag, as far as patterns look at them; they need not be saved activations."""
+    return [
+        SavedTensor(
+            name=node.name,
+            views=(node.name,),
+            nbytes=None,
+            dtype="",
+            shape=(),
+            strides=(),
+            op=str(node.target),
+            module=module_path(node),
+            saved_by=module_stack(node),
+            boundaries=boundary_names(node),
+            tag=tag,
+        )
+        for node in nodes
+        if (tag := compat.tag_of(node.meta)) is not None and tag.startswith("must_")
+    ]
