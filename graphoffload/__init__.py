@@ -34,16 +34,16 @@ hardware and plans from a shell (__main__.py, docs/cli.md).
 docs/one_tensor.md follows one activation all the way, with code that runs; docs/layout.md says which file may import which.
 """
 
+from graphoffload.api.introspect import explain, offload
+from graphoffload.api.tuning import tune
 from graphoffload.compiler.backend import OffloadBackend
+from graphoffload.compiler.partitioner import OffloadPartitioner, partition_fn
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.boundaries import mark_boundaries, mark_boundary
 from graphoffload.options.config import OffloadConfig
-from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.api.introspect import explain, offload
-from graphoffload.compiler.partitioner import OffloadPartitioner, partition_fn
 from graphoffload.report.offload_report import OffloadReport
 from graphoffload.runtime import host_memory, release_host_memory, reset_stats, stats
 from graphoffload.runtime.registry import last_plans
-from graphoffload.api.tuning import tune
 
 __all__ = [
     "HardwareProfile", "OffloadBackend", "OffloadConfig", "OffloadPartitioner", "OffloadReport", "explain", "host_memory",

@@ -32,12 +32,13 @@ from typing import Any, NoReturn
 import torch
 
 from graphoffload import bench
-from graphoffload.bench.cli import add_tools, completed
-from graphoffload.options.config import ENV_PREFIX, OffloadConfig, parse_text
-from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
-from graphoffload.hardware.profile import PROFILES, cache_path, measure, resolve_hardware
 from graphoffload.api.introspect import explain
+from graphoffload.bench.cli import add_tools, completed
+from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
+from graphoffload.hardware.measure import cache_path, measure, resolve_hardware
+from graphoffload.hardware.profile import PROFILES
 from graphoffload.log import log
+from graphoffload.options.config import ENV_PREFIX, OffloadConfig, parse_text
 from graphoffload.report.offload_report import OffloadReport
 from graphoffload.units import format_bytes
 

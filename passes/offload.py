@@ -1,11 +1,11 @@
 """Forward half of a transfer.
 
-    x = producer(...)                      x = producer(...)
-    y = consumer(x)                        handle = offload(x)
-    ...                          ──▶       y = consumer(x)
-    return (out, x)                        ...
-                                           release(x, handle)
-                                           return (out, handle)
+x = producer(...)                      x = producer(...)
+y = consumer(x)                        handle = offload(x)
+...                          ──▶       y = consumer(x)
+return (out, x)                        ...
+                                       release(x, handle)
+                                       return (out, handle)
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.fx import Graph, Node
 
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, only_views, storage_id
+from graphoffload.facts.plan import Plan
 from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names
 from graphoffload.runtime.ops import HANDLE_DTYPE
-from graphoffload.facts.saved import Plan
 
 
 def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:

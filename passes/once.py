@@ -23,9 +23,9 @@ from torch.fx.node import map_arg
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_placeholders
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import symbol_sources
+from graphoffload.facts.plan import Plan
 from graphoffload.passes.graphs import describe, finish, fresh_fake, placeholders_first
 from graphoffload.passes.symbols import Sizes
-from graphoffload.facts.saved import Plan
 
 Pair = tuple[Node, Node]
 _NO_CHECK = "saved_tensor_with_no_vc_check"  # torch keeps these last among the saved values

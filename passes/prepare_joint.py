@@ -11,14 +11,14 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphoffload import torch_internals as compat
 from graphoffload.analysis.callers import CallersMemory, readers_of_unread
 from graphoffload.analysis.chains import mutated_placeholders
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_stack
 from graphoffload.analysis.regions import give_own_memory
 from graphoffload.analysis.saved_values import real_uses
 from graphoffload.analysis.storages import fake
-from graphoffload.facts.saved import SavedTensor
+from graphoffload.facts.saved_tensors import SavedTensor
+from graphoffload.torch_internals import checkpoint_tags, partitioning
 
 
 def copy_graph(module: GraphModule) -> GraphModule:
@@ -62,7 +62,7 @@ def _apply_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
 
 def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
     """Running an operation again after its input was written to would compute something else."""
-    mutated = mutated_placeholders(joint.graph, compat.mutated_inputs(joint.graph))
+    mutated = mutated_placeholders(joint.graph, partitioning.mutated_inputs(joint.graph))
     for placeholder in mutated:
         if fake(placeholder) is None:
             continue
@@ -102,7 +102,7 @@ def bind(joint: GraphModule, binding: Binding) -> GraphModule:
 def users_own(joint: GraphModule) -> frozenset[str]:
     """Operations that a tagged copy recomputes because the user's checkpoint regions say so."""
     regions = ("must_recompute", "prefer_recompute")
-    return frozenset(node.name for node in joint.graph.nodes if compat.tag_of(node.meta) in regions)
+    return frozenset(node.name for node in joint.graph.nodes if checkpoint_tags.tag_of(node.meta) in regions)
 
 
 def tagged_operations(nodes: Iterable[Node]) -> list[SavedTensor]:
@@ -122,5 +122,5 @@ def tagged_operations(nodes: Iterable[Node]) -> list[SavedTensor]:
             tag=tag,
         )
         for node in nodes
-        if (tag := compat.tag_of(node.meta)) is not None and tag.startswith("must_")
+        if (tag := checkpoint_tags.tag_of(node.meta)) is not None and tag.startswith("must_")
     ]

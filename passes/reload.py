@@ -18,11 +18,11 @@ from torch.fx import Node
 
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, same_size
+from graphoffload.facts.plan import Plan, Transfer
 from graphoffload.passes.graphs import describe, find, finish, fresh_fake, node_names, placeholders_first
 from graphoffload.passes.symbols import Sizes
 from graphoffload.runtime.layouts import contiguous_strides, is_dense
 from graphoffload.runtime.ops import HANDLE_DTYPE
-from graphoffload.facts.saved import Plan, Transfer
 
 
 def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:

@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphoffload.runtime.step import between_graphs as between
-from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.runtime import host_memory, release_hook
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.pinned.pool import POOL
+from graphoffload.runtime.step import between_graphs as between
+from graphoffload.runtime.streams import copy_streams as streams
 
 CPU = torch.device("cpu")
 

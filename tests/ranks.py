@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphoffload
-from graphoffload.hardware import profile as hardware
-from graphoffload.compiler import device_limits as limits
 from graphoffload.bench.overlap import profile
-from graphoffload.options.config import OffloadConfig
+from graphoffload.compiler import device_limits as limits
 from graphoffload.errors import GraphOffloadWarning, PerRankPlanWarning
+from graphoffload.hardware import measure as hardware
+from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import POOL
 

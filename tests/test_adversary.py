@@ -12,10 +12,11 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import graphoffload
-from graphoffload.compiler import pipeline
 from graphoffload.analysis.saved_values import GraphPair
+from graphoffload.compiler import pipeline
+from graphoffload.facts.plan import Plan
+from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.passes import once
-from graphoffload.facts.saved import Plan, SavedTensor
 from graphoffload.testing import (
     ZOO,
     Scattered,

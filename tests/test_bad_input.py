@@ -15,7 +15,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graphoffload
-from graphoffload.monitor import pattern_coverage as fragments
 from graphoffload import errors
 from graphoffload.errors import (
     ConfigError,
@@ -26,6 +25,7 @@ from graphoffload.errors import (
     PatternWarning,
     TagError,
 )
+from graphoffload.monitor import pattern_coverage as fragments
 from graphoffload.options.patterns import resolve
 from graphoffload.runtime.pinned import pool
 from graphoffload.testing import ZOO, assert_equal_bits, compiled, keep_all, observe, run_case, run_step
@@ -345,13 +345,13 @@ def test_a_single_forward_without_backward_is_no_reason_to_warn() -> None:
 )
 def test_a_torch_that_was_not_tested(version: str, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer torch is used, with a warning that names it and the tested ones."""
-    from graphoffload import torch_internals as compat
+    from graphoffload.torch_internals import releases
 
-    monkeypatch.setattr(compat, "_checked", False)
+    monkeypatch.setattr(releases, "_checked", False)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compat.check_torch()
+        releases.check_torch()
     found = [w for w in caught if w.category is errors.UntestedTorchWarning]
     assert bool(found) == warned
     for warning in found:

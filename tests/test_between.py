@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import graphoffload
 from graphoffload.errors import ConfigError
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime import host_memory, registry, twin_copies
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.registry import run_plan
+from graphoffload.runtime.step import between_graphs as between
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, differences, run_step
 from graphoffload.testing.attention import HIDDEN, Block
 from graphoffload.testing.faults import Fails

@@ -26,12 +26,12 @@ from torch import Tensor
 
 import graphoffload
 from graphoffload.errors import RuntimeStateError
-from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime import host_memory, ops, twin_copies
-from graphoffload.runtime.offloaded_tensors import State
 from graphoffload.runtime.handles import ENTRIES
+from graphoffload.runtime.offloaded_tensors import State
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import run_plan
+from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.step.resident import Budget
 from graphoffload.testing import weighted_loss
 

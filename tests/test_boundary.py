@@ -12,8 +12,8 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from graphoffload.options.boundaries import boundaries_of, mark_boundaries, mark_boundary, names_of
 from graphoffload.errors import ConfigError, GraphOffloadError, PatternError
+from graphoffload.options.boundaries import boundaries_of, mark_boundaries, mark_boundary, names_of
 
 
 class Attn(nn.Module):

@@ -25,10 +25,11 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import graphoffload
+from graphoffload.facts.plan import Action, Plan
+from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.log import log
 from graphoffload.report.offload_report import plan_table
 from graphoffload.runtime import registry
-from graphoffload.facts.saved import Action, Plan, SavedTensor
 from graphoffload.testing import compiled, draw, observe, run_step
 from graphoffload.testing.structure import tag_everything
 

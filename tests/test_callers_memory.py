@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphoffload
-from graphoffload import torch_internals as compat
-from graphoffload.passes import prepare_joint as joint
 from graphoffload.analysis.callers import CallersMemory
+from graphoffload.passes import prepare_joint as joint
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
+from graphoffload.torch_internals import checkpoint_tags
 
 WEIGHT = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
 
@@ -257,7 +257,7 @@ def test_outputs_that_keep_all_computes_again_are_tagged_so() -> None:
     graph.output((sine,))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     bound = joint.bind(module, joint.Binding(callers=CallersMemory(again=frozenset([sine.name]))))
-    (tag,) = (compat.tag_of(node.meta) for node in bound.graph.nodes if node.name == sine.name)
+    (tag,) = (checkpoint_tags.tag_of(node.meta) for node in bound.graph.nodes if node.name == sine.name)
     assert tag == "must_recompute"
 
 

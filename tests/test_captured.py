@@ -22,11 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import graphoffload
 from graphoffload.compiler import inner_compile
 from graphoffload.errors import CaptureError, CudaGraphsWarning, HostMemoryError, RuntimeStateError
+from graphoffload.facts.plan import Decision, Plan, Transfer
 from graphoffload.passes.capture import make_capturable
-from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.runtime import captured, ops, registry
 from graphoffload.runtime.pinned.pool import POOL
-from graphoffload.facts.saved import Decision, Plan, Transfer
+from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.testing import ZOO
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ import torch
 
 from graphoffload import __main__ as cli
 from graphoffload.__main__ import field_help, main
-from graphoffload.options.config import OffloadConfig
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.log import log
+from graphoffload.options.config import OffloadConfig
 from graphoffload.report.offload_report import OffloadReport
 
 SCRIPT = """

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphoffload.options.config import FIELD_NAMES, OffloadConfig, read_environment, split_options
 from graphoffload.errors import ConfigError
+from graphoffload.facts.plan import Action
+from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.hardware.profile import PROFILES
-from graphoffload.facts.saved import Action, SavedTensor
+from graphoffload.options.config import FIELD_NAMES, OffloadConfig, read_environment, split_options
 
 DEFAULTS: dict[str, Any] = {
     "device_budget": "auto", "reserve": "auto", "max_slowdown": None, "policy": "auto", "offload_modules": None,

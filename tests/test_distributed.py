@@ -19,9 +19,10 @@ if not dist.is_available() or not dist.is_gloo_available():
 from forked import server
 from ranks import CASES, CPU, Place, check_case, check_profile, check_surroundings, in_a_group, spawned, train
 
-from graphoffload.hardware.profile import PROFILES, cached
+from graphoffload.facts.plan import Decision, Plan
+from graphoffload.hardware.measure import cached
+from graphoffload.hardware.profile import PROFILES
 from graphoffload.runtime import registry
-from graphoffload.facts.saved import Decision, Plan
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])

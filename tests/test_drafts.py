@@ -13,16 +13,18 @@ import torch
 from torch import nn
 
 import graphoffload
+from graphoffload import patience
 from graphoffload.compiler import decide as decide_module
 from graphoffload.compiler import draft as drafts
 from graphoffload.compiler import plan_search as search
-from graphoffload.compiler.decide import Limits, actions_again, saved_all_the_same, table_again, without_recomputation
-from graphoffload.errors import BudgetError, GoalMissedWarning
-from graphoffload.hardware.profile import PROFILES
-from graphoffload import patience
-from graphoffload.facts.saved import Action, Decision, SavedTable, SavedTensor
-from graphoffload.testing.layers import ResidualMlps
 from graphoffload.compiler.constraints import Wish
+from graphoffload.compiler.decide import actions_again, saved_all_the_same, table_again, without_recomputation
+from graphoffload.errors import BudgetError, GoalMissedWarning
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Action, Decision
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
+from graphoffload.hardware.profile import PROFILES
+from graphoffload.testing.layers import ResidualMlps
 from tests.plan.recordings import norm_mlps
 
 

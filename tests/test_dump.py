@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphoffload.errors import ConfigError
+from graphoffload.facts.plan import Decision, Plan
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.report import dump
 from graphoffload.report.dump import write_dump
-from graphoffload.errors import ConfigError
 from graphoffload.report.offload_report import plan_table
-from graphoffload.facts.saved import Decision, Plan, SavedTable, SavedTensor
 
 
 @pytest.fixture(autouse=True)

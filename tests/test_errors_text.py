@@ -14,9 +14,8 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import graphoffload
-from graphoffload.compiler import pipeline
 from graphoffload.analysis.saved_values import GraphPair
-from graphoffload.options.config import OffloadConfig
+from graphoffload.compiler import pipeline
 from graphoffload.errors import (
     ChecksumError,
     ConfigError,
@@ -28,12 +27,14 @@ from graphoffload.errors import (
     RuntimeStateError,
     VerifyError,
 )
+from graphoffload.facts.plan import Action, Plan, Transfer
+from graphoffload.facts.saved_tensors import SavedTensor
+from graphoffload.options.config import OffloadConfig
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.reload import insert_reloads
-from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import HostPool
-from graphoffload.facts.saved import Action, Plan, SavedTensor, Transfer
+from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.testing import ZOO, compiled, run_step
 from graphoffload.testing.faults import host_copies
 

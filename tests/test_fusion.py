@@ -20,9 +20,9 @@ from graphoffload.analysis import fusion as rules
 from graphoffload.analysis.costs import Measured, node_costs
 from graphoffload.analysis.fusion import FARTHEST, Fusion, fusion_of
 from graphoffload.analysis.storages import fake, storage_id
-from graphoffload.torch_internals import most_reads
-from graphoffload.hardware.profile import PROFILES
 from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
+from graphoffload.hardware.profile import PROFILES
+from graphoffload.torch_internals.inductor import most_reads
 
 
 def traced(function: Callable[..., object], *shapes: tuple[int, ...], decomposed: bool = False) -> Graph:

@@ -26,12 +26,12 @@ from torch.fx import Graph, GraphModule, Node
 
 import graphoffload
 from graphoffload.compiler import backend
-from graphoffload import torch_internals as compat
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.runtime import registry
 from graphoffload.testing import ZOO, Case, assert_equal_bits, keep_all, observe, run_case
 from graphoffload.testing.attention import Blocks
 from graphoffload.testing.case import of
+from graphoffload.torch_internals import releases
 
 GOLDEN = Path(__file__).parent / "golden"
 ACCEPT = bool(os.environ.get("ACCEPT_GOLDENS"))
@@ -123,15 +123,15 @@ def compile_and_run(name: str) -> tuple[str, list[Any]]:
 
 def golden_path(name: str) -> Path:
     """The text for this release of torch where there is one, else the newest one's."""
-    own = GOLDEN / f"graph_{name}.torch{'.'.join(compat.torch_version().split('.')[:2])}.txt"
+    own = GOLDEN / f"graph_{name}.torch{'.'.join(releases.torch_version().split('.')[:2])}.txt"
     return own if own.exists() else GOLDEN / f"graph_{name}.txt"
 
 
 def accept(name: str, text: str) -> None:
     """Write the text of this release; an older one gets a file of its own where it differs."""
-    release = tuple(int(part) for part in compat.torch_version().split(".")[:2])
+    release = tuple(int(part) for part in releases.torch_version().split(".")[:2])
     newest = GOLDEN / f"graph_{name}.txt"
-    if release == compat.NEWEST_TESTED or not newest.exists():
+    if release == releases.NEWEST_TESTED or not newest.exists():
         newest.write_text(text, encoding="utf-8")
     elif newest.read_text(encoding="utf-8") != text:
         (GOLDEN / f"graph_{name}.torch{release[0]}.{release[1]}.txt").write_text(text, encoding="utf-8")

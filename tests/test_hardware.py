@@ -17,10 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphoffload.hardware import profile as hardware
 from graphoffload.analysis.timing import repeats_of
 from graphoffload.errors import ConfigError, HardwareWarning
-from graphoffload.hardware.profile import PROFILES, HardwareProfile, cache_path, cached, fit_link, resolve_hardware
+from graphoffload.hardware import measure as hardware
+from graphoffload.hardware.measure import cache_path, cached, fit_link, resolve_hardware
+from graphoffload.hardware.profile import PROFILES, HardwareProfile
 
 
 def test_names_resolve_and_unknown_ones_name_the_nearest() -> None:

@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 
 import graphoffload
 from graphoffload.errors import HostMemoryError, PageableMemoryWarning
+from graphoffload.facts.plan import Plan, Transfer
+from graphoffload.runtime.pinned import pool, slabs
 from graphoffload.runtime.pinned import preallocation as ahead
-from graphoffload.runtime.pinned import pool
-from graphoffload.runtime.pinned import slabs
-from graphoffload.runtime.pinned.preallocation import memory_ahead
 from graphoffload.runtime.pinned.pool import POOL, HostPool
+from graphoffload.runtime.pinned.preallocation import memory_ahead
 from graphoffload.runtime.pinned.slabs import HostBuffer, Slab
-from graphoffload.facts.saved import Plan, Transfer
 
 KIB = 1024
 

@@ -13,8 +13,8 @@ import torch
 from test_introspect import Tanhs
 
 import graphoffload
-from graphoffload.monitor import not_compiled as unused
 from graphoffload.errors import GraphOffloadWarning, NotOffloadedWarning
+from graphoffload.monitor import not_compiled as unused
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}
 Call = Callable[[torch.Tensor], torch.Tensor]

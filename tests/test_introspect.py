@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.errors import ConfigError
+from graphoffload.facts.plan import Plan
 from graphoffload.runtime import registry
-from graphoffload.facts.saved import Plan
 
 
 def look(rows: int, module: torch.nn.Module) -> Plan:

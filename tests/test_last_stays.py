@@ -14,10 +14,10 @@ from test_between import SLOW_LINK, backend
 from torch import Tensor, nn
 
 import graphoffload
-from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.registry import run_plan
+from graphoffload.runtime.step import between_graphs as between
 from graphoffload.testing import Result, assert_equal_bits, run_step, weighted_loss
 from graphoffload.testing.attention import HIDDEN, Block, Blocks
 

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import graphoffload
 from graphoffload.compiler import inner_compile
 from graphoffload.errors import ChecksumError, RuntimeStateError
+from graphoffload.facts.plan import Plan, Transfer
 from graphoffload.passes.strides import reload_as_laid_out
 from graphoffload.runtime import registry, twin_copies
-from graphoffload.facts.saved import Plan, Transfer
 from graphoffload.testing import assert_equal_bits, compiled, draw, keep_all, observe, run_step, whole_gradient_error
 from graphoffload.testing.faults import host_copies, reloads
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import graphoffload
-from graphoffload.runtime.pinned import pool
 from graphoffload.runtime import ops
 from graphoffload.runtime.handles import ENTRIES
+from graphoffload.runtime.pinned import pool
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, keep_all, observe, run_step, weighted_loss
 from graphoffload.testing.faults import Fails

@@ -22,9 +22,9 @@ import graphoffload
 from graphoffload.analysis.module_paths import module_path, module_stack
 from graphoffload.analysis.saved_values import GraphPair, real_uses, saved_placeholders, saved_table
 from graphoffload.errors import PatternError
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.options.megatron_aliases import MEGATRON_NAMES
 from graphoffload.options.patterns import Resolution, ancestors, clean_path, matches, near_misses, resolve, selects
-from graphoffload.facts.saved import SavedTable, SavedTensor
 from graphoffload.testing import observe
 
 PART = st.text("abcdefgh_0123456789", min_size=1, max_size=6).filter(lambda part: part not in ("self", "_modules"))

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphoffload
 from graphoffload.compiler import device_limits as limits
-from graphoffload.options.config import OffloadConfig
-from graphoffload.compiler.decide import Limits
 from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.compiler.partitioner import OffloadPartitioner
+from graphoffload.facts.limits import Limits
+from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
 
 WIDTH = 64

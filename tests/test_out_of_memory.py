@@ -16,9 +16,10 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphoffload
+from graphoffload.facts.plan import Plan, Prediction
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.monitor.out_of_memory import next_budget_bytes, note, with_note
 from graphoffload.runtime import host_memory, registry
-from graphoffload.facts.saved import Plan, Prediction, SavedTable, SavedTensor
 from graphoffload.testing import assert_equal_bits, compiled, draw, keep_all, run_step
 from graphoffload.units import parse_size
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from graphoffload.errors import BudgetExceededWarning
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Plan, Prediction
 from graphoffload.monitor import budget_check as overrun
 from graphoffload.options.config import OffloadConfig
-from graphoffload.compiler.decide import Limits
-from graphoffload.errors import BudgetExceededWarning
 from graphoffload.runtime import registry
-from graphoffload.facts.saved import Plan, Prediction
 
 BUDGET = 10 * 2**30
 KEY = "a plan that is watched"

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphoffload.options.config import OffloadConfig
+from graphoffload.compiler.constraints import Wish, check_tags, wishes_for, without_effect
 from graphoffload.errors import ConfigError, PatternError, TagError
+from graphoffload.facts.plan import Action
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
+from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import resolve
 from graphoffload.options.policies import ACTIONS, PatternPolicy, Policy, patterns_of
-from graphoffload.facts.saved import Action, SavedTable, SavedTensor
-from graphoffload.compiler.constraints import Wish, check_tags, wishes_for, without_effect
 
 MIB = 2**20
 

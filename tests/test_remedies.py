@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import graphoffload
+from graphoffload.analysis import saved_values, symbols
 from graphoffload.compiler import decide
 from graphoffload.compiler import device_limits as limits
-from graphoffload.facts import remedies
-from graphoffload.analysis import saved_values, symbols
-from graphoffload.options.config import OffloadConfig
-from graphoffload.errors import NotOffloadedWarning
-from graphoffload.facts.saved import SavedTable, SavedTensor
 from graphoffload.compiler.constraints import wishes_for
+from graphoffload.errors import NotOffloadedWarning
+from graphoffload.facts import remedies
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
+from graphoffload.options.config import OffloadConfig
 
 MIB = 2**20
 

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 import graphoffload
 from graphoffload.compiler import decide
 from graphoffload.errors import PlanError
+from graphoffload.facts.plan import Action, Decision, Plan, Prediction, Transfer
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.report.offload_report import Measured, OffloadReport, plan_table, summary_line
-from graphoffload.runtime import registry
-from graphoffload.facts.saved import Action, Decision, Plan, Prediction, SavedTable, SavedTensor, Transfer
 from graphoffload.report.table import folded_rows
+from graphoffload.runtime import registry
 from graphoffload.units import format_bytes
 
 GOLDEN = Path(__file__).parent / "golden"

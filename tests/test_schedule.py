@@ -11,8 +11,8 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import graphoffload
+from graphoffload.facts.plan import Plan
 from graphoffload.hardware.profile import PROFILES
-from graphoffload.facts.saved import Plan
 
 LAYERS = 6
 # A layer's product takes 0.67 ms, the copy of an activation 0.27 ms on this link, two a layer: they hide. On half of it they

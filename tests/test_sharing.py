@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import graphoffload
-from graphoffload.monitor import shared_budget as sharing
-from graphoffload.compiler.decide import Limits
 from graphoffload.errors import SharedBudgetWarning
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Decision, Plan
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
+from graphoffload.monitor import shared_budget as sharing
 from graphoffload.runtime import registry
-from graphoffload.facts.saved import Decision, Plan, SavedTable, SavedTensor
 from graphoffload.testing import ZOO
 from graphoffload.testing.attention import Blocks
 

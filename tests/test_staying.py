@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.errors import NotOffloadedWarning, SharedBudgetWarning
-from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime import ops, twin_copies
+from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.step.resident import Budget, Share, Staying
 from graphoffload.testing import Result, assert_equal_bits, run_step, weighted_loss
 from graphoffload.testing.attention import HIDDEN, Block

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from graphoffload.errors import RuntimeStateError
-from graphoffload.runtime import offloaded_tensors as entries
-from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.runtime import copy_hook, ops, reset_stats, stats, trace_stalls
+from graphoffload.runtime import offloaded_tensors as entries
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.layouts import Layout
-from graphoffload.runtime.streams.memcpy import find_memcpy
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
+from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime.streams.memcpy import find_memcpy
 
 DEVICE = torch.device("cuda", 1)
 ENTRY = types.SimpleNamespace(name="a of layer0")

@@ -14,12 +14,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 
 import graphoffload
-from graphoffload.monitor import caveats as surroundings
-from graphoffload.options.config import OffloadConfig
 from graphoffload.errors import CaptureError, CudaGraphsWarning, FallbackWarning, PerRankPlanWarning
-from graphoffload.runtime.streams import copy_streams as streams
-from graphoffload.facts.saved import Decision, Plan, Prediction, Transfer
+from graphoffload.facts.plan import Decision, Plan, Prediction, Transfer
+from graphoffload.monitor import caveats as surroundings
 from graphoffload.monitor.caveats import host_time_note, warn_of_cuts, warn_of_surroundings
+from graphoffload.options.config import OffloadConfig
+from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.testing import ZOO, compiled, run_step
 
 CASE = ZOO["attention"]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import graphoffload
 from graphoffload.errors import TagError
-from graphoffload.facts.saved import Plan
+from graphoffload.facts.plan import Plan
 from graphoffload.testing import ZOO, Observed, Result, assert_equal_bits, compiled, draw, keep_all, observe, run_step
 from graphoffload.testing.structure import Selective, tag_everything
 

@@ -15,13 +15,14 @@ from torch import nn
 
 import graphoffload
 from graphoffload.errors import ConfigError
+from graphoffload.facts.plan import Decision, Plan, Prediction, Transfer
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.predicted import Predicted
 from graphoffload.planner.problem import Candidate, Program, Step
 from graphoffload.planner.simulator import simulate
-from graphoffload.report.offload_report import OffloadReport
 from graphoffload.report import predictions
-from graphoffload.facts.saved import Decision, Plan, Prediction, SavedTable, SavedTensor, Transfer
+from graphoffload.report.offload_report import OffloadReport
 from graphoffload.report.step_picture import StepPicture, picture_of, timeline_svg, trace_json
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.errors import ConfigError, PartialPlanWarning
+from graphoffload.facts.plan import Plan
 from graphoffload.runtime import registry
-from graphoffload.facts.saved import Plan
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}
 READS = {

@@ -11,11 +11,11 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Node
 
 import graphoffload
-from graphoffload.compiler import pipeline
 from graphoffload.analysis.saved_values import GraphPair
-from graphoffload.errors import VerifyError
-from graphoffload.facts.saved import Plan
 from graphoffload.analysis.verify import RULES
+from graphoffload.compiler import pipeline
+from graphoffload.errors import VerifyError
+from graphoffload.facts.plan import Plan
 
 OPS = torch.ops.graphoffload
 

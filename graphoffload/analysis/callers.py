@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_placeholders
 from graphoffload.analysis.storages import fake, group_by_storage, only_views, storage_id
-from graphoffload.torch_internals import tag_of
+from graphoffload.torch_internals.checkpoint_tags import tag_of
 
 _NOT_MEMORY = ("tangents", "fwd_seed", "fwd_base_offset", "fwd_rng_state", "bwd_seed", "bwd_base_offset", "bwd_rng_state")
 

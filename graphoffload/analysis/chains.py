@@ -22,8 +22,8 @@ from graphoffload.analysis.callers import CallersMemory, foreign, is_view
 from graphoffload.analysis.decisions import decided_on, depends_on_bits, is_input, retaken, trace_of, used_by_forward
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
-from graphoffload.torch_internals import mutated_inputs
-from graphoffload.facts.saved import SavedTable
+from graphoffload.facts.saved_tensors import SavedTable
+from graphoffload.torch_internals.partitioning import mutated_inputs
 
 _PURE_NAMESPACES = ("aten", "prims", "inductor_prims")
 

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.kernels import Axis, Kernel, add_needs, in_order, runs_after
 from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, storage_id, with_views
-from graphoffload.torch_internals import is_pointwise_use, most_reads
+from graphoffload.torch_internals.inductor import is_pointwise_use, most_reads
 
 Kind = Literal["view", "kernel", "fused", "none"]
 

@@ -18,9 +18,9 @@ from graphoffload.analysis.fusion import Fusion, fusion_of
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
-from graphoffload.facts.saved import SavedTable, SavedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +195,7 @@ def _candidate(
     )
 
 
-def _held_and_saved(
-    pair: GraphPair, table: SavedTable, chains: Mapping[str, Chain], lives: list[_Life]
-) -> dict[str, Buffer]:
+def _held_and_saved(pair: GraphPair, table: SavedTable, chains: Mapping[str, Chain], lives: list[_Life]) -> dict[str, Buffer]:
     """Memory of what the model returns as well as saves, by SavedTensor name: recomputing it frees nothing as long as the
     caller holds it. Counted until backward has used it last."""
     returned = {node for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs] if node is not None}

@@ -31,9 +31,9 @@ from graphoffload.analysis.storages import (
     storage_id,
     storage_nbytes,
 )
-from graphoffload.torch_internals import tag_of
 from graphoffload.errors import VerifyError
-from graphoffload.facts.saved import SavedTable, SavedTensor, Tag
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor, Tag
+from graphoffload.torch_internals.checkpoint_tags import tag_of
 
 
 @dataclass(frozen=True, slots=True)

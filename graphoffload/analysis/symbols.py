@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake
-from graphoffload.facts.saved import SavedTable
+from graphoffload.facts.saved_tensors import SavedTable
 
 
 def symbol_sources(graph: Graph) -> dict[sympy.Symbol, tuple[Node, int | None]]:

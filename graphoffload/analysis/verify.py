@@ -28,7 +28,7 @@ from graphoffload.analysis.decisions import retaken
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_placeholders
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.errors import VerifyError
-from graphoffload.facts.saved import Plan
+from graphoffload.facts.plan import Plan
 
 _OPS = ("offload", "release", "reload", "wait")
 

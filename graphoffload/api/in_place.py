@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from graphoffload.compiler.backend import OffloadBackend
-from graphoffload.options.config import OffloadConfig
 from graphoffload.errors import NotOffloadedWarning, warn
 from graphoffload.monitor.not_compiled import given_text, watched
+from graphoffload.options.config import OffloadConfig
 
 _MARK = "_graphoffload_in_place"
 

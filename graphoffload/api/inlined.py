@@ -18,11 +18,11 @@ from torch._dynamo.comptime import comptime
 from torch._inductor import config as inductor_config
 
 from graphoffload.compiler import backend as backends
-from graphoffload import torch_internals as compat
-from graphoffload.options.config import OffloadConfig
-from graphoffload.errors import NotOffloadedWarning, warn
 from graphoffload.compiler.partitioner import OffloadPartitioner
+from graphoffload.errors import NotOffloadedWarning, warn
 from graphoffload.monitor.not_compiled import given_text, other_options
+from graphoffload.options.config import OffloadConfig
+from graphoffload.torch_internals import dynamo
 
 
 def teller(what: str, config: OffloadConfig, options: Mapping[str, Any]) -> Callable[[Any], None]:
@@ -31,7 +31,7 @@ def teller(what: str, config: OffloadConfig, options: Mapping[str, Any]) -> Call
     told: set[str] = set()
 
     def tell(_: Any) -> None:
-        outer, exports = compat.tracing_backend()
+        outer, exports = dynamo.tracing_backend()
         if outer is None or exports or not torch.is_grad_enabled():
             return
         theirs = config_of(outer)

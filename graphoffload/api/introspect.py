@@ -18,21 +18,21 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from graphoffload import torch_internals as compat
-from graphoffload.compiler.backend import OffloadBackend, plan_graph
-from graphoffload.options.config import OffloadConfig
-from graphoffload.errors import ConfigError, PartialPlanWarning, warn
-from graphoffload.hardware.profile import resolve_hardware
 from graphoffload.api.in_place import compile_in_place, offload_in_place
 from graphoffload.api.inlined import teller, told_when_inlined
-from graphoffload.compiler.device_limits import resolve_limits
-from graphoffload.log import say
-from graphoffload.compiler.optimizer_state import state_bytes
-from graphoffload.report.offload_report import OffloadReport
-from graphoffload.facts.saved import Plan
-from graphoffload.monitor.shared_budget import judge
-from graphoffload.units import format_bytes
 from graphoffload.api.values import UNKNOWN, Values
+from graphoffload.compiler.backend import OffloadBackend, plan_graph
+from graphoffload.compiler.device_limits import resolve_limits
+from graphoffload.compiler.optimizer_state import state_bytes
+from graphoffload.errors import ConfigError, PartialPlanWarning, warn
+from graphoffload.facts.plan import Plan
+from graphoffload.hardware.measure import resolve_hardware
+from graphoffload.log import say
+from graphoffload.monitor.shared_budget import judge
+from graphoffload.options.config import OffloadConfig
+from graphoffload.report.offload_report import OffloadReport
+from graphoffload.torch_internals import dynamo
+from graphoffload.units import format_bytes
 
 _T = TypeVar("_T")
 
@@ -111,7 +111,7 @@ def _look(
         inputs, named = tree_map_only(torch.Tensor, values.fake, (args, kwargs))
         target = model.forward if isinstance(model, nn.Module) else model
         try:
-            compat.compile_apart(target, graphs)(*inputs, **named)
+            dynamo.compile_apart(target, graphs)(*inputs, **named)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except UNKNOWN as error:

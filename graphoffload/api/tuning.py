@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphoffload import torch_internals as compat
-from graphoffload.compiler.backend import OffloadBackend
-from graphoffload.options.config import OffloadConfig
-from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
 from graphoffload.api.in_place import compile_in_place
 from graphoffload.api.introspect import chosen_config
+from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.compiler.device_limits import resolve_limits
+from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
+from graphoffload.facts.plan import Plan
 from graphoffload.log import say
+from graphoffload.options.config import OffloadConfig
 from graphoffload.report.offload_report import Measured, OffloadReport
 from graphoffload.runtime import registry
-from graphoffload.facts.saved import Plan
+from graphoffload.torch_internals import dynamo
 from graphoffload.units import format_bytes
 
 _NO_LIMIT = 1_000_000
@@ -159,7 +159,7 @@ class _Tuner:
         """Compile, warm up and measure."""
         recorder = _Recorder(config)
         self.model._compiled_call_impl = None
-        compile_in_place(self.model, recorder, **compat.apart())  # Dynamo gives up at eight compiles of one forward
+        compile_in_place(self.model, recorder, **dynamo.apart())  # Dynamo gives up at eight compiles of one forward
         try:
             # Each trial is one more compile of the same code: at its limit torch would run the model in eager.
             with torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):

@@ -28,16 +28,16 @@ from typing import Any
 
 import torch
 
-from graphoffload.compiler import inner_compile
 from graphoffload.bench import measure, results
 from graphoffload.bench.models import MODELS, build
 from graphoffload.bench.options import add_result_options
 from graphoffload.bench.patching import replaced
 from graphoffload.bench.variants import Eligible, apply, parse
 from graphoffload.cache_files import write_whole
-from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.compiler import inner_compile
 from graphoffload.runtime import ops
 from graphoffload.runtime.handles import ENTRIES
+from graphoffload.runtime.streams import copy_streams as streams
 
 OPS = ("offload", "release", "reload", "wait")
 PLAN = "0" * 64

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from graphoffload.api.introspect import explain
 from graphoffload.bench import where
 from graphoffload.bench.models import MODELS, build
 from graphoffload.errors import ConfigError
-from graphoffload.api.introspect import explain
 from graphoffload.units import parse_size
 
 

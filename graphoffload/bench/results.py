@@ -34,8 +34,8 @@ from typing import Any
 import torch
 
 from graphoffload.bench.measure import Row
-from graphoffload.errors import ConfigError
 from graphoffload.cache_files import write_whole
+from graphoffload.errors import ConfigError
 from graphoffload.units import format_bytes
 
 FORMAT = 1

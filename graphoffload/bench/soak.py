@@ -1,11 +1,11 @@
 """A long run as training really is: shapes from buckets, accumulation, evaluation and failures in between, and books kept.
 
-    log = run(module, Course(steps=60), "cpu")               real copies
-    with twin_copies():
-        twin = run(module, Course(steps=60), "cpu")          the same graphs, synchronous clones on the device
-    assert log.losses == twin.losses
+log = run(module, Course(steps=60), "cpu")               real copies
+with twin_copies():
+    twin = run(module, Course(steps=60), "cpu")          the same graphs, synchronous clones on the device
+assert log.losses == twin.losses
 
-    python -m graphoffload bench soak --steps 200           the same from a shell
+python -m graphoffload bench soak --steps 200           the same from a shell
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.bench.patching import replaced
+from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.runtime import host_memory, twin_copies
 from graphoffload.runtime.handles import ENTRIES
 

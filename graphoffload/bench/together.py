@@ -30,7 +30,6 @@ from typing import IO, Any
 
 import torch
 
-from graphoffload.compiler import draft as drafts
 from graphoffload.analysis.fusion import kind_of
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.bench import measure
@@ -39,8 +38,9 @@ from graphoffload.bench.options import add_result_options, add_step_options, kee
 from graphoffload.bench.patching import replaced
 from graphoffload.bench.runner import Options, Runner
 from graphoffload.bench.variants import parse
-from graphoffload.errors import ConfigError
 from graphoffload.cache_files import cache_dir
+from graphoffload.compiler import draft as drafts
+from graphoffload.errors import ConfigError
 
 LAUNCHED_S = 3.0
 """What a stopped process has launched takes so long at most: a step of a long sequence in eager."""

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from graphoffload.compiler.backend import OffloadBackend
-from graphoffload.bench.models import Workload
-from graphoffload.options.config import OffloadConfig
-from graphoffload.errors import ConfigError
 from graphoffload.api.introspect import explain
+from graphoffload.bench.models import Workload
+from graphoffload.compiler.backend import OffloadBackend
+from graphoffload.errors import ConfigError
+from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import stats
 from graphoffload.runtime.registry import last_plans
 from graphoffload.units import parse_size

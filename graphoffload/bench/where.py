@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from graphoffload.compiler import draft as drafts
 from graphoffload.bench import measure, variants
 from graphoffload.bench.models import MODELS, build
 from graphoffload.bench.options import size_change
 from graphoffload.bench.patching import replaced
+from graphoffload.compiler import draft as drafts
 from graphoffload.errors import ConfigError
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline

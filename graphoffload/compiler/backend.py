@@ -15,26 +15,26 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule
 
-from graphoffload import torch_internals as compat
-from graphoffload.options.config import OffloadConfig, split_options
-from graphoffload.compiler.decide import Limits, is_one_of_many
-from graphoffload.errors import ConfigError, FallbackWarning, warn
-from graphoffload.monitor.pattern_coverage import Fragment, fragment_of
-from graphoffload.compiler.module_names import is_part, name_modules
 from graphoffload.compiler.cache_key import graph_key
-from graphoffload.compiler.inner_compile import compile_as_planned
 from graphoffload.compiler.device_limits import resolve_limits
-from graphoffload.log import log, say
-from graphoffload.monitor.out_of_memory import with_note
-from graphoffload.monitor.budget_check import watch_budget
+from graphoffload.compiler.inner_compile import compile_as_planned
+from graphoffload.compiler.module_names import is_part, name_modules
 from graphoffload.compiler.partitioner import OffloadPartitioner
+from graphoffload.errors import ConfigError, FallbackWarning, warn
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Plan
+from graphoffload.log import log, say
+from graphoffload.monitor.budget_check import watch_budget
+from graphoffload.monitor.caveats import asks_for_cuda_graphs, warn_of_surroundings
+from graphoffload.monitor.not_compiled import taken_in
+from graphoffload.monitor.out_of_memory import with_note
+from graphoffload.monitor.pattern_coverage import Fragment, fragment_of
+from graphoffload.monitor.shared_budget import budget_of, count_calls, is_one_of_many, may_link, where_it_runs
+from graphoffload.options.config import OffloadConfig, split_options
 from graphoffload.report.offload_report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.pinned.preallocation import memory_ahead
-from graphoffload.facts.saved import Plan
-from graphoffload.monitor.shared_budget import budget_of, count_calls, may_link, where_it_runs
-from graphoffload.monitor.caveats import asks_for_cuda_graphs, warn_of_surroundings
-from graphoffload.monitor.not_compiled import taken_in
+from graphoffload.torch_internals import dynamo, partitioning, releases
 
 _graphs = itertools.count()
 
@@ -96,7 +96,7 @@ def _checked(configure: Callable[..., OffloadConfig], **given: Any) -> OffloadCo
         return configure(**given)
     except ConfigError as error:
         late = f"{error} (torch.compile hands options on with a first graph; OffloadBackend and offload() check them at once.)"
-        raise compat.as_it_is(ConfigError(late)) from None
+        raise dynamo.as_it_is(ConfigError(late)) from None
 
 
 def configured(*, options: Mapping[str, Any] | None = None, mode: str | None = None) -> OffloadConfig:
@@ -113,7 +113,7 @@ def compile_graph(
     Args:
         planned: called with the key of the plan, where there is one, whether it was made now or came from a compile cache.
     """
-    compat.check_torch()
+    releases.check_torch()
     _warn_of_fallbacks()
     captured.collect()
     taken_in((*example_inputs, *gm.parameters()), config)
@@ -172,7 +172,7 @@ def _partitioner(
         name=f"graph{next(_graphs)}",
         fragment=_fragment(gm, config),
         limits=limits,
-        parameters=compat.parameter_positions(gm.graph, example_inputs),
+        parameters=partitioning.parameter_positions(gm.graph, example_inputs),
     )
 
 
@@ -225,7 +225,7 @@ def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
     """Whether this graph is only part of what the user compiled, so that a pattern may well match in another part."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     broken = reason is None or getattr(reason, "graph_break", False)
-    frame = compat.compiling()
+    frame = dynamo.compiling()
     whole = not broken and (frame is None or not is_part(frame))
     return fragment_of(frame.running if frame is not None else None, config.digest(), whole=whole)
 

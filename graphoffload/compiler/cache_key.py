@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import os
 import secrets
 import types
 from pathlib import Path
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphoffload import torch_internals as compat
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.policies import stable_text
+from graphoffload.torch_internals import releases
 
 
 def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
@@ -28,7 +29,7 @@ def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
     modules = [
         module for _, module in gm.named_modules() if isinstance(module, GraphModule)
     ]  # checkpoint regions are submodules
-    for part in (compat.torch_version(), source_digest(), config.digest(), extra, *(str(module.graph) for module in modules)):
+    for part in (releases.torch_version(), source_digest(), config.digest(), extra, *(str(module.graph) for module in modules)):
         digest.update(part.encode())
         digest.update(b"\0")
     for node in (node for module in modules for node in module.graph.nodes):
@@ -67,7 +68,8 @@ def _context_text(context: Any) -> str:
 def source_digest() -> str:
     """Digest of graphoffload's own source: a changed pass must never meet an old cache entry."""
     digest = hashlib.sha256()
-    root = Path(__file__).resolve().parent
-    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+    root = Path(__file__).resolve().parent.parent
+    folders = os.walk(root, followlinks=True)  # passes/ is a link in a checkout
+    for path in sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.compiler.draft import Draft, Request, Work, against, keep_all_draft
-from graphoffload.errors import BudgetError
-from graphoffload.planner.simulator import Timeline
-from graphoffload.facts.saved import SavedTable
 from graphoffload.compiler.plan_search import feasible_draft
+from graphoffload.errors import BudgetError
+from graphoffload.facts.saved_tensors import SavedTable
+from graphoffload.planner.simulator import Timeline
 from graphoffload.units import format_bytes
 
 _SAME = 1e-9

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from graphoffload.errors import TagError
+from graphoffload.facts.plan import Action
+from graphoffload.facts.remedies import disobeyed
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.options.patterns import Resolution, resolve, selects
 from graphoffload.options.policies import PatternPolicy, StoredPolicy, ask, patterns_of
-from graphoffload.facts.remedies import disobeyed
-from graphoffload.facts.saved import Action, SavedTable, SavedTensor
 from graphoffload.units import format_bytes
 
 _TAG_NAMES = {

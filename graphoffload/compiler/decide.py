@@ -8,21 +8,23 @@ a budget, or "auto"       keep all where that fits; the planner where it does no
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from graphoffload.options.config import OffloadConfig
+from graphoffload.compiler.constraints import Wish
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Action
+from graphoffload.facts.remedies import host_full, nothing_offloaded
+from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.planner.hint import saved_within
+from graphoffload.monitor.shared_budget import is_one_of_many
+from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.goals import Goal, MeetBudget, WithinSlowdown
-from graphoffload.patience import Patience
+from graphoffload.planner.hint import saved_within
 from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.reasons import NO_CHOICE
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.planner.solver import Solution, solve
-from graphoffload.facts.remedies import host_full, nothing_offloaded
-from graphoffload.facts.saved import Action, SavedTable
-from graphoffload.units import coarse_size, format_bytes
-from graphoffload.compiler.constraints import Wish
+from graphoffload.units import format_bytes
 
 UNMEASURABLE = 0.005
 """Share of a step below which its time does not repeat: what costs less is free."""
@@ -35,37 +37,6 @@ _FOR_THE_NEXT = (
 _CHEAP = 0.25  # recomputation that takes less than this share of the copy's time
 _HINT = 0.01  # the slowdown that a hint speaks of, where it saves at least this share of the peak:
 _WORTH = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the process may use, resolved to bytes.
-
-    explicit: the user gave a budget or a slowdown. device_budget_bytes: None where there is nothing to fit (a CPU).
-    static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free. shared: the budget is
-    for several graphs, of which this one is not the first, and the runtime lets stay what fits of what they offload together.
-    behind: the graph runs behind others that are trained. host_locked: the host budget is what this user may lock.
-    patience: how long planning may take; None: as long as it does.
-    """
-
-    explicit: bool = False
-    device_budget_bytes: int | None = None
-    static_bytes: int = 0
-    reserve_bytes: int = 0
-    host_budget_bytes: int | None = None
-    shared: bool = False
-    behind: bool = False
-    host_locked: bool = False
-    patience: Patience | None = field(default=None, compare=False, repr=False)
-
-    def quantised(self) -> Limits:
-        """For cache keys: what "auto" measures in steps of 1 GiB, so that two runs on the same machine agree."""
-        return replace(
-            self,
-            device_budget_bytes=coarse_size(self.device_budget_bytes),
-            static_bytes=coarse_size(self.static_bytes) or 0,
-            host_budget_bytes=coarse_size(self.host_budget_bytes),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +122,6 @@ def decide_actions(
         max_inflight_bytes=solution.max_inflight_bytes,
         planned=True,
     )
-
-
-def is_one_of_many(config: OffloadConfig, limits: Limits) -> bool:
-    """Whether a graph offloads without a goal behind others: the link is theirs as well, and no number counts on its copies."""
-    return limits.behind and not limits.explicit and config.policy == "offload"
 
 
 def decide_again(

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from graphoffload.analysis.storages import example_storage_nbytes, storage_id
-from graphoffload.options.config import OffloadConfig
-from graphoffload.compiler.decide import Limits
-from graphoffload.hardware.profile import HardwareProfile, resolve_hardware
 from graphoffload.compiler.optimizer_state import state_bytes
+from graphoffload.facts.limits import Limits
+from graphoffload.hardware.measure import resolve_hardware
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.options.config import OffloadConfig
 from graphoffload.units import parse_size
 
 _MARGIN_BYTES = 512 * 2**20

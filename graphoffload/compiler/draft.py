@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graphoffload import torch_internals as compat
 from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.program import Instance, build_program
@@ -25,28 +24,23 @@ from graphoffload.analysis.regions import with_regions
 from graphoffload.analysis.saved_values import GraphPair, saved_table
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
-from graphoffload.options.config import OffloadConfig
-from graphoffload.compiler.decide import (
-    Decided,
-    Limits,
-    actions_again,
-    decide_actions,
-    decide_again,
-    saved_all_the_same,
-    table_again,
-)
-from graphoffload.errors import BudgetError
 from graphoffload.cache_files import cache_dir
-from graphoffload.monitor.pattern_coverage import WHOLE, Fragment
+from graphoffload.compiler.constraints import Wish, wishes_for
+from graphoffload.compiler.decide import Decided, actions_again, decide_actions, decide_again, saved_all_the_same, table_again
+from graphoffload.errors import BudgetError
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Action
+from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.passes.prepare_joint import Binding, bind, tagged_copy
+from graphoffload.monitor.pattern_coverage import WHOLE, Fragment
+from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution
+from graphoffload.passes.prepare_joint import Binding, bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
 from graphoffload.planner.prefetch import with_slack
 from graphoffload.planner.simulator import Timeline, simulate
-from graphoffload.facts.saved import Action, SavedTable
+from graphoffload.torch_internals import partitioning
 from graphoffload.units import format_bytes
-from graphoffload.compiler.constraints import Wish, wishes_for
 
 _AS_SMALL = 0.002  # plans whose peaks differ by less than this share of keep-all's are as small as each other
 
@@ -171,7 +165,7 @@ def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
 def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
     """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came, but
     for advice to recompute where regions are relaxed."""
-    pair = GraphPair(*compat.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
+    pair = GraphPair(*partitioning.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
     table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
     if request.relax:
         table = SavedTable(tuple(replace(t, tag=None) if t.tag == "prefer_recompute" else t for t in table.tensors))

@@ -17,14 +17,14 @@ from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from graphoffload.analysis.fusion import CRUMBS, FARTHEST
-from graphoffload.passes.prepare_joint import copy_graph
+from graphoffload.facts.plan import Plan
+from graphoffload.monitor.caveats import warn_of_cuts
 from graphoffload.passes.capture import make_capturable
+from graphoffload.passes.prepare_joint import copy_graph
 from graphoffload.passes.strides import reload_as_laid_out
 from graphoffload.runtime import registry
 from graphoffload.runtime.captured import prepare
 from graphoffload.runtime.ops import KERNELS, handles_may_be_copied
-from graphoffload.facts.saved import Plan
-from graphoffload.monitor.caveats import warn_of_cuts
 
 AS_PLANNED = {
     "reorder_for_peak_memory": False,

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from graphoffload import torch_internals as compat
 from graphoffload.options.patterns import clean_path, placed
+from graphoffload.torch_internals import dynamo
 
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _VARIABLE = re.compile(r"(?:getattr\()*([LG])\[(['\"])([^'\"]*)\2\]")
@@ -37,14 +37,14 @@ _TORCH = Path(torch.__file__).parent
 _CALLS = tuple(str(_TORCH / place) for place in ("nn/modules/module.py", "nn/parallel", "distributed/fsdp", "_dynamo"))
 
 
-def is_part(frame: compat.Compiling) -> bool:
+def is_part(frame: dynamo.Compiling) -> bool:
     """Whether this frame is not the function that torch.compile was given, but one that it calls, or a hook of its module."""
     if any(code is frame.code for code in _hooks(frame.running)):
         return True
     return any(not code.co_filename.startswith(_CALLS) for code in _callers(frame))
 
 
-def _callers(frame: compat.Compiling) -> list[CodeType]:
+def _callers(frame: dynamo.Compiling) -> list[CodeType]:
     """Code around a frame, outermost first. The rest of a function after a graph break is called by the function itself."""
     codes = [around.f_code for around in frame.around]
     name, rest = _plain_name(frame.code), frame.code.co_name.startswith(_RESUMED)
@@ -73,7 +73,7 @@ def name_modules(gm: GraphModule) -> None:
 
     Only metadata changes. For graphs from Dynamo, before anything reads them; outside of a compile nothing happens.
     """
-    frame = compat.compiling()
+    frame = dynamo.compiling()
     if frame is None:
         return
     names = _Names(frame)
@@ -87,7 +87,7 @@ def name_modules(gm: GraphModule) -> None:
 class _Names:
     """Names of modules in one frame, each looked up once."""
 
-    def __init__(self, frame: compat.Compiling) -> None:
+    def __init__(self, frame: dynamo.Compiling) -> None:
         self.frame = frame
         self.known: dict[int, dict[int, list[str]]] = {}
         self.places: dict[int, str] = {}
@@ -148,13 +148,13 @@ class _Names:
         return ".".join(part for part in (start, self._paths(owner)[id(module)][0]) if part)
 
 
-def _owner(frame: compat.Compiling) -> nn.Module | None:
+def _owner(frame: dynamo.Compiling) -> nn.Module | None:
     """The module whose method the frame runs: its first variable that is one; Dynamo's own begin with "__"."""
     modules = (value for name, value in frame.local.items() if not name.startswith("__") and isinstance(value, nn.Module))
     return next(modules, None)
 
 
-def _models(frame: compat.Compiling) -> Iterator[nn.Module]:
+def _models(frame: dynamo.Compiling) -> Iterator[nn.Module]:
     """Modules that may hold the frame's, the outermost first: whose method torch.compile was given, and those around."""
     owners: list[Any] = [getattr(frame.running, "__self__", None)]
     owners += [_content(cell) for cell in getattr(frame.running, "__closure__", None) or ()]

@@ -15,25 +15,25 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
-from graphoffload import torch_internals as compat
-from graphoffload.options.config import OffloadConfig
-from graphoffload.compiler.decide import Limits
-from graphoffload.compiler.draft import Request
-from graphoffload.report.dump import write_dump
-from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
-from graphoffload.monitor.pattern_coverage import WHOLE, Fragment
-from graphoffload.compiler.module_names import name_modules
-from graphoffload.hardware.profile import resolve_hardware
 from graphoffload.compiler.cache_key import graph_key
-from graphoffload.passes.prepare_joint import copy_graph, tagged_copy
 from graphoffload.compiler.device_limits import resolve_limits
-from graphoffload.log import log, say
+from graphoffload.compiler.draft import Request
+from graphoffload.compiler.module_names import name_modules
 from graphoffload.compiler.pipeline import Rewritten, rewrite
-from graphoffload.planner.predicted import Predicted
-from graphoffload.report.offload_report import plan_table, summary_line
-from graphoffload.report import predictions
-from graphoffload.runtime import registry
+from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
+from graphoffload.facts.limits import Limits
+from graphoffload.hardware.measure import resolve_hardware
+from graphoffload.log import log, say
 from graphoffload.monitor.caveats import asks_for_cuda_graphs, host_time_note, warn_of_surroundings
+from graphoffload.monitor.pattern_coverage import WHOLE, Fragment
+from graphoffload.options.config import OffloadConfig
+from graphoffload.passes.prepare_joint import copy_graph, tagged_copy
+from graphoffload.planner.predicted import Predicted
+from graphoffload.report import predictions
+from graphoffload.report.dump import write_dump
+from graphoffload.report.offload_report import plan_table, summary_line
+from graphoffload.runtime import registry
+from graphoffload.torch_internals import checkpoint_tags, partitioning, releases
 
 
 class OffloadPartitioner(CustomPartitionerFn):
@@ -85,13 +85,13 @@ class OffloadPartitioner(CustomPartitionerFn):
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Forward and backward graph of a joint graph; `kwargs` are those of torch's own partitioners."""
-        compat.check_torch()
+        releases.check_torch()
         _check_torch_settings()
         if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
             return _partition_region(gm, joint_inputs, kwargs)
         limits = self.limits
         if limits is None:
-            limits = resolve_limits(self.config, _inputs(gm), compat.trained_inputs(gm.graph, kwargs))
+            limits = resolve_limits(self.config, _inputs(gm), partitioning.trained_inputs(gm.graph, kwargs))
         if self.key is None:
             name_modules(gm)  # no backend has done so
         key = self.key or graph_key(gm, self.config)
@@ -104,7 +104,7 @@ class OffloadPartitioner(CustomPartitionerFn):
             self.name or f"graph{len(registry.last_plans())}",
             limits,
             self.fragment,
-            compat.parameters_among(gm.graph, self.parameters),
+            partitioning.parameters_among(gm.graph, self.parameters),
         )
         rewritten = rewrite(request)
         inductor = kwargs.get("compiler") == "inductor"
@@ -126,7 +126,7 @@ def _partition_region(
     joint: GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
 ) -> tuple[GraphModule, GraphModule]:
     """A region (analysis/regions.py), which torch gives without inputs, as torch partitions it; names tags of more."""
-    tagged = [node for node in joint.graph.nodes if compat.tag_of(node.meta) == "must_offload"]
+    tagged = [node for node in joint.graph.nodes if checkpoint_tags.tag_of(node.meta) == "must_offload"]
     if tagged:
         warn(
             NotOffloadedWarning,
@@ -134,7 +134,7 @@ def _partition_region(
             f"{tagged[0].name!r}. torch partitions a region by itself: they are saved, and whether they are offloaded is "
             "decided with the graph around the region. Ask for that by policy, or take the region's decorator off.",
         )
-    return compat.min_cut(tagged_copy(joint, relax=False, notes=[]), joint_inputs, kwargs)
+    return partitioning.min_cut(tagged_copy(joint, relax=False, notes=[]), joint_inputs, kwargs)
 
 
 def _inputs(joint: GraphModule) -> Iterator[object]:
@@ -193,7 +193,7 @@ def _predicted(rewritten: Rewritten, limits: Limits, hardware: str, slowdown: fl
 
 
 def _check_torch_settings() -> None:
-    budget = compat.torch_memory_budget()
+    budget = partitioning.torch_memory_budget()
     if budget != 1.0:
         warn(
             FallbackWarning,

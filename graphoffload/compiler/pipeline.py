@@ -16,25 +16,27 @@ from graphoffload.analysis.decisions import retaken
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_roots
 from graphoffload.analysis.outputs import returned_by
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
+from graphoffload.analysis.verify import verify_graphs
 from graphoffload.compiler.checkpoint_regions import draft_of, hint_of
-from graphoffload.options.config import OffloadConfig
-from graphoffload.compiler.decide import Decided, Limits, with_noise
+from graphoffload.compiler.constraints import Wish, check_tags, wishes_for, without_effect
+from graphoffload.compiler.decide import Decided, with_noise
 from graphoffload.compiler.draft import Request, Work, device_name, partition
+from graphoffload.compiler.placement import PlannedPair, make_plan
 from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Plan
+from graphoffload.facts.saved_tensors import SavedTable
+from graphoffload.hardware.measure import resolve_hardware
 from graphoffload.monitor.pattern_coverage import remember, warn_of_unmatched
-from graphoffload.hardware.profile import resolve_hardware
-from graphoffload.passes.prepare_joint import Binding, bind, copy_graph, tagged_copy, tagged_operations, users_own
+from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution, resolve
+from graphoffload.options.policies import patterns_of
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.once import save_memory_once
+from graphoffload.passes.prepare_joint import Binding, bind, copy_graph, tagged_copy, tagged_operations, users_own
 from graphoffload.passes.reload import insert_reloads
 from graphoffload.planner.simulator import Timeline
-from graphoffload.compiler.placement import PlannedPair, make_plan
-from graphoffload.options.policies import patterns_of
-from graphoffload.facts.saved import Plan, SavedTable
 from graphoffload.units import format_bytes
-from graphoffload.analysis.verify import verify_graphs
-from graphoffload.compiler.constraints import Wish, check_tags, wishes_for, without_effect
 
 
 @dataclass(frozen=True, slots=True)

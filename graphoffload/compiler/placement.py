@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graphoffload import torch_internals as compat
 from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.compiler.decide import Decided
+from graphoffload.facts.plan import Action, Decision, Plan, Prediction, Transfer
+from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.planner.predicted import in_plan_order
 from graphoffload.planner.simulator import Scheduled, Timeline
-from graphoffload.facts.saved import Action, Decision, Plan, Prediction, SavedTable, Transfer
+from graphoffload.torch_internals import releases
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def make_plan(
         prediction=_prediction(decided, timeline, planned.instance.program.reserve_bytes),
         notes=tuple(notes),
         saved=SavedTable(tuple(tensors)),
-        torch_version=compat.torch_version(),
+        torch_version=releases.torch_version(),
         device=device,
         checksum=checksum,
         apart_bytes=apart_bytes,

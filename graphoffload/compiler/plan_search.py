@@ -19,16 +19,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from graphoffload.compiler import draft as drafts
 from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import returned_bytes
-from graphoffload.options.config import OffloadConfig
-from graphoffload.compiler.decide import Limits, without_recomputation
+from graphoffload.compiler import draft as drafts
+from graphoffload.compiler.decide import without_recomputation
 from graphoffload.compiler.draft import Draft, Work, against, instance_of, keep_all
 from graphoffload.errors import BudgetError
+from graphoffload.facts.limits import Limits
+from graphoffload.options.config import OffloadConfig
+from graphoffload.patience import Patience
 from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.bottleneck import describe, held_at
-from graphoffload.patience import Patience
 from graphoffload.planner.simulator import evaluate
 from graphoffload.report.table import NOT_HELD
 from graphoffload.units import format_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from graphoffload.facts.saved import SavedTensor
+from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.units import format_bytes
 
 _OFFLOAD: tuple[tuple[str, str], ...] = (

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from graphoffload.options.config import OffloadConfig
-from graphoffload.compiler.decide import Limits
 from graphoffload.errors import BudgetExceededWarning, warn
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Plan
 from graphoffload.facts.remedies import AS_ONE_GRAPH, lower_budget
+from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
-from graphoffload.facts.saved import Plan
 from graphoffload.units import format_bytes
 
 _LOOKS = (3, 10)  # calls of a graph before which the peak so far is looked at: compiling is over, optimizer state exists

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch._inductor import config as inductor_config
 
-from graphoffload.options.config import OffloadConfig
 from graphoffload.errors import CudaGraphsWarning, PerRankPlanWarning, warn
-from graphoffload.facts.saved import Plan
+from graphoffload.facts.plan import Plan
+from graphoffload.options.config import OffloadConfig
 
 KERNEL_HOST_S = 33e-6
 """What a kernel of compiled code takes the host: 5.5 ms of a small keep-all, by the 168 kernels that are counted of it."""
@@ -47,7 +47,7 @@ def host_time_note(plan: Plan, config: OffloadConfig, kernels: int, *, inductor:
     fewer = "; a larger min_tensor_bytes makes fewer transfers" if plan.transfers else ""
     return (
         f"{kernels} kernels or more and {len(plan.transfers)} transfers may keep the host busy for about {share} of the "
-        "predicted time: it is that of a GPU that never waits for its host. Where it does, mode=\"reduce-overhead\" has CUDA "
+        'predicted time: it is that of a GPU that never waits for its host. Where it does, mode="reduce-overhead" has CUDA '
         f"graphs issue them{fewer}"
     )
 

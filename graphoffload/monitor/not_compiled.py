@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from graphoffload import torch_internals as compat
-from graphoffload.options.config import OffloadConfig
 from graphoffload.errors import NotOffloadedWarning, warn
+from graphoffload.options.config import OffloadConfig
+from graphoffload.torch_internals import dynamo
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ def watched(module: nn.Module, config: OffloadConfig, options: Mapping[str, Any]
         owner = mine()
         if owner is not None and not torch.compiler.is_compiling():
             waiting = _waiting.get(owner)
-            if waiting is not None and compat.eager_is_asked_for():
+            if waiting is not None and dynamo.eager_is_asked_for():
                 del _waiting[owner]
             elif waiting is not None:
                 waiting.ran = True

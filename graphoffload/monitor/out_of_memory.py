@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphoffload import torch_internals as compat
-from graphoffload.log import say
+from graphoffload.facts.plan import Plan
 from graphoffload.facts.remedies import AS_ONE_GRAPH
+from graphoffload.log import say
 from graphoffload.runtime import captured, registry
-from graphoffload.facts.saved import Plan
+from graphoffload.torch_internals import autograd
 from graphoffload.units import format_bytes
 
 _MARGIN = 0.05
@@ -36,7 +36,7 @@ def with_note(compiled: Callable[..., Any], key: str) -> Callable[..., Any]:
     @functools.wraps(compiled)  # with its attributes: `_boxed_call`, `serialize`
     def run(*args: Any) -> Any:
         nonlocal backward_is_wrapped
-        since = 0 if backward_is_wrapped else compat.autograd_time()
+        since = 0 if backward_is_wrapped else autograd.autograd_time()
         try:
             outputs = compiled(*args)
         except torch.OutOfMemoryError as error:
@@ -52,7 +52,7 @@ def with_note(compiled: Callable[..., Any], key: str) -> Callable[..., Any]:
 def _wrap_backward(outputs: Any, key: str, since: int) -> bool:
     """Wrap the backward of the call that began at `since` and gave these outputs; False when none of them has a gradient."""
     tensors = [value for value in pytree.tree_leaves(outputs) if isinstance(value, torch.Tensor) and value.requires_grad]
-    for function in compat.compiled_backwards((tensor.grad_fn for tensor in tensors), since):
+    for function in autograd.compiled_backwards((tensor.grad_fn for tensor in tensors), since):
         if not hasattr(function._backward_impl, "__wrapped__"):
             function._backward_impl = staticmethod(_noting(function._backward_impl, key))
         captured.own(key, function)

@@ -20,14 +20,14 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from graphoffload import torch_internals as compat
-from graphoffload.options.config import OffloadConfig
-from graphoffload.compiler.decide import Limits, is_one_of_many
 from graphoffload.errors import SharedBudgetWarning, warn
+from graphoffload.facts.limits import Limits
 from graphoffload.facts.remedies import share_of_budget
+from graphoffload.monitor.caveats import asks_for_cuda_graphs
+from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
 from graphoffload.runtime.step.resident import Budget
-from graphoffload.monitor.caveats import asks_for_cuda_graphs
+from graphoffload.torch_internals import dynamo
 from graphoffload.units import format_bytes
 
 
@@ -118,7 +118,7 @@ def where_it_runs(limits: Limits, gm: GraphModule, inputs: Sequence[Any], config
     behind = runs_behind(inputs)
     found = replace(limits, shared=behind and may_share_budget(config), behind=behind)
     if may_share_budget(config) or is_one_of_many(config, replace(limits, behind=True)):
-        compat.guard_leaves(gm.graph, [x if not isinstance(x, torch.nn.Parameter) else None for x in inputs])
+        dynamo.guard_leaves(gm.graph, [x if not isinstance(x, torch.nn.Parameter) else None for x in inputs])
     return found
 
 
@@ -149,3 +149,8 @@ def count_calls(compiled: Callable[..., Any], key: str, config: OffloadConfig, l
         return outputs
 
     return run
+
+
+def is_one_of_many(config: OffloadConfig, limits: Limits) -> bool:
+    """Whether a graph offloads without a goal behind others: the link is theirs as well, and no number counts on its copies."""
+    return limits.behind and not limits.explicit and config.policy == "offload"

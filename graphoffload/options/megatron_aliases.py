@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from graphoffload.facts.saved import SavedTensor
+from graphoffload.facts.saved_tensors import SavedTensor
 
 MEGATRON_NAMES: dict[str, str] = {
     "attn_norm": "the norm before attention (input_layernorm, ln_1)",

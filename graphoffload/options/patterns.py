@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase, translate
 
 from graphoffload.errors import PatternError
+from graphoffload.facts.plan import Action
+from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.options.megatron_aliases import MEGATRON_NAMES, BodyRule, rules_for
-from graphoffload.facts.saved import Action, SavedTensor
 
 _AROUND = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _WRAPPERS = _AROUND | {"", "_modules", "__dict__", "__wrapped__", "__self__", "__func__"}

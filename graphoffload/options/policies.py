@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from graphoffload.errors import ConfigError
+from graphoffload.facts.plan import Action
+from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.options.patterns import Resolution, selects
-from graphoffload.facts.saved import Action, SavedTensor
 
 ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
 POLICY_NAMES = ("auto", "keep", "offload", "recompute")

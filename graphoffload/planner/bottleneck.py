@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphoffload.facts.plan import Action
 from graphoffload.planner.arrays import Arrays
 from graphoffload.planner.simulator import Evaluation
-from graphoffload.facts.saved import Action
 from graphoffload.units import format_bytes
 
 

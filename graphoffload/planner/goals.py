@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphoffload.planner.arrays import Arrays
+from graphoffload.facts.plan import Action
 from graphoffload.patience import Patience
+from graphoffload.planner.arrays import Arrays
 from graphoffload.planner.simulator import Evaluation, evaluate
-from graphoffload.facts.saved import Action
 
 
 @dataclass(frozen=True, slots=True)

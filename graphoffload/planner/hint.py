@@ -6,9 +6,9 @@ import time
 
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.arrays import arrays_of
-from graphoffload.planner.strategies.greedy import greedy_moves
 from graphoffload.planner.goals import Judge, WithinSlowdown
 from graphoffload.planner.problem import Program
+from graphoffload.planner.strategies.greedy import greedy_moves
 
 PATIENCE_S = 0.1
 _TARGETS = 6

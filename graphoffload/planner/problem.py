@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphoffload.errors import PlanError
-from graphoffload.facts.saved import Action
+from graphoffload.facts.plan import Action
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphoffload.facts.plan import Action
 from graphoffload.planner.arrays import Arrays
 from graphoffload.planner.simulator import Evaluation
-from graphoffload.facts.saved import Action
 
 NO_CHOICE = "can neither be offloaded nor recomputed"
 """Of a candidate that can only be kept; why so is known to who made the instance."""

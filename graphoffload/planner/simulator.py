@@ -36,11 +36,11 @@ from types import MappingProxyType
 import numpy as np
 
 from graphoffload.errors import PlanError
+from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.arrays import Arrays, Ints, arrays_of
 from graphoffload.planner.moments import wall_times_s
 from graphoffload.planner.problem import Program
-from graphoffload.facts.saved import Action
 
 _TIME_EPSILON_S = 1e-12
 _NONE: Mapping[int, int] = MappingProxyType({})

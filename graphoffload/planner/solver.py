@@ -18,19 +18,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphoffload.errors import BudgetError
+from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.patience import Patience
 from graphoffload.planner.arrays import Arrays, arrays_of
-from graphoffload.planner.strategies.exact import search_exactly
-from graphoffload.planner.strategies.greedy import greedy_moves
 from graphoffload.planner.bottleneck import describe, held_at
 from graphoffload.planner.goals import Goal, Judge, MeetBudget, Proposal, WithinSlowdown
-from graphoffload.planner.strategies.local_search import improve, kicks, windows
-from graphoffload.patience import Patience
 from graphoffload.planner.problem import Program
 from graphoffload.planner.reasons import reasons_for
-from graphoffload.planner.strategies.relaxation import Relaxation, Relaxed
 from graphoffload.planner.simulator import Timeline, timeline_of
-from graphoffload.facts.saved import Action
+from graphoffload.planner.strategies.exact import search_exactly
+from graphoffload.planner.strategies.greedy import greedy_moves
+from graphoffload.planner.strategies.local_search import improve, kicks, windows
+from graphoffload.planner.strategies.relaxation import Relaxation, Relaxed
 from graphoffload.units import format_bytes
 
 __all__ = ["Goal", "MeetBudget", "Solution", "WithinSlowdown", "least_budget_bytes", "solve"]

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphoffload.report.graph_picture import drawn_nodes, drawn_pair, graph_svg
-from graphoffload.errors import ConfigError
 from graphoffload.cache_files import write_whole
+from graphoffload.errors import ConfigError
+from graphoffload.facts.plan import Plan
 from graphoffload.planner.predicted import Predicted
-from graphoffload.facts.saved import Plan
+from graphoffload.report.graph_picture import drawn_nodes, drawn_pair, graph_svg
+from graphoffload.report.step_picture import picture_of, timeline_svg, trace_json
 from graphoffload.report.svg import element, page
 from graphoffload.report.table import plan_table
-from graphoffload.report.step_picture import picture_of, timeline_svg, trace_json
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

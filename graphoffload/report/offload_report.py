@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from graphoffload.report.dump import write_pictures
 from graphoffload.errors import PlanError
+from graphoffload.facts.plan import Plan
+from graphoffload.report.dump import write_pictures
 from graphoffload.report.predictions import predicted_of
-from graphoffload.facts.saved import Plan
 from graphoffload.report.table import ACTIONS, bound, folded_rows, percent, table_of, total_lines, totals
 from graphoffload.report.table import plan_table as plan_table
 from graphoffload.report.table import summary_line as summary_line

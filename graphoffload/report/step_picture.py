@@ -17,9 +17,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from graphoffload.facts.plan import Plan
 from graphoffload.planner.predicted import Predicted, in_plan_order
 from graphoffload.planner.simulator import Timeline
-from graphoffload.facts.saved import Plan
 from graphoffload.report.svg import element, page, shorten
 from graphoffload.report.table import percent
 from graphoffload.units import format_bytes

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphoffload.facts.saved import Action, Plan, SavedTensor, Transfer
+from graphoffload.facts.plan import Action, Plan, Transfer
+from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.units import format_bytes
 
 ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")

@@ -30,12 +30,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from graphoffload.errors import CaptureError, RuntimeStateError
 from graphoffload.runtime import ops
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.offloaded_tensors import CLOSED, HostCopy, OffloadedTensor
 from graphoffload.runtime.handles import ENTRIES
-from graphoffload.runtime.streams.memcpy import relaxed_capture
+from graphoffload.runtime.offloaded_tensors import CLOSED, HostCopy, OffloadedTensor
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import run_plan
 from graphoffload.runtime.streams.copy_streams import DeviceStreams, capture_streams_of, streams_of
+from graphoffload.runtime.streams.memcpy import relaxed_capture
 
 TAGS = (torch.Tag.flexible_layout,)
 NAMES = ("offload", "release", "reload", "wait")

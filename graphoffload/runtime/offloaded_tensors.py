@@ -36,8 +36,8 @@ import torch
 from graphoffload.errors import RuntimeStateError
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.pinned.pool import POOL
-from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.pinned.slabs import HostBuffer
+from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.streams.copy_streams import streams_of
 
 if TYPE_CHECKING:

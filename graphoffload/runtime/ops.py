@@ -24,15 +24,24 @@ from typing import Any
 import torch
 
 from graphoffload.errors import CaptureError, ChecksumError, RuntimeStateError
-from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.checksum import digest
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.offloaded_tensors import COPYING, LENT, ON_HOST, PREFETCHED, RESIDENT, STAYING, HostCopy, OffloadedTensor
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty, same_layout
+from graphoffload.runtime.offloaded_tensors import (
+    COPYING,
+    LENT,
+    ON_HOST,
+    PREFETCHED,
+    RESIDENT,
+    STAYING,
+    HostCopy,
+    OffloadedTensor,
+)
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
+from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.streams.copy_streams import Block, streams_of
 
 HANDLE_DTYPE = torch.int64

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-from graphoffload.errors import ConfigError
 from graphoffload.cache_files import cache_dir, write_whole
-from graphoffload.runtime.pinned.preallocation import going_to_run, prepare_plan
+from graphoffload.errors import ConfigError
+from graphoffload.facts.plan import Plan
 from graphoffload.runtime.layouts import Layout
+from graphoffload.runtime.pinned.preallocation import going_to_run, prepare_plan
 from graphoffload.runtime.step.resident import Budget
-from graphoffload.facts.saved import Plan
 
 
 class RunPlan:

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from graphoffload.facts.plan import Plan
 from graphoffload.runtime import registry, stats
-from graphoffload.facts.saved import Plan
 
 
 @dataclass(slots=True)

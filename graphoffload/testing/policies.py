@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from graphoffload.facts.saved import Action, SavedTensor
+from graphoffload.facts.plan import Action
+from graphoffload.facts.saved_tensors import SavedTensor
 
 ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
 

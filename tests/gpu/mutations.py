@@ -27,12 +27,12 @@ import torch
 from gpu.races import with_compiled_copies
 from torch import Tensor
 
-from graphoffload.compiler import pipeline
 from graphoffload.analysis.saved_values import GraphPair
+from graphoffload.compiler import pipeline
+from graphoffload.facts.plan import Plan
+from graphoffload.runtime import ops
 from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.streams import copy_streams as streams
-from graphoffload.runtime import ops
-from graphoffload.facts.saved import Plan
 from graphoffload.testing.faults import _implementation
 
 Mutation = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.runtime import copy_hook, registry, release_hook, twin_copies
-from graphoffload.runtime.streams.memcpy import KINDS
 from graphoffload.runtime.streams.copy_streams import streams_of
+from graphoffload.runtime.streams.memcpy import KINDS
 from graphoffload.testing import Case, Result, case_steps, differences, whole_gradient_error
 
 DEVICE = "cuda"

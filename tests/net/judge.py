@@ -20,7 +20,7 @@ import torch
 
 import graphoffload
 from graphoffload.errors import BudgetError
-from graphoffload.facts.saved import Plan
+from graphoffload.facts.plan import Plan
 from graphoffload.testing.observed import Observed, observe
 from net.step import Saved, Taken, missing, take, take_float64, whole_error, worse
 from net.table import Architecture, Missing

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import PROFILES, HardwareProfile
 from graphoffload.planner.prefetch import Again, release_later, reload_ahead, with_slack
 from graphoffload.planner.problem import Candidate, Program, Step
 from graphoffload.planner.simulator import Timeline, simulate
-from graphoffload.facts.saved import Action
 
 LINK = HardwareProfile(
     name="a byte a second", source="datasheet", memory_bytes=10**6, d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0,

@@ -6,7 +6,8 @@ import time
 
 from hypothesis import given, settings
 
-from graphoffload.hardware.profile import HardwareProfile, resolve_hardware
+from graphoffload.hardware.measure import resolve_hardware
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.hint import saved_within
 from graphoffload.planner.problem import Candidate, Program, Recompute, Step
 from graphoffload.planner.simulator import simulate

@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphoffload.errors import BudgetError
+from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.planner.strategies import exact
 from graphoffload.planner.arrays import arrays_of
-from graphoffload.planner.lower_bound import lower_bound_peak_bytes, lower_bound_s
 from graphoffload.planner.bottleneck import held_at
+from graphoffload.planner.lower_bound import lower_bound_peak_bytes, lower_bound_s
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline, evaluate, needs, simulate
 from graphoffload.planner.solver import MeetBudget, WithinSlowdown, solve
-from graphoffload.facts.saved import Action
+from graphoffload.planner.strategies import exact
 from tests.plan.instances import hardwares, programs
 
 TIME_TOLERANCE = 1e-9

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from graphoffload.facts.plan import Action
 from graphoffload.planner.arrays import Arrays, Floats, Ints
 from graphoffload.planner.goals import Judge, MeetBudget, Proposal
-from graphoffload.facts.saved import Action
 
 _MOST = 60_000
 _SHARE = 0.7

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from graphoffload.facts.plan import Action
 from graphoffload.planner.arrays import Arrays, Floats
 from graphoffload.planner.goals import Judge
 from graphoffload.planner.simulator import Evaluation
-from graphoffload.facts.saved import Action
 
 _FINE = 48
 _ROUNDS = 60

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from random import Random
 
-from graphoffload.planner.strategies.greedy import greedy_moves
+from graphoffload.facts.plan import Action
 from graphoffload.planner.goals import Judge, MeetBudget, Proposal
 from graphoffload.planner.problem import Program
-from graphoffload.facts.saved import Action
+from graphoffload.planner.strategies.greedy import greedy_moves
 
 _PAIRS = 14
 _STALLED = 4

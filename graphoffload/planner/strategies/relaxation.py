@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphoffload.planner.arrays import Arrays, Floats
-from graphoffload.planner.strategies.folds import Fold, fold
 from graphoffload.planner.goals import Goal, MeetBudget
+from graphoffload.planner.strategies.folds import Fold, fold
 
 _ROUNDS = 10
 _TOLERANCE = 1e-6

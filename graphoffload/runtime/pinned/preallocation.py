@@ -8,8 +8,8 @@ from contextvars import ContextVar
 
 import torch
 
+from graphoffload.facts.plan import Plan
 from graphoffload.runtime.pinned.pool import POOL
-from graphoffload.facts.saved import Plan
 
 _COMPILING = ContextVar("graphoffload_compiling", default=False)
 _prepared: set[str] = set()

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
+from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.step.resident import Staying
 from graphoffload.runtime.streams.copy_streams import DeviceStreams

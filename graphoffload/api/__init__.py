@@ -1,0 +1,1 @@
+"""What users call: explain, offload, tune, and the command line."""

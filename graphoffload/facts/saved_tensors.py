@@ -1,0 +1,108 @@
+"""What backward needs, as facts: names, bytes and positions. No torch, no graph: they print, compare, hash and save as JSON.
+
+    SavedTensor   one *storage* that backward needs (several saved views of it are one copy, and its bytes count once)
+    SavedTable    all of them for one joint graph, in the order they are produced
+
+Positions are indices into the program order of the forward and of the backward graph; names are those of graph nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Tag = Literal["must_save", "must_recompute", "must_offload", "prefer_save", "prefer_recompute", "prefer_offload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """One saved activation, counted by storage.
+
+    Attributes:
+        name: graph node whose memory would be copied (the base of all views in `views`).
+        views: names of the values that the backward graph receives; all live in this storage.
+        nbytes: bytes of the storage; None when a size is symbolic.
+        example_bytes: the same with the sizes of the example that was compiled.
+        dtype: such as "bfloat16". shape, strides: of `name`, elements; symbolic sizes as strings.
+        op: operation that produced it, such as "aten.mm.default".
+        module: path of the module that produced it ("" when unknown), such as "model.layers.0.mlp.up_proj".
+        saved_by: module paths with an operation that needs it for backward, and `module`; this is what patterns match.
+        boundaries: names given by mark_boundary for any of `saved_by`.
+        produced_at, last_forward_use: positions in the forward graph.
+        first_backward_use: position in the backward graph of the first consumer that must run.
+        backward_uses: positions in the backward graph of every real consumer.
+        eligible: whether it may be offloaded; `why_not` says why not.
+        recomputable: whether it may be recomputed; `why_not_recompute` says why not.
+        tag: a CheckpointPolicy tag of the user, None without one.
+        device: such as "cuda:0".
+        saved_by_ops: backward operations that need it, each with its innermost module: "aten.mm.default@model.layers.0.mlp".
+            What the partitioner recomputes in between is looked through.
+    """
+
+    name: str
+    views: tuple[str, ...]
+    nbytes: int | None
+    dtype: str
+    shape: tuple[int | str, ...]
+    strides: tuple[int | str, ...]
+    op: str
+    module: str = ""
+    saved_by: tuple[str, ...] = ()
+    boundaries: tuple[str, ...] = ()
+    produced_at: int = 0
+    last_forward_use: int = 0
+    first_backward_use: int = 0
+    backward_uses: tuple[int, ...] = ()
+    eligible: bool = True
+    why_not: str = ""
+    recomputable: bool = True
+    why_not_recompute: str = ""
+    tag: Tag | None = None
+    device: str = "cpu"
+    saved_by_ops: tuple[str, ...] = ()
+    example_bytes: int = 0
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the storage as it is planned: a symbolic size counts as in the example that was compiled."""
+        return self.example_bytes if self.nbytes is None else self.nbytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SavedTensor:
+        """Inverse of to_dict."""
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTable:
+    """Saved activations of one joint graph in the order of production."""
+
+    tensors: tuple[SavedTensor, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all storages; symbolic sizes count as in the example that was compiled."""
+        return sum(tensor.planned_bytes for tensor in self.tensors)
+
+    @property
+    def eligible_bytes(self) -> int:
+        """Bytes that may be offloaded."""
+        return sum(tensor.planned_bytes for tensor in self.tensors if tensor.eligible)
+
+    def __getitem__(self, name: str) -> SavedTensor:
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return any(tensor.name == name for tensor in self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)

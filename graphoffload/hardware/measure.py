@@ -1,0 +1,224 @@
+"""A device measured: copies each way and both at once, matmuls, a kernel alone and beside copies. Once a device, kept on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import fcntl
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from graphoffload.cache_files import cache_dir, write_whole
+from graphoffload.errors import ConfigError, HardwareWarning, warn
+from graphoffload.hardware.profile import PROFILES, HardwareProfile
+from graphoffload.units import format_bytes
+
+_MEASURE_BYTES = 256 * 2**20
+
+
+_EDITION = 2  # of what is measured: older files are not read
+
+
+def resolve_hardware(spec: str | HardwareProfile, device: object = "cpu") -> HardwareProfile:
+    """The profile a plan for `device` ("cuda:0", a torch.device) shall use.
+
+    Args:
+        spec: "measure", a name in PROFILES, or a profile. On a device that is not CUDA "measure" gives the cpu profile.
+
+    Raises:
+        ConfigError: `spec` is no known name.
+    """
+    if isinstance(spec, HardwareProfile):
+        return spec
+    if spec == "measure":
+        kind, _, index = str(device).partition(":")
+        return measure(int(index or 0)) if kind == "cuda" else PROFILES["cpu"]
+    if isinstance(spec, str) and spec in PROFILES:
+        return PROFILES[spec]
+    known = ["measure", *PROFILES]
+    near = difflib.get_close_matches(str(spec), known, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"hardware={spec!r} is unknown; known: {', '.join(known)}, or a HardwareProfile.{hint}")
+
+
+def fit_link(samples: list[tuple[int, float]]) -> tuple[float, float]:
+    """(latency_s, bytes_per_s) of the line through measured (nbytes, seconds), least squares of the relative error.
+
+    Two unknowns: at least two sizes. A negative intercept (noise) is clipped to 0.
+    """
+    weights = [1.0 / seconds**2 for _, seconds in samples]
+    total = sum(weights)
+    mean_n = sum(w * n for w, (n, _) in zip(weights, samples, strict=True)) / total
+    mean_s = sum(w * s for w, (_, s) in zip(weights, samples, strict=True)) / total
+    covariance = sum(w * (n - mean_n) * (s - mean_s) for w, (n, s) in zip(weights, samples, strict=True))
+    variance = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, samples, strict=True))
+    seconds_per_byte = covariance / variance
+    if seconds_per_byte <= 0:
+        raise ValueError(f"copy times do not grow with size: {samples}")
+    return max(0.0, mean_s - seconds_per_byte * mean_n), 1.0 / seconds_per_byte
+
+
+def cache_path(device_name: str, torch_version: str) -> Path:
+    """Where a measured profile is kept: one file in `cache_dir` a device name and torch version."""
+    safe = re.sub(r"[^A-Za-z0-9.+_-]+", "-", f"{device_name}-{torch_version}")
+    return cache_dir() / f"hardware-{_EDITION}-{safe}.json"
+
+
+def cached(path: Path, make: Callable[[], HardwareProfile]) -> HardwareProfile:
+    """The profile at `path`, or `make()` written there. Processes take turns (fcntl lock), readers never see half a file.
+
+    A file that does not parse is measured again. Without locks several processes may measure; a cache that cannot be written is
+    done without: a warning.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # no place for it, or a file system that knows no locks
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(open(path.with_suffix(".lock"), "a")), fcntl.LOCK_EX)
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            return HardwareProfile.from_json(path.read_text())
+        profile = make()
+        try:
+            write_whole(path, profile.to_json())
+        except OSError as error:
+            text = f"measured hardware cannot be cached at {path} ({error}); it is measured anew in every process."
+            warn(HardwareWarning, text)
+        return profile
+
+
+def measure(device_index: int = 0) -> HardwareProfile:
+    """Measure a CUDA device (2 s, a quarter of what is free, buffers of 256 MiB), or read what was measured before.
+
+    With too little free memory to measure in, nothing is allocated and the nearest named profile is used: a HardwareWarning.
+    """
+    import torch
+
+    path = cache_path(torch.cuda.get_device_name(device_index), str(torch.__version__))
+    return cached(path, lambda: _measure(torch, device_index))
+
+
+def _fallback(name: str, memory_bytes: int, reason: str) -> HardwareProfile:
+    """The named profile most like this device."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    near = [key for key in PROFILES if key != "cpu" and words & set(key.split("-"))]
+    key = min(near or [key for key in PROFILES if key != "cpu"], key=lambda k: abs(PROFILES[k].memory_bytes - memory_bytes))
+    warn(HardwareWarning, f"{name} was not measured ({reason}); planning uses the figures of {key!r}. Set hardware= to choose.")
+    return dataclasses.replace(PROFILES[key], memory_bytes=memory_bytes, source="datasheet")
+
+
+def _measure(torch: Any, index: int) -> HardwareProfile:
+    """The profile of a device by running copies and kernels on it. Never asks for more than a quarter of what is free."""
+    properties = torch.cuda.get_device_properties(index)
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # Called while a graph is traced: under a fake-tensor mode only Python would be timed.
+    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad(), torch.cuda.device(index):
+        free_bytes, memory_bytes = torch.cuda.mem_get_info()
+        size_bytes = min(_MEASURE_BYTES, 2 ** (max(1, free_bytes // 16).bit_length() - 1))
+        if size_bytes < 16 * 2**20:
+            return _fallback(properties.name, memory_bytes, f"only {format_bytes(free_bytes)} of it is free")
+        try:
+            return _measure_with(torch, properties.name, memory_bytes, size_bytes)
+        except (RuntimeError, ValueError) as error:
+            return _fallback(properties.name, memory_bytes, f"measuring failed: {str(error).splitlines()[0]}")
+        finally:
+            torch.cuda.empty_cache()
+
+
+def _measure_with(torch: Any, name: str, memory_bytes: int, size_bytes: int) -> HardwareProfile:
+    host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    sizes = [n for n in (2**20, 2**22, 2**24, 2**26, size_bytes) if n <= size_bytes]
+
+    def copy_s(target: Any, source: Any) -> float:
+        return _seconds(torch, lambda: target.copy_(source, non_blocking=True))
+
+    to_host = [(n, copy_s(host[0][:n], device[0][:n])) for n in dict.fromkeys(sizes)]
+    to_device = [(n, copy_s(device[1][:n], host[1][:n])) for n in dict.fromkeys(sizes)]
+    (d2h_latency_s, d2h_rate), (h2d_latency_s, h2d_rate) = fit_link(to_host), fit_link(to_device)
+    side = torch.cuda.Stream()
+
+    def both_ways() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host[0].copy_(device[0], non_blocking=True)
+        device[1].copy_(host[1], non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+
+    duplex = (size_bytes / d2h_rate + size_bytes / h2d_rate) / 2 / _seconds(torch, both_ways)
+    return HardwareProfile(
+        name=name,
+        source="measured",
+        memory_bytes=memory_bytes,
+        d2h_bytes_per_s=d2h_rate,
+        h2d_bytes_per_s=h2d_rate,
+        duplex_factor=min(1.0, duplex),
+        copy_latency_s=(d2h_latency_s + h2d_latency_s) / 2,
+        compute_slowdown_while_copying=_slowdown_while_copying(torch, host, device, side),
+        matmul_flops_per_s=tuple((dtype, _matmul_rate(torch, dtype)) for dtype in ("bfloat16", "float16", "float32")),
+        device_bandwidth_bytes_per_s=2 * size_bytes / _seconds(torch, lambda: device[0].copy_(device[1])),
+        kernel_launch_s=_launch_s(torch),
+    )
+
+
+def _seconds(torch: Any, work: Callable[[], Any], repeats: int = 5) -> float:
+    """Least device time of `work` over a few runs: what disturbs a run only ever makes it longer."""
+    return min([_once_s(torch, work) for _ in range(repeats + 1)][1:])
+
+
+def _once_s(torch: Any, work: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _matmul_rate(torch: Any, dtype: str, edge: int = 4096) -> float:
+    """FLOP/s of a large square matmul with random operands (zeros run faster than real data)."""
+    left, right = (torch.randn(edge, edge, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
+    return 2.0 * edge**3 / _seconds(torch, lambda: left @ right)
+
+
+def _slowdown_while_copying(torch: Any, host: list[Any], device: list[Any], side: Any) -> float:
+    """How much longer a kernel takes while copies run beside it, over both directions; 0.0 when noise says less.
+
+    The kernel is bound by device memory, which is what copies share with it: the most that any kernel can lose. Matmuls would
+    say more about the clock, which falls by 10 % and more while they run.
+    """
+    left, right, out = (torch.zeros(host[0].nbytes // 4, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    rounds = max(4, int(0.02 / _seconds(torch, lambda: torch.add(left, right, out=out))))
+
+    def kernels() -> None:
+        for _ in range(rounds):
+            torch.add(left, right, out=out)
+
+    pairs = ((host[0], device[0]), (device[1], host[1]))
+    alone, beside = [], []
+    for turn in range(10):
+        target, source = pairs[turn % 2]
+        alone.append(_once_s(torch, kernels))
+        copies = 2 + int(3.0 * alone[-1] * 50e9 / target.nbytes)
+        with torch.cuda.stream(side):
+            for _ in range(copies):
+                target.copy_(source, non_blocking=True)
+        beside.append(_once_s(torch, kernels))
+        torch.cuda.synchronize()
+    return max(0.0, sum(sorted(beside[2:])[1:-1]) / sum(sorted(alone[2:])[1:-1]) - 1.0)
+
+
+def _launch_s(torch: Any) -> float:
+    """Time between two tiny kernels that are queued already, so that the host's own pace does not show."""
+    tiny = torch.zeros(1, device="cuda")
+
+    def kernels() -> None:
+        for _ in range(100):
+            tiny.add_(1)
+
+    kernels()
+    torch.cuda._sleep(20_000_000)
+    return _once_s(torch, kernels) / 100

@@ -1,0 +1,5 @@
+"""What is shown of plans: the one line, tables, pictures of a step and of a graph, and the dump folder."""
+
+from graphoffload.report.offload_report import OffloadReport
+
+__all__ = ["OffloadReport"]

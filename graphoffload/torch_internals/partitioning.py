@@ -1,0 +1,119 @@
+"""torch's min-cut partitioner, and what AOTAutograd says about a graph's inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
+from torch.fx import Graph, GraphModule, Node
+
+
+def min_cut(joint: GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> tuple[GraphModule, GraphModule]:
+    """torch's own min-cut partitioner, untouched, with its relative memory budget pinned to 1.0."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    arguments = {key: value for key, value in kwargs.items() if key in _MIN_CUT_ARGUMENTS}
+    with torch._functorch.config.patch(activation_memory_budget=1.0, enable_activation_offloading=False):
+        return min_cut_rematerialization_partition(joint, joint_inputs, **arguments)
+
+
+_MIN_CUT_ARGUMENTS = ("compiler", "num_fwd_outputs", "static_lifetime_input_indices")
+
+
+def mutated_inputs(graph: Graph) -> frozenset[Node]:
+    """Placeholders of a joint or forward graph that AOTAutograd writes to behind it: the new value is an output of the graph.
+
+    All of them, where an output mutates an input that no placeholder is described as, such as one of several views of a base.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    output = next(iter(reversed(graph.nodes)))
+    written = {_described(desc.mutated_input) for desc in map(_described, output.meta.get("desc", ())) if _mutates(desc)}
+    found = frozenset(node for node in placeholders if written and _described(node.meta.get("desc")) in written)
+    return found if len(found) >= len(written) else frozenset(placeholders)
+
+
+def trained_inputs(joint: Graph, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Fake parameters of a joint graph that is partitioned with these arguments: inputs that it makes a gradient of, and which
+    stay at one address from call to call, where torch says which do.
+
+    A fake input says neither that it needs a gradient nor that it is a leaf.
+    """
+    output = next(iter(reversed(joint.nodes)))
+    made = {_described(d.grad_of) for d in map(_described, output.meta.get("desc", ())) if isinstance(d, GradAOTOutput)}
+    placeholders = joint.find_nodes(op="placeholder")
+    stays = set(kwargs.get("static_lifetime_input_indices") or range(len(placeholders)))
+    return [
+        node.meta["val"]
+        for at, node in enumerate(placeholders)
+        if at in stays and _described(node.meta.get("desc")) in made and isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+
+
+def _mutates(desc: Any) -> bool:
+    return isinstance(desc, InputMutationAOTOutput)
+
+
+def _described(desc: Any) -> Any:
+    """The description of a whole argument, for that of a part of a tensor subclass."""
+    while isinstance(desc, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
+        desc = desc.base
+    return desc
+
+
+def parameter_positions(graph: Graph, values: Iterable[Any] = ()) -> tuple[int, ...]:
+    """Which inputs of one of Dynamo's graphs are parameters: their positions among its placeholders."""
+    placeholders = graph.find_nodes(op="placeholder")
+    given = dict(enumerate(values))
+    return tuple(at for at, node in enumerate(placeholders) if _is_parameter(node, given.get(at)))
+
+
+def _is_parameter(node: Node, value: Any) -> bool:
+    """By its value, or by where Dynamo found it: `_parameters` of a module may hold a plain tensor in a parameter's place."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")  # a property from torch 2.13 on, a method before
+    shown = name() if callable(name) else name
+    known = isinstance(value, torch.nn.Parameter) or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+    return known or "._parameters[" in str(shown)
+
+
+def parameters_among(joint: Graph, positions: tuple[int, ...] | None) -> frozenset[str]:
+    """Names of a joint graph's placeholders that are parameters.
+
+    Args:
+        positions: of parameters among what AOTAutograd was given; None: as the graph has them that Dynamo compiles now, and
+            none where there is no such graph, or AOTAutograd has only a part of it.
+    """
+    chosen = _positions_of_dynamos_graph() if positions is None else positions
+    found = set()
+    for node in joint.find_nodes(op="placeholder"):
+        desc = _described(node.meta.get("desc"))
+        if isinstance(desc, ParamAOTInput) or (isinstance(desc, PlainAOTInput) and desc.idx in chosen):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _positions_of_dynamos_graph() -> tuple[int, ...]:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    context = torch._guards.TracingContext.try_get()
+    if context is None or getattr(context, "ddp_optimizer_ctx", None) is not None:
+        return ()
+    try:
+        return parameter_positions(InstructionTranslator.current_tx().output.graph)
+    except AttributeError:
+        return ()
+
+
+def torch_memory_budget() -> float:
+    """torch's own activation_memory_budget, which graphoffload pins to 1.0."""
+    return float(torch._functorch.config.activation_memory_budget)
