@@ -64,9 +64,11 @@ def rewrite(request: Request) -> Rewritten:
     try:
         draft = draft_of(replace(request, config=with_noise(request.config)), _analyse)
     except BudgetError as error:
-        if cache := _cache_of(request):
-            error.args = (f"{error} {cache}.",)
-        raise
+        if not (cache := _cache_of(request)):
+            raise
+        told = BudgetError(f"{error} {cache}.")
+        told.least_bytes = error.least_bytes
+        raise told from error
     work, decided = draft.work, draft.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
