@@ -3,35 +3,35 @@
     model.compile(backend="graphoffload")                                       # fit this GPU; change nothing when it fits
     model.compile(backend="graphoffload", options={"device_budget": "40GiB"})   # fit this much, at the least cost in time
 
-A tour, in the order in which one compile goes through the files:
+A tour, in the order in which one compile goes through the packages:
 
-**Joint graph.** torch traces forward and backward into one graph and calls our partitioner (partitioner.py, reached through
-backend.py by name, or through introspect.py by `explain` and `offload`). pipeline.py strings the rest together; it works on
-copies, and the joint graph is never written to. What the user asked for is read by config.py, modules.py, policies.py and
-boundary.py, and becomes one wish for each activation in wishes.py.
+**Joint graph.** torch traces forward and backward into one graph and calls our partitioner (compiler/partitioner.py, reached
+by name through compiler/backend.py, or by `explain` and `offload` through api/introspect.py). compiler/pipeline.py is the whole
+flow on one page; it works on copies, and the joint graph is never written to. What the user asked for is read by options/, and
+becomes one constraint for each activation in compiler/constraints.py.
 
-**Analysis.** torch's own min-cut partitioner splits a copy (compat.py). analysis/saved_values.py finds what backward needs, by
-storage, and writes it down as a SavedTable (saved.py): bytes, producer, modules, first and last use, whether it may leave the
-device. analysis/chains.py says what recomputing it takes, analysis/costs.py what each operation costs, hardware.py what the
-device and its link can do.
+**Analysis.** torch's own min-cut partitioner splits a copy (torch_internals/partitioning.py). analysis/saved_values.py finds
+what backward needs, by storage, and writes it down as a SavedTable (facts/saved_tensors.py): bytes, producer, modules, first and
+last use, whether it may leave the device. analysis/chains.py says what recomputing it takes, analysis/costs.py what each
+operation costs, hardware/ what the device and its link can do.
 
-**Plan.** analysis/program.py turns all that into an instance without a graph (planner/problem.py). decide.py asks the solvers
-(planner/solver.py), a simulator is their referee (planner/simulator.py), and a lower bound stands beside the result
-(planner/strategies/relaxation.py). limits.py knows how many bytes there are. Out comes a Plan: one decision with its reason for each activation,
-and one Transfer for each offload.
+**Plan.** analysis/program.py turns all that into an instance without a graph (planner/problem.py). compiler/decide.py asks the
+solver (planner/solver.py); the simulator alone judges a plan (planner/simulator.py), and a lower bound stands beside the result
+(planner/strategies/relaxation.py). Out comes a Plan (facts/plan.py): one decision with its reason for each activation, and one
+Transfer for each offload.
 
 **Passes.** passes/ holds the only code that writes to a graph: tag.py marks what is recomputed, offload.py inserts offload and
-release into the forward, reload.py reload and wait into the backward. verify.py checks the result, one small function a rule.
+release into the forward, reload.py reload and wait into the backward. analysis/verify.py checks the result, one small function
+a rule.
 
-**Ops.** The four ops (runtime/ops.py) run in every step: copies on side streams (runtime/streams/copy_streams.py) to page-locked buffers of
-exact size (runtime/pinned/pool.py), found again by a handle that travels through autograd (runtime/handles.py). runtime/registry.py
-keeps the plans, runtime/counters.py counts what moved.
+**Ops.** The four ops (runtime/ops.py) run in every step: copies on side streams (runtime/streams/) to page-locked buffers of
+exact size (runtime/pinned/), found again by a handle that travels through autograd (runtime/handles.py). monitor/ compares what
+happened with what was promised, and warns.
 
-**Report.** report.py and table.py show plans as text, timeline.py and drawing.py as pictures; dump.py writes everything to a
-folder; log.py prints the one line after each compile. Every complaint is a class in errors.py. `python -m graphoffload` shows
-hardware and plans from a shell (__main__.py, docs/cli.md).
+**Report.** report/ shows plans as text and as pictures and writes the dump folder; log.py prints the one line after each
+compile. Every complaint is a class in errors.py. `python -m graphoffload` shows hardware and plans from a shell (docs/cli.md).
 
-docs/one_tensor.md follows one activation all the way, with code that runs; docs/layout.md says which file may import which.
+docs/one_tensor.md follows one activation all the way, with code that runs; docs/layout.md says where to change what.
 """
 
 from graphoffload.api.introspect import explain, offload

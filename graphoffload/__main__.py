@@ -35,7 +35,7 @@ from graphoffload import bench
 from graphoffload.api.introspect import explain
 from graphoffload.bench.cli import add_tools, completed
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
-from graphoffload.hardware.measure import cache_path, measure, resolve_hardware
+from graphoffload.hardware.measurement import cache_path, measure, resolve_hardware
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.log import log
 from graphoffload.options.config import ENV_PREFIX, OffloadConfig, parse_text

@@ -35,7 +35,7 @@ import graphoffload
 from graphoffload.bench.overlap import profile
 from graphoffload.compiler import device_limits as limits
 from graphoffload.errors import GraphOffloadWarning, PerRankPlanWarning
-from graphoffload.hardware import measure as hardware
+from graphoffload.hardware import measurement as hardware
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import POOL

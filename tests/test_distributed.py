@@ -20,7 +20,7 @@ from forked import server
 from ranks import CASES, CPU, Place, check_case, check_profile, check_surroundings, in_a_group, spawned, train
 
 from graphoffload.facts.plan import Decision, Plan
-from graphoffload.hardware.measure import cached
+from graphoffload.hardware.measurement import cached
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.runtime import registry
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from graphoffload.analysis.timing import repeats_of
 from graphoffload.errors import ConfigError, HardwareWarning
-from graphoffload.hardware import measure as hardware
-from graphoffload.hardware.measure import cache_path, cached, fit_link, resolve_hardware
+from graphoffload.hardware import measurement as hardware
+from graphoffload.hardware.measurement import cache_path, cached, fit_link, resolve_hardware
 from graphoffload.hardware.profile import PROFILES, HardwareProfile
 
 

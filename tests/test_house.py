@@ -79,14 +79,13 @@ def front_door_imports(files: Iterable[Source]) -> Iterator[str]:
         if file.room == "__init__":
             continue
         for node in ast.walk(file.tree):
+            whole = isinstance(node, ast.Import) and any(alias.name == "graphoffload" for alias in node.names)
             if isinstance(node, ast.ImportFrom) and node.level:
                 yield f"{file.path}:{node.lineno}: a relative import; write graphoffload.PACKAGE.MODULE."
-            elif isinstance(node, ast.Import):
-                if any(alias.name == "graphoffload" for alias in node.names):
-                    yield f"{file.path}:{node.lineno}: imports the package graphoffload itself; import the module that defines the name."
             elif isinstance(node, ast.ImportFrom) and node.module == "graphoffload":
-                if not all(is_room(alias.name) for alias in node.names):
-                    yield f"{file.path}:{node.lineno}: imports the package graphoffload itself; import the module that defines the name."
+                whole = not all(is_room(alias.name) for alias in node.names)
+            if whole:
+                yield f"{file.path}:{node.lineno}: imports the package graphoffload itself; import what defines it."
 
 
 def is_room(name: str) -> bool:
@@ -250,9 +249,9 @@ def bad(text: str, room: str = "report", path: str = "") -> list[Source]:
         (writes_outside_passes(bad("graph.erase_node(node)")), "erase_node"),
         (writes_outside_passes(bad("with graph.inserting_after(node): pass")), "inserting_after"),
         (writes_outside_passes(bad("node.args = ()")), "sets .args"),
-        (graph_in_facts(bad("import torch.fx", "saved")), "pure"),
+        (graph_in_facts(bad("import torch.fx", "facts")), "pure"),
         (graph_in_facts(bad("@dataclass(frozen=True)\nclass Fact:\n    node: fx.Node | None = None")), "Fact.node holds Node"),
-        (graph_in_facts(bad("@dataclass(frozen=True)\nclass Fact:\n    graph: fx.Graph", "config")), "Fact.graph holds Graph"),
+        (graph_in_facts(bad("@dataclass(frozen=True)\nclass Fact:\n    graph: fx.Graph", "options")), "Fact.graph holds Graph"),
         (too_long(bad("\n" * 401)), "401 lines"),
         (too_long(bad("def f():\n" + "    x = 1\n" * 60)), "f has 61 lines"),
         (named_like_module(bad("def report(): ...")), "the name of its module"),

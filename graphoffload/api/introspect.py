@@ -26,7 +26,7 @@ from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.errors import ConfigError, PartialPlanWarning, warn
 from graphoffload.facts.plan import Plan
-from graphoffload.hardware.measure import resolve_hardware
+from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import say
 from graphoffload.monitor.shared_budget import judge
 from graphoffload.options.config import OffloadConfig

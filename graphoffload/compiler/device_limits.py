@@ -13,7 +13,7 @@ import torch
 from graphoffload.analysis.storages import example_storage_nbytes, storage_id
 from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.facts.limits import Limits
-from graphoffload.hardware.measure import resolve_hardware
+from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.config import OffloadConfig
 from graphoffload.units import parse_size

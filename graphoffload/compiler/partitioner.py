@@ -22,7 +22,7 @@ from graphoffload.compiler.module_names import name_modules
 from graphoffload.compiler.pipeline import Rewritten, rewrite
 from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
 from graphoffload.facts.limits import Limits
-from graphoffload.hardware.measure import resolve_hardware
+from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log, say
 from graphoffload.monitor.caveats import asks_for_cuda_graphs, host_time_note, warn_of_surroundings
 from graphoffload.monitor.pattern_coverage import WHOLE, Fragment

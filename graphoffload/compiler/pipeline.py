@@ -26,7 +26,7 @@ from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarn
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.saved_tensors import SavedTable
-from graphoffload.hardware.measure import resolve_hardware
+from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.monitor.pattern_coverage import remember, warn_of_unmatched
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution, resolve

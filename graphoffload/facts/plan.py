@@ -1,8 +1,8 @@
 """What was decided, and what it is predicted to cost. No torch, no graph: plans print, compare, hash and save as JSON.
 
-    Decision      keep / recompute / offload for one SavedTensor, with its reason (a keep has one too)
-    Transfer      one offload with its release, reload and wait, tied together by id
-    Plan          decisions and transfers for one graph, and what they are predicted to cost
+Decision      keep / recompute / offload for one SavedTensor, with its reason (a keep has one too)
+Transfer      one offload with its release, reload and wait, tied together by id
+Plan          decisions and transfers for one graph, and what they are predicted to cost
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Plan:
     transfers: tuple[Transfer, ...] = ()
     prediction: Prediction = Prediction()
     notes: tuple[str, ...] = ()
-    saved: SavedTable = SavedTable()
+    saved: SavedTable = SavedTable()  # noqa: RUF009 (frozen)
     torch_version: str = ""
     device: str = "cpu"
     checksum: bool = False

@@ -1,9 +1,5 @@
 """What the device and its link to the host can do: the numbers a plan stands on.
 
-    resolve_hardware("measure", "cuda:0")   measured once (about 2 s), cached on disk under a lock
-    resolve_hardware("h200-sxm", "cpu")     a named profile, for a GPU that is not there
-    resolve_hardware(profile, ...)          your own
-
 A copy of n bytes takes latency + n / bandwidth: one straight line through what is measured. Compute rates are what large
 kernels achieve; "datasheet" profiles are the datasheet's peak times the share that such kernels usually achieve (ACHIEVED).
 """

@@ -1,15 +1,13 @@
 """What runs in a training step: the ops, their streams, the host memory, and the handles that tie them together.
 
-ops.py          the four ops                            entries.py    the states of an offloaded tensor
-streams.py      side streams and events of a device     handles.py    handle -> the tensor it stands for
-layouts.py      how a tensor lies in memory             pool.py       host buffers of exact size
-memcpy.py       one copy of bytes on a stream           native.py     a copy and its events as one compiled call
-registry.py     plans by key                            checksum.py   digests on the device
-counters.py     what moved                              hooks.py      switches for tests
-stalls.py       what compute waited for                 slabs.py      page-locked memory that buffers are cut from
-ahead.py        memory taken while a plan compiles      predictions.py  timelines for pictures
-between.py      from graph to graph                     staying.py    a budget that several graphs share
-captured.py     the four ops inside a CUDA graph
+ops.py                  the four ops                            captured.py   the four ops inside a CUDA graph
+offloaded_tensors.py    the states of an offloaded tensor       handles.py    handle -> the tensor it stands for
+registry.py             plans by key                            layouts.py    how a tensor lies in memory
+counters.py             what moved                              checksum.py   digests on the device
+hooks.py                switches for tests
+streams/                side streams and events of a device; a copy and its events as one call; what compute waited for
+pinned/                 page-locked slabs, buffers of exact size cut from them, memory taken while a plan compiles
+step/                   from graph to graph: copies that outlive their graph, tensors that stay under a shared budget
 """
 
 from __future__ import annotations

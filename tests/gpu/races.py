@@ -6,7 +6,7 @@ none of this is so. Consecutive steps have different inputs, so that stale memor
     reference = twin(case, module)                    the same compiled graphs with synchronous copies
     found = disturbed(case, module, BEFORE)           must be equal to the bit
 
-Where a hook is active a copy is issued call by call. So that the compiled copy (runtime/streams/native.py), which plain training uses,
+Where a hook is active a copy is issued call by call. So that the compiled copy (streams/native.py), which plain training uses,
 is seen as well, every other seed delays that one.
 """
 

@@ -6,7 +6,7 @@ import time
 
 from hypothesis import given, settings
 
-from graphoffload.hardware.measure import resolve_hardware
+from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.hint import saved_within
 from graphoffload.planner.problem import Candidate, Program, Recompute, Step

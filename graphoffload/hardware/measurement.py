@@ -1,4 +1,9 @@
-"""A device measured: copies each way and both at once, matmuls, a kernel alone and beside copies. Once a device, kept on disk."""
+"""A device measured, once, and kept on disk: copies each way and both at once, matmuls, a kernel alone and beside copies.
+
+resolve_hardware("measure", "cuda:0")   measured once (about 2 s), cached on disk under a lock
+resolve_hardware("h200-sxm", "cpu")     a named profile, for a GPU that is not there
+resolve_hardware(profile, ...)          your own
+"""
 
 from __future__ import annotations
 
