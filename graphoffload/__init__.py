@@ -11,8 +11,8 @@ flow on one page; it works on copies, and the joint graph is never written to. W
 becomes one constraint for each activation in compiler/constraints.py.
 
 **Analysis.** torch's own min-cut partitioner splits a copy (torch_internals/partitioning.py). analysis/saved_values.py finds
-what backward needs, by storage, and writes it down as a SavedTable (facts/saved_tensors.py): bytes, producer, modules, first and
-last use, whether it may leave the device. analysis/chains.py says what recomputing it takes, analysis/costs.py what each
+what backward needs, by storage, and writes it down as a SavedTable (facts/saved_tensors.py): bytes, producer, modules, first
+and last use, whether it may leave the device. analysis/chains.py says what recomputing it takes, analysis/costs.py what each
 operation costs, hardware/ what the device and its link can do.
 
 **Plan.** analysis/program.py turns all that into an instance without a graph (planner/problem.py). compiler/decide.py asks the
