@@ -46,6 +46,7 @@ class _Around:
         mutated: placeholders that the forward writes to. callers: what keep-all reads of the caller's memory.
         roots: nodes in the caller's memory, each with its root.
         used, decided: of decisions.used_by_forward and decided_on.
+        bound: operations that must not run again, since backward decides by the bits of what they compute.
     """
 
     owner: Mapping[Node, str]
@@ -54,6 +55,7 @@ class _Around:
     roots: Mapping[Node, Node]
     used: frozenset[str]
     decided: frozenset[str]
+    bound: frozenset[str] = frozenset()
 
     def forbids(self, node: Node) -> str:
         """Why the memory of a node that lies in the caller's must not be read in backward; "" where it may."""
@@ -98,6 +100,8 @@ def chain_of(targets: tuple[Node, ...], own: str, around: _Around, fixed: Collec
         if "inductor_seed" in str(node.target):
             continue
         why_not = _refusal(node)
+        if node.name in around.bound:
+            why_not = f"its recomputation runs {node.target} again, by whose bits backward decides or compares"
         if why_not:
             return Chain((), (), why_not)
         nodes.add(node)
@@ -149,11 +153,19 @@ def mutated_placeholders(forward: Graph, named: frozenset[Node]) -> frozenset[No
     return frozenset(found)
 
 
-def chains_of(pair: GraphPair, table: SavedTable, callers: CallersMemory, theirs: frozenset[str]) -> dict[str, Chain]:
+def chains_of(
+    pair: GraphPair,
+    table: SavedTable,
+    callers: CallersMemory,
+    theirs: frozenset[str],
+    bound: frozenset[str] = frozenset(),
+) -> dict[str, Chain]:
     """By SavedTensor name, the operations that compute it again.
 
     Args:
         callers: what keep-all reads of the caller's memory. theirs: as in decisions.retaken.
+        bound: operations that were bound to be saved for a decision of backward. Torch may save the decision in their place,
+            where it saves less; running them again would take it anew.
     """
     nodes = {node.name: node for node in pair.forward.graph.nodes}
     groups = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
@@ -164,7 +176,7 @@ def chains_of(pair: GraphPair, table: SavedTable, callers: CallersMemory, theirs
         owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
     mutated = mutated_placeholders(pair.forward.graph, mutated_inputs(pair.forward.graph))
     used = used_by_forward(pair)
-    around = _Around(owner, mutated, callers, dict(foreign(pair)), used, decided_on(pair, used))
+    around = _Around(owner, mutated, callers, dict(foreign(pair)), used, decided_on(pair, used), bound)
     looked_at = retaken(pair, theirs).exact
     found: dict[str, Chain] = {}
     for tensor in table.tensors:

@@ -124,7 +124,7 @@ def _analyse(request: Request) -> Work:
     pair, table, binding = _keep_all(request, notes)
     notes.extend(returned_by(pair).notes(table.saved_bytes))
     assert binding.callers is not None
-    chains = chains_of(pair, table, binding.callers, binding.theirs)
+    chains = chains_of(pair, table, binding.callers, binding.theirs, binding.decisions)
     table = SavedTable(
         tuple(
             replace(tensor, recomputable=not chains[tensor.name].why_not, why_not_recompute=chains[tensor.name].why_not)
