@@ -5,7 +5,7 @@
     policy {"*.mlp": "recompute", ...}     first match wins, the rest is planned; `modules.py` says what a pattern matches
     policy MyPolicy(...) or my_function    called with each SavedTensor; returns an action, or None to let the planner decide
 
-wishes.py turns a policy, the user's tags and the limits into what each activation may become.
+compiler/constraints.py turns a policy, the user's tags and the limits into what each activation may become.
 
 A policy is a *value*: torch's compile cache must be able to tell two of them apart, and pickles the partitioner that holds
 one. So a callable is a module-level function or an instance of a frozen dataclass; a lambda or closure is refused.

@@ -19,7 +19,7 @@ event may come in and the state that it leads to; in any other state the event r
 
     close leads from every state to closed, and nothing leads from there.
 
-Upper half: the bytes go to the host and come back. Lower half: there is room for them on the device (see between.py).
+Upper half: the bytes go to the host and come back. Lower half: there is room for them on the device (step/between_graphs.py).
 Memory is let go by release, settle, wait, drop_prefetched, start_reload and close, each after the compute stream that owns
 the memory waits for its copy, and by hand_over, where there is no copy.
 """

@@ -27,7 +27,7 @@ class RunPlan:
     at_end: ids that are released at the end of forward. asked: size, stride and type that backward reloads an id with.
     order: ids in the order in which backward reloads them. capturable: forward was compiled to be captured with its copies.
     behind: this graph runs behind others, and for no goal: all its releases may be left to the next one, and where its call is
-    the last of a forward, what it offloads stays on the device (see between.py).
+    the last of a forward, what it offloads stays on the device (see step/between_graphs.py).
     strides: what the compiler lays an id's source out as, where that is known.
     """
 
@@ -52,7 +52,7 @@ class RunPlan:
         self.strides: dict[int, tuple[int, ...]] = {}
 
     def link(self, window_bytes: int | None, budget: Budget | None = None, *, behind: bool = False) -> None:
-        """Let this plan's copies outlive its graphs (see between.py): nothing in them reuses a source that was released.
+        """Let this plan's copies outlive its graphs (step/between_graphs.py): nothing in them reuses a released source.
 
         `window_bytes`: what may be outstanding across graphs; None: what the largest of them offloads. `budget`: shared with
         other graphs; what it has room for stays on the device. `behind`: as the attribute.

@@ -13,7 +13,7 @@ reload at the latest, a prefetched tensor that nobody took goes when the backwar
 Neither memory is given up before the stream that it belongs to waits for the copy.
 
 What the last graph offloads stays, as far as it fits into the window: its copies would hide behind nothing. Reload hands its
-memory back. Not where a goal was given: where graphs share a budget, what fits stays (see staying.py), and a plan for another
+memory back. Not where a goal was given: where graphs share a budget, what fits stays (see resident.py), and a plan for another
 goal counts on its copies. Nor in a graph that runs behind no other: it is the whole model.
 
 Only plans that the backend linked take part: there Inductor reuses no buffer within a graph, and captures no CUDA graph.
