@@ -25,6 +25,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import graphoffload
+from graphoffload.compiler import cache_key
 from graphoffload.facts.plan import Action, Plan
 from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.log import log
@@ -298,3 +299,18 @@ def test_explain_stores_no_plan(tmp_path: Path) -> None:
     model(x)
     (plan,) = graphoffload.last_plans()[-1:]
     assert {path.name for path in tmp_path.rglob("plans/*")} == {f"{plan.key}.json", f"{plan.key.partition('-')[0]}.json"}
+
+
+def test_the_source_digest_reads_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes, which are a link in a checkout, and packages inside packages: what it leaves out would be a stale plan."""
+    read: set[str] = set()
+    package, plain = Path(cache_key.__file__).resolve().parent.parent, Path.read_bytes
+
+    def reading(path: Path) -> bytes:
+        read.add(path.relative_to(package).as_posix())
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    cache_key.source_digest.__wrapped__()
+    assert {"passes/reload.py", "planner/strategies/greedy.py", "compiler/backend.py", "units.py"} <= read
+    assert {path.relative_to(package).as_posix() for path in package.rglob("*.py")} <= read

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import graphoffload
+from graphoffload.api import introspect
 from graphoffload.errors import ConfigError, PartialPlanWarning
 from graphoffload.facts.plan import Plan
 from graphoffload.runtime import registry
+from graphoffload.units import parse_size
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}
 READS = {
@@ -145,3 +147,10 @@ def test_a_vision_language_model_is_planned_as_training_compiles_it(device: str)
         model.compile(backend="graphoffload", options=OPTIONS)
         model(**given).loss.backward()
         assert saved(report.plans) == saved(graphoffload.last_plans())
+
+
+def test_a_place_is_the_users_wherever_in_the_package_the_error_was_raised() -> None:
+    """Not only frames of the package that explain() is in are ours."""
+    with pytest.raises(ConfigError) as raised:
+        parse_size("much", field="device_budget")
+    assert introspect._place(raised.value).startswith("test_values.py:")

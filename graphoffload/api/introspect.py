@@ -129,7 +129,7 @@ def _places_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set
 
 def _place(error: BaseException) -> str:
     """The last line of somebody else's code that an error passed, such as "model.py:12 in forward"."""
-    inside = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*inside, "<"))]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}" if frames else "the model"
 
