@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphoffload
 from graphoffload.passes.prepare_joint import copy_graph
+from graphoffload.testing.policies import Scattered
 
 WIDTH, EXPERTS = 16, 4
 COMPUTING = ("mm", "bmm", "tanh", "exp", "sin", "cos", "mul", "div", "gelu", "_softmax")
@@ -125,7 +126,20 @@ def tied(x: Tensor, weight: Tensor) -> Tensor:
     return torch.tanh(torch.maximum(h, h) @ weight)
 
 
-NEAR = {tied: 0.25, steep: 0.5235987755982989, rounded: 1.25, shrunk: 0.25541281188299536, largest_of_rows: 0.3}
+def tied_after_a_mask(x: Tensor, weight: Tensor) -> Tensor:
+    """Backward masks with gt, lt and eq. Computing gt again brings there what eq compares, and min-cut takes eq along."""
+    h = nn.functional.layer_norm(x, (WIDTH,))
+    return torch.tanh(torch.maximum(torch.tanh(torch.tanh(h)), h) @ weight)
+
+
+NEAR = {
+    tied: 0.25,
+    tied_after_a_mask: 0.25,
+    steep: 0.5235987755982989,
+    rounded: 1.25,
+    shrunk: 0.25541281188299536,
+    largest_of_rows: 0.3,
+}
 
 
 def on_a_step(function: Callable[..., Tensor]) -> list[Tensor]:
@@ -152,12 +166,21 @@ def test_experts_at_a_tie_are_not_chosen_again(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize("function", [steep, rounded, largest_of_rows, shrunk, tied])
+@pytest.mark.parametrize("function", [steep, rounded, largest_of_rows, shrunk, tied, tied_after_a_mask])
 def test_decisions_are_taken_once(function: Callable[..., Tensor], policy: str) -> None:
     """Masks, rounding, argmax, a threshold inside a kernel: where torch recomputes them by itself, too."""
     leaves = on_a_step(function)
     expected = [grad.clone() for grad in eager(function, leaves)]
     got, _ = step(function, leaves, policy=policy)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chains_that_together_would_decide_again_are_kept(seed: int) -> None:
+    """Each tensor its own wish: what one chain brings into backward, another one compares there."""
+    leaves = on_a_step(tied_after_a_mask)
+    expected = [grad.clone() for grad in eager(tied_after_a_mask, leaves)]
+    got, _ = step(tied_after_a_mask, leaves, policy=Scattered(seed=seed))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -131,6 +131,11 @@ def test_recompute(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype) -> N
 
 @settings(max_examples=15)
 @given(chain=CHAINS, dtype=DTYPES, seed=st.integers(0, 1000))
+@example(
+    chain=((Step("layer_norm", 0, 0), Step("tanh", 0, 0), Step("tanh", 0, 0), Step("maximum", 0, 2)), 1),
+    dtype=torch.float32,
+    seed=0,
+)
 def test_scattered(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype, seed: int) -> None:
     """Each tensor its own decision: recompute chains that read reloaded tensors come up."""
     check(chain, dtype, Scattered(seed=seed))

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured
+from graphoffload.analysis.decisions import retaken
 from graphoffload.analysis.program import Instance, build_program
 from graphoffload.analysis.regions import with_regions
 from graphoffload.analysis.saved_values import GraphPair, saved_table
@@ -207,15 +208,37 @@ def _partition_again(
 ) -> tuple[dict[str, Action], dict[str, str]]:
     """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.
 
-    An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so.
+    An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so. Two chains
+    that are sound alone may together bring all that a comparison reads into backward, and min-cut then takes the comparison
+    there with them: such chains are kept, and the graph is partitioned without them.
     """
-    joint = bind(tagged_copy(work.request.joint, relax=work.request.relax, notes=[]), work.binding)
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
-    again = [name for name, action in actions.items() if action == "recompute"]
-    recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}
-    save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute
-    tag_joint(joint, save=save, recompute=recompute)
-    work.pair, table = partition(work.request, joint)
+    while True:
+        joint = bind(tagged_copy(work.request.joint, relax=work.request.relax, notes=[]), work.binding)
+        again = [name for name, action in actions.items() if action == "recompute"]
+        recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}
+        save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute
+        tag_joint(joint, save=save, recompute=recompute)
+        work.pair, table = partition(work.request, joint)
+        found = retaken(work.pair, work.binding.theirs).inexact
+        if found.keys() <= work.binding.decisions:
+            break
+        work.binding = replace(work.binding, decisions=work.binding.decisions.union(found))
+        refused = {}
+        for name in again:
+            ran = next((node for node in (*work.chains[name].nodes, *members[name]) if node in found), None)
+            if ran is not None:
+                refused[name] = f"its recomputation runs {ran} again, by whose bits backward decides or compares ({found[ran]})"
+        actions = {name: "keep" if name in refused else action for name, action in actions.items()}
+        reasons = {name: refused.get(name, reason) for name, reason in reasons.items()}
+        work.table = SavedTable(
+            tuple(
+                replace(tensor, recomputable=False, why_not_recompute=refused[tensor.name])
+                if tensor.name in refused
+                else tensor
+                for tensor in work.table.tensors
+            )
+        )
     new = [tensor for tensor in table.tensors if tensor.name not in actions]
     if new:
         total = sum(tensor.planned_bytes for tensor in new)
