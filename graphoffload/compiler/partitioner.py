@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
 from graphoffload.compiler.cache_key import graph_key
+from graphoffload.compiler.decide import goal_of
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.module_names import name_modules
 from graphoffload.compiler.pipeline import Rewritten, rewrite
@@ -103,6 +104,7 @@ class OffloadPartitioner(CustomPartitionerFn):
             key,
             self.name or f"graph{len(registry.last_plans())}",
             limits,
+            goal_of(self.config, limits),
             self.fragment,
             partitioning.parameters_among(gm.graph, self.parameters),
         )

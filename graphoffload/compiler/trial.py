@@ -29,6 +29,7 @@ from graphoffload.cache_files import cache_dir
 from graphoffload.compiler.constraints import Constraint, constraints_for
 from graphoffload.compiler.decide import Decided, actions_again, decide_actions, decide_again, saved_all_the_same, table_again
 from graphoffload.errors import BudgetError
+from graphoffload.facts.goals import Goal, Score
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Action
 from graphoffload.facts.saved_tensors import SavedTable
@@ -38,12 +39,11 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution
 from graphoffload.passes.prepare_joint import Binding, bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
+from graphoffload.patience import Patience
 from graphoffload.planner.prefetch import with_slack
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.torch_internals import partitioning
 from graphoffload.units import format_bytes
-
-_AS_SMALL = 0.002  # plans whose peaks differ by less than this share of keep-all's are as small as each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Request:
     key: str
     name: str
     limits: Limits
+    goal: Goal
     fragment: Fragment = WHOLE
     parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
     relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
@@ -81,6 +82,7 @@ class Work:
     notes: list[str]
     binding: Binding
     outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
+    patience: Patience | None = None  # the clock of planning; None: as long as it takes
     unfused_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
 
     @property
@@ -103,12 +105,10 @@ class Trial:
     excess: float
 
     @property
-    def score(self) -> tuple[float, int, float]:
-        """Less is better: what misses its goal least, then what is fastest; for a slowdown the fastest of the smallest."""
-        size = 0
-        if self.work.request.config.max_slowdown is not None:
-            size = round(self.timeline.peak_bytes / (_AS_SMALL * self.decided.keep_timeline.peak_bytes))
-        return max(0.0, self.excess), size, self.timeline.time_s
+    def score(self) -> Score:
+        """How good the trial is for the request's goal; less is better."""
+        goal, keep_peak_bytes = self.work.request.goal, self.decided.keep_timeline.peak_bytes
+        return goal.score(self.excess, self.timeline.peak_bytes, self.timeline.time_s, keep_peak_bytes)
 
 
 def keep_all_trial(work: Work) -> Trial:
@@ -116,7 +116,7 @@ def keep_all_trial(work: Work) -> Trial:
     reason = "the step as it is: what was planned for the goal needs more memory, or none was asked for"
     keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in work.wanted)
     work = replace(work, wanted=keep, notes=[*work.notes])
-    return make_trial(work, instance_of(work), work.request.limits, work.request.config)
+    return make_trial(work, instance_of(work), work.request.goal)
 
 
 def keep_all(instance: Instance, work: Work) -> Timeline:
@@ -132,10 +132,12 @@ def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
     return replace(trial, work=replace(trial.work, request=request), decided=decided, excess=excess)
 
 
-def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Trial:
-    """Decide for `limits` and `config`; what is left after partitioning again is decided for the request's own."""
+def make_trial(work: Work, instance: Instance, goal: Goal) -> Trial:
+    """Decide for `goal`; what is left after partitioning again is decided for the request's own."""
     request = work.request
-    decided = decide_actions(instance.program, work.table, work.wanted, config, limits, work.hardware)
+    decided = decide_actions(
+        instance.program, work.table, work.wanted, goal, request.config, request.limits, work.hardware, patience=work.patience
+    )
     work = replace(work, notes=[*work.notes, *decided.notes])
     original = work.table
     names = [tensor.name for tensor in original.tensors]
@@ -146,7 +148,16 @@ def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadCo
         if decided.planned:
             wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
-                decided = decide_again(decided, instance.program, wanted, request.config, request.limits, work.hardware)
+                decided = decide_again(
+                    decided,
+                    instance.program,
+                    wanted,
+                    request.goal,
+                    request.config,
+                    request.limits,
+                    work.hardware,
+                    patience=work.patience,
+                )
                 names = [tensor.name for tensor in work.table.tensors]
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
@@ -156,11 +167,9 @@ def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadCo
 
 
 def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
-    """Bytes above the budget, or seconds above the slowdown; negative below."""
-    if request.config.max_slowdown is not None:
-        return timeline.time_s - (1.0 + request.config.max_slowdown) * decided.keep_timeline.time_s * (1.0 + 1e-9)
-    budget = request.limits.device_budget_bytes
-    return -1.0 if budget is None else float(timeline.peak_bytes + request.limits.reserve_bytes - budget)
+    """By how much a timeline misses the request's goal: bytes or seconds; negative where it meets it."""
+    peak_bytes = timeline.peak_bytes + request.limits.reserve_bytes
+    return request.goal.excess(peak_bytes, timeline.time_s, decided.keep_timeline.time_s)
 
 
 def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
@@ -256,8 +265,8 @@ def _schedule(work: Work, instance: Instance, actions: dict[str, Action], decide
 
     timeline = simulated({})
     limit_bytes = timeline.peak_bytes
-    if decided.planned and work.request.config.max_slowdown is None:
-        limits = work.request.limits
-        limit_bytes = max(limit_bytes, (limits.device_budget_bytes or 0) - limits.reserve_bytes)
+    if decided.planned:
+        request = work.request
+        limit_bytes = max(limit_bytes, (request.goal.device_budget_bytes or 0) - request.limits.reserve_bytes)
     late = not isinstance(work.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
     return with_slack(instance.program, timeline, simulated, limit_bytes=limit_bytes, late=late)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from graphoffload.patience import Patience
 from graphoffload.units import coarse_size
 
 
@@ -16,7 +15,6 @@ class Limits:
     static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free. shared: the budget is
     for several graphs, of which this one is not the first, and the runtime lets stay what fits of what they offload together.
     downstream: the graph reads what other trained graphs compute. host_locked: the host budget is what this user may lock.
-    patience: how long planning may take; None: as long as it does.
     """
 
     explicit: bool = False
@@ -27,7 +25,6 @@ class Limits:
     shared: bool = False
     downstream: bool = False
     host_locked: bool = False
-    patience: Patience | None = field(default=None, compare=False, repr=False)
 
     def quantised(self) -> Limits:
         """For cache keys: what "auto" measures in steps of 1 GiB, so that two runs on the same machine agree."""
