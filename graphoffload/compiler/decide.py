@@ -59,18 +59,6 @@ class Decided:
     release_late: bool = False
 
 
-def goal_of(config: OffloadConfig, limits: Limits) -> Goal:
-    """What a configuration asks for, in bytes or as a share of the step.
-
-    A slowdown that nobody could measure counts as none: max_slowdown=0.0 allows that much.
-    """
-    if config.max_slowdown is not None:
-        return WithinSlowdown(max(config.max_slowdown, UNMEASURABLE), asked=config.max_slowdown)
-    if limits.explicit and limits.device_budget_bytes is not None:
-        return MeetBudget(limits.device_budget_bytes)
-    return KeepIfFits(limits.device_budget_bytes)
-
-
 def decide_actions(
     program: Program,
     table: SavedTable,

@@ -78,8 +78,8 @@ def rewrite(request: Request) -> Rewritten:
         trial.actions,
         trial.reasons,
         decided,
-        key=request.key,
-        name=request.name,
+        key=request.session.key,
+        name=request.session.name,
         notes=work.notes,
         device=device_name(work.table),
         checksum=request.config.verify == "checksum",
@@ -163,10 +163,10 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Reso
     patterns = patterns_of(config.policy, config.offload_modules)
     roots = dict.fromkeys(root for node in nodes for root in module_roots(node))
     resolution = resolve(patterns, [p for p in operations if p], boundaries, operations, tuple(roots))
-    remember(request.fragment, config.digest(), patterns, resolution)
-    if request.fragment.place == "last":
-        warn_of_unmatched(request.fragment.model, config.digest())
+    remember(request.session.fragment, config.digest(), patterns, resolution)
+    if request.session.fragment.place == "last":
+        warn_of_unmatched(request.session.fragment.model, config.digest())
     check_tags(tagged_operations(nodes), config, resolution)
-    wanted = constraints_for(table, config, resolution, fragment=bool(request.fragment))
+    wanted = constraints_for(table, config, resolution, fragment=bool(request.session.fragment))
     notes.extend(without_effect(table, config, resolution))
     return resolution, wanted

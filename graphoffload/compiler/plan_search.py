@@ -52,7 +52,7 @@ def feasible_trial(work: Work) -> Trial:
         BudgetError: no trial meets the budget in any way. It names the least budget that is met whatever the caller does, and
             the slowdown at which it is.
     """
-    patience = Patience(work.request.name)
+    patience = Patience(work.request.session.name)
     work = replace(work, patience=patience)
     goal = work.request.goal
     trial = _smallest(work, goal) if isinstance(goal, WithinSlowdown) else _for_budget(work)

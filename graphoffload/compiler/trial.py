@@ -28,13 +28,13 @@ from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.cache_files import cache_dir
 from graphoffload.compiler.constraints import Constraint, constraints_for
 from graphoffload.compiler.decide import Decided, actions_again, decide_actions, decide_again, saved_all_the_same, table_again
+from graphoffload.compiler.session import CompileSession
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal, Score
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Action
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.monitor.pattern_coverage import WHOLE, Fragment
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution
 from graphoffload.passes.prepare_joint import Binding, bind, tagged_copy
@@ -48,19 +48,28 @@ from graphoffload.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a partitioner is asked: the joint graph, the arguments for torch's own partitioner, and the identity of the plan."""
+    """What a partitioner is asked: the session, the joint graph and the arguments for torch's own partitioner.
 
+    goal: the session's, or another one that the search tries.
+    """
+
+    session: CompileSession
     joint: GraphModule
     joint_inputs: Any
     arguments: dict[str, Any]
-    config: OffloadConfig
-    key: str
-    name: str
-    limits: Limits
     goal: Goal
-    fragment: Fragment = WHOLE
     parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
     relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
+
+    @property
+    def config(self) -> OffloadConfig:
+        """What the user asks for."""
+        return self.session.config
+
+    @property
+    def limits(self) -> Limits:
+        """What the process may use."""
+        return self.session.limits
 
     @property
     def num_fwd_outputs(self) -> int:
@@ -146,7 +155,7 @@ def make_trial(work: Work, instance: Instance, goal: Goal) -> Trial:
         actions, reasons = _partition_again(work, actions, reasons)
         instance = instance_of(work)
         if decided.planned:
-            wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
+            wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.session.fragment))
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
                 decided = decide_again(
                     decided,

@@ -17,7 +17,7 @@ from graphoffload.cache_files import cache_dir, write_whole
 from graphoffload.errors import ConfigError
 from graphoffload.facts.plan import Plan
 from graphoffload.runtime.layouts import Layout
-from graphoffload.runtime.pinned.preallocation import going_to_run, prepare_plan
+from graphoffload.runtime.pinned.preallocation import prepare_plan
 from graphoffload.runtime.step.resident import Budget
 
 
@@ -112,28 +112,27 @@ def across_graphs() -> bool:
     return text in _ON
 
 
-def register(plan: Plan, *, store: bool = True) -> None:
+def register(plan: Plan, *, runs: bool = False, store: bool = True) -> None:
     """Make a plan known to the ops and to last_plans().
 
-    Where it is going to run, host memory for it is taken from now on, and `store` writes it to disk for later hits of torch's
-    compile cache.
+    Where it is going to run (`runs`), host memory for it is taken from now on, and `store` writes it to disk for later hits of
+    torch's compile cache.
     """
-    prepare_plan(plan)
+    if runs:
+        prepare_plan(plan)
     with _LOCK:
         _PLANS.pop(plan.key, None)
         _PLANS[plan.key] = plan
         _RUN[plan.key] = RunPlan(plan, plan.key)
-    if store and going_to_run():
+    if store and runs:
         _write(plan, plan.key)
 
 
-def only_explained(key: str) -> Plan | None:
-    """The plan with this key, which nothing is compiled under: last_plans() does not show it. None where there is none."""
+def explained(plan: Plan) -> None:
+    """Make a plan known that nothing is compiled under: last_plans() does not show it."""
     with _LOCK:
-        plan = _PLANS.pop(key, None)
-        if plan is not None:
-            _EXPLAINED[key] = plan
-    return plan
+        _EXPLAINED[plan.key] = plan
+        _RUN[plan.key] = RunPlan(plan, plan.key)
 
 
 def remember(base: str, plan: Plan) -> None:
