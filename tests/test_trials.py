@@ -99,10 +99,11 @@ def test_what_torch_saves_all_the_same_is_noted_as_what_becomes_of_it(monkeypatc
     """Saved though it was to be recomputed, it may still be offloaded: no note may say that it is kept then."""
     budget, decide, chosen = int(0.65 * explained(policy="keep").keep_peak_bytes), trials.decide_actions, []
 
-    def recomputes(program: Any, table: SavedTable, *rest: Any, **patience: Any) -> Any:
-        decided = decide(program, table, *rest, **patience)
+    def recomputes(work: Any, *rest: Any) -> Any:
+        decided = decide(work, *rest)
         actions = tuple("recompute" if action == "offload" else action for action in decided.actions)
-        chosen.append([tensor.name for tensor, action in zip(table.tensors, actions, strict=True) if action == "recompute"])
+        pairs = zip(work.table.tensors, actions, strict=True)
+        chosen.append([tensor.name for tensor, action in pairs if action == "recompute"])
         return replace(decided, actions=actions)
 
     monkeypatch.setattr(trials, "decide_actions", recomputes)

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.compiler.plan_search import feasible_trial
-from graphoffload.compiler.trial import Request, Trial, Work, against, keep_all_trial
+from graphoffload.compiler.request import Request, Work
+from graphoffload.compiler.trial import Trial, against, keep_all_trial
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import WithinSlowdown
 from graphoffload.facts.saved_tensors import SavedTable

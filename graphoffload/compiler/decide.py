@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphoffload.compiler.constraints import Constraint
+from graphoffload.compiler.request import Work
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Action
@@ -19,7 +20,6 @@ from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.monitor.shared_budget import is_one_of_many
 from graphoffload.options.config import OffloadConfig
-from graphoffload.patience import Patience
 from graphoffload.planner.hint import saved_within
 from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.reasons import NO_CHOICE
@@ -59,22 +59,13 @@ class Decided:
     release_late: bool = False
 
 
-def decide_actions(
-    program: Program,
-    table: SavedTable,
-    wanted: Sequence[Constraint],
-    goal: Goal,
-    config: OffloadConfig,
-    limits: Limits,
-    hardware: HardwareProfile,
-    *,
-    patience: Patience | None = None,
-) -> Decided:
-    """One action for each saved activation.
+def decide_actions(work: Work, program: Program, goal: Goal) -> Decided:
+    """One action for each saved activation of `program`, which is that of `work`.
 
     Raises:
         BudgetError: no plan meets the budget of `goal`.
     """
+    table, wanted, config, limits, hardware = work.table, work.wanted, work.request.config, work.request.limits, work.hardware
     budget = goal.device_budget_bytes
     keep = simulate(program, ["keep"] * len(program.candidates), hardware)
     warnings = [constraint.warning for constraint in wanted if constraint.warning]
@@ -105,7 +96,7 @@ def decide_actions(
         kept = _as_asked(wanted, f"fits in {goal}", keep, warnings, inflight)
         return replace(kept, hint=_hint(program, hardware, limits))
     wanted = _without_advice(wanted)
-    solution, reasons = _solve(_constrained(free, wanted), wanted, goal, config, limits, hardware, patience)
+    solution, reasons = _solve(work, _constrained(free, wanted), wanted, goal)
     return Decided(
         actions=solution.actions,
         reasons=reasons,
@@ -119,17 +110,7 @@ def decide_actions(
     )
 
 
-def decide_again(
-    first: Decided,
-    program: Program,
-    wanted: Sequence[Constraint],
-    goal: Goal,
-    config: OffloadConfig,
-    limits: Limits,
-    hardware: HardwareProfile,
-    *,
-    patience: Patience | None = None,
-) -> Decided:
+def decide_again(work: Work, first: Decided, program: Program, wanted: Sequence[Constraint]) -> Decided:
     """Keep or offload, anew, for what is saved once others are recomputed: only now is it known what that does to memory.
 
     Args:
@@ -140,32 +121,30 @@ def decide_again(
         BudgetError: with this recomputation no plan fits.
     """
     wanted = _without_advice(wanted)
-    program = _constrained(program, wanted)
+    program, goal = _constrained(program, wanted), work.request.goal
     if isinstance(goal, WithinSlowdown):
-        compute_s = simulate(program, program.keep_actions(), hardware).time_s
+        compute_s = simulate(program, program.keep_actions(), work.hardware).time_s
         goal = WithinSlowdown(max(0.0, goal.allowed(first.keep_timeline.time_s, compute_s)))
     wanted = tuple(
         constraint if constraint.action or constraint.why_not_recompute else replace(constraint, why_not_recompute=_NO_GAIN)
         for constraint in wanted
     )
-    solution, reasons = _solve(program, wanted, goal, config, limits, hardware, patience)
+    solution, reasons = _solve(work, program, wanted, goal)
     return replace(first, actions=solution.actions, reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
 
 
-def _solve(
-    program: Program,
-    wanted: Sequence[Constraint],
-    goal: Goal,
-    config: OffloadConfig,
-    limits: Limits,
-    hardware: HardwareProfile,
-    patience: Patience | None,
-) -> tuple[Solution, tuple[str, ...]]:
+def _solve(work: Work, program: Program, wanted: Sequence[Constraint], goal: Goal) -> tuple[Solution, tuple[str, ...]]:
     """The planner's solution for what nobody decided, and the reason for each of its actions."""
     solved = goal if isinstance(goal, WithinSlowdown) else MeetBudget(goal.device_budget_bytes or 0)
-    inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
-    given = {"host_budget_bytes": limits.host_budget_bytes, "max_inflight_bytes": inflight}
-    solution = solve(program, hardware, solved, **given, patience=patience)
+    window = work.request.config.max_inflight_bytes
+    solution = solve(
+        program,
+        work.hardware,
+        solved,
+        host_budget_bytes=work.request.limits.host_budget_bytes,
+        max_inflight_bytes=window if isinstance(window, int) else None,
+        patience=work.patience,
+    )
     return solution, tuple(map(_reason, wanted, solution.actions, solution.reasons))
 
 

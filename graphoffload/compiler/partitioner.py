@@ -16,8 +16,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
 from graphoffload.compiler.pipeline import Rewritten, rewrite
+from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, session_of_joint
-from graphoffload.compiler.trial import Request
 from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log, say

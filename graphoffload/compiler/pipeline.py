@@ -21,7 +21,8 @@ from graphoffload.compiler.checkpoint_regions import hint_of, trial_of
 from graphoffload.compiler.constraints import Constraint, check_tags, constraints_for, without_effect
 from graphoffload.compiler.decide import Decided
 from graphoffload.compiler.placement import PlannedPair, make_plan
-from graphoffload.compiler.trial import Request, Work, device_name, partition
+from graphoffload.compiler.request import Request, Work
+from graphoffload.compiler.trial import device_name, partition
 from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.facts.goals import Goal, WithinSlowdown
 from graphoffload.facts.limits import Limits

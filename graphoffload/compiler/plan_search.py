@@ -23,7 +23,8 @@ from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import returned_bytes
 from graphoffload.compiler import trial as trials
 from graphoffload.compiler.decide import without_recomputation
-from graphoffload.compiler.trial import Trial, Work, against, instance_of, keep_all
+from graphoffload.compiler.request import Work
+from graphoffload.compiler.trial import Trial, against, instance_of, keep_all
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.patience import Patience

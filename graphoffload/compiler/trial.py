@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.decisions import repeated_decisions
 from graphoffload.analysis.program import Instance, build_program
@@ -26,78 +24,19 @@ from graphoffload.analysis.saved_values import GraphPair, saved_table
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.cache_files import cache_dir
-from graphoffload.compiler.constraints import Constraint, constraints_for
+from graphoffload.compiler.constraints import constraints_for
 from graphoffload.compiler.decide import Decided, actions_again, decide_actions, decide_again, saved_all_the_same, table_again
-from graphoffload.compiler.session import CompileSession
+from graphoffload.compiler.request import Request, Work
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal, Score
-from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Action
 from graphoffload.facts.saved_tensors import SavedTable
-from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.options.config import OffloadConfig
-from graphoffload.options.patterns import Resolution
-from graphoffload.passes.prepare_joint import Binding, bind, tagged_copy
+from graphoffload.passes.prepare_joint import bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
-from graphoffload.patience import Patience
 from graphoffload.planner.prefetch import with_slack
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.torch_internals import partitioning
 from graphoffload.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a partitioner is asked: the session, the joint graph and the arguments for torch's own partitioner.
-
-    goal: the session's, or another one that the search tries.
-    """
-
-    session: CompileSession
-    joint: GraphModule
-    joint_inputs: Any
-    arguments: dict[str, Any]
-    goal: Goal
-    parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
-    relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
-
-    @property
-    def config(self) -> OffloadConfig:
-        """What the user asks for."""
-        return self.session.config
-
-    @property
-    def limits(self) -> Limits:
-        """What the process may use."""
-        return self.session.limits
-
-    @property
-    def num_fwd_outputs(self) -> int:
-        """How many forward outputs are the model's own."""
-        return int(self.arguments["num_fwd_outputs"])
-
-
-@dataclass(slots=True)
-class Work:
-    """What is known about one joint graph while it is planned."""
-
-    request: Request
-    hardware: HardwareProfile
-    pair: GraphPair
-    table: SavedTable
-    chains: dict[str, Chain]
-    wanted: tuple[Constraint, ...]
-    resolution: Resolution
-    notes: list[str]
-    binding: Binding
-    outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
-    patience: Patience | None = None  # the clock of planning; None: as long as it takes
-    unfused_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
-
-    @property
-    def fuses(self) -> bool:
-        """Whether the inner compiler fuses operations."""
-        return self.request.config.inner == "inductor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +83,7 @@ def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
 def make_trial(work: Work, instance: Instance, goal: Goal) -> Trial:
     """Decide for `goal`; what is left after partitioning again is decided for the request's own."""
     request = work.request
-    decided = decide_actions(
-        instance.program, work.table, work.wanted, goal, request.config, request.limits, work.hardware, patience=work.patience
-    )
+    decided = decide_actions(work, instance.program, goal)
     work = replace(work, notes=[*work.notes, *decided.notes])
     original = work.table
     names = [tensor.name for tensor in original.tensors]
@@ -157,16 +94,7 @@ def make_trial(work: Work, instance: Instance, goal: Goal) -> Trial:
         if decided.planned:
             wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.session.fragment))
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
-                decided = decide_again(
-                    decided,
-                    instance.program,
-                    wanted,
-                    request.goal,
-                    request.config,
-                    request.limits,
-                    work.hardware,
-                    patience=work.patience,
-                )
+                decided = decide_again(work, decided, instance.program, wanted)
                 names = [tensor.name for tensor in work.table.tensors]
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
