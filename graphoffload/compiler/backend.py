@@ -35,6 +35,7 @@ from graphoffload.report.offload_report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.pinned.preallocation import memory_ahead
 from graphoffload.torch_internals import dynamo, partitioning, releases
+from graphoffload.units import format_bytes
 
 _graphs = itertools.count()
 
@@ -123,7 +124,7 @@ def compile_graph(
     name_modules(gm)
     limits = _limits(gm, example_inputs, config)
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
-    known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
+    known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
     partitioner = _partitioner(gm, example_inputs, config, key, limits)
     before = registry.of_key(key)
@@ -199,6 +200,18 @@ def _plan_of(base: str, key: str, config: OffloadConfig, before: Plan | None) ->
             log.debug("%s", plan_table(plan))
         warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
     return plan
+
+
+def _stored(base: str, limits: Limits) -> Plan | None:
+    """The plan of an earlier compile, where it suits the host memory that is available now."""
+    plan = registry.stored(base)
+    if plan is None or plan.suits_host(limits.host_budget_bytes):
+        return plan
+    log.debug(
+        "%s is planned again: its stored plan takes %s of host memory and was made within %s, now there are %s",
+        plan.graph, *map(format_bytes, (plan.prediction.host_bytes, plan.host_budget_bytes, limits.host_budget_bytes)),
+    )  # fmt: skip
+    return None
 
 
 def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:

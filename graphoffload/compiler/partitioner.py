@@ -166,7 +166,7 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
         hint=rewritten.hint,
     )
     named = "" if config.hardware == "measure" or hardware.source == "cpu" else hardware.name
-    plan = replace(rewritten.plan, summary=summary, hardware=named)
+    plan = replace(rewritten.plan, summary=summary, hardware=named, host_budget_bytes=limits.host_budget_bytes)
     predicted = _predicted(rewritten, limits, hardware.name, config.max_slowdown)
     registry.register(plan)
     predictions.remember(plan.key, predicted)

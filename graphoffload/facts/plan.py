@@ -15,6 +15,7 @@ from typing import Literal
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 
 Action = Literal["keep", "recompute", "offload"]
+_HARDLY_MORE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Plan:
     `apart_bytes`: two operations that write so much each and do not need each other are not fused; None: they may be.
     `device`: that of the tensors; `hardware`: name of the profile that was planned for, "" where it is this device's own.
     `part`: other graphs are trained with this one, and what they keep is in none of its figures.
+    `host_budget_bytes`: host memory that it was made within; None: unbounded.
     """
 
     key: str
@@ -110,6 +112,18 @@ class Plan:
     hardware: str = ""
     apart_bytes: int | None = None
     part: bool = False
+    host_budget_bytes: int | None = None
+
+    def suits_host(self, host_budget_bytes: int | None) -> bool:
+        """Whether this is the plan to run with so much host memory: it needs no more, and less was no reason for it.
+
+        Less was none where all that is saved would have fitted, nor where there is hardly more now.
+        """
+        if host_budget_bytes is None or self.host_budget_bytes is None:
+            return host_budget_bytes == self.host_budget_bytes
+        everything = sum(tensor.planned_bytes for tensor in self.saved.tensors)
+        unbounded = self.host_budget_bytes >= min(everything, host_budget_bytes / _HARDLY_MORE)
+        return unbounded and self.prediction.host_bytes <= host_budget_bytes
 
     def action(self, name: str) -> Action:
         """Decision for a SavedTensor's name; "keep" when the plan does not mention it."""

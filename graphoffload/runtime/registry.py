@@ -130,7 +130,8 @@ def remember(base: str, plan: Plan) -> None:
     A plan key is that base key and a random suffix: without a stored plan torch's cache cannot hit, so a compiled graph never
     runs without its plan.
     """
-    if base not in _BASES:
+    known = _BASES.get(base)
+    if known is None or known.key != plan.key:
         _BASES[base] = plan
         _write(plan, base)
 
