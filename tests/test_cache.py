@@ -5,6 +5,7 @@ torch's key holds the partitioner's uuid(), not module names nor annotations; on
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -19,12 +20,14 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from forked import run_script
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import graphoffload
+from graphoffload.cache_files import keep_newest
 from graphoffload.compiler import cache_key, device_limits
 from graphoffload.errors import NotOffloadedWarning
 from graphoffload.facts.plan import Action, Plan, Prediction
@@ -302,6 +305,61 @@ def test_explain_stores_no_plan(tmp_path: Path) -> None:
     model(x)
     (plan,) = graphoffload.last_plans()[-1:]
     assert {path.name for path in tmp_path.rglob("plans/*")} == {f"{plan.key}.json", f"{plan.key.partition('-')[0]}.json"}
+
+
+@pytest.mark.parametrize("found", [None, 0, 2, "1"])
+def test_a_plan_of_another_format_is_none(found: object, tmp_path: Path) -> None:
+    """Another release wrote it: it is planned again, without a word; who reads it by hand is told."""
+    plan = Plan(key="k", graph="g")
+    path = tmp_path / "graphoffload" / "plans" / "k.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(plan.to_json())
+    assert registry.stored("k") == plan
+    data = json.loads(plan.to_json())
+    path.write_text(json.dumps({**data, "format": found}))
+    assert registry.stored("k") is None
+    with pytest.raises(ValueError, match=f"has format {found}, and format 1 is read"):
+        Plan.from_json(path.read_text())
+    path.write_text("[]")
+    assert registry.stored("k") is None
+
+
+def test_only_the_newest_plans_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number and by size; what a process left that was killed in writing goes as well."""
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    for age, name in enumerate(("new.json", "mid.json", "old.json", ".old.json.1234")):
+        (folder / name).write_text("x" * 10)
+        os.utime(folder / name, (1e9 - age, 1e9 - age))
+    (folder / "folder").mkdir()
+    os.utime(folder / "folder", (1, 1))
+
+    def left(**most: int) -> set[str]:
+        keep_newest(folder, **most)
+        return {path.name for path in folder.iterdir()} - {"folder"}
+
+    with FileLock(tmp_path / "plans.lock"):
+        assert len(left(files=0, nbytes=0)) == 4, "another process is at it"
+    assert left(files=3, nbytes=1000) == {"new.json", "mid.json", "old.json"}
+    assert left(files=3, nbytes=29) == {"new.json", "mid.json"}
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: unlink(Path("/nowhere")))
+    assert left(files=0, nbytes=0) == {"new.json", "mid.json"}, "it cannot be deleted, and nothing is raised"
+    keep_newest(tmp_path / "nowhere" / "plans", files=0, nbytes=0)
+
+
+def test_plans_are_pruned_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first that a process writes, and now and then."""
+    monkeypatch.setattr(registry, "_MOST_FILES", 3)
+    monkeypatch.setattr(registry, "_PRUNED_EVERY", 2)
+    monkeypatch.setattr(registry, "_written", itertools.count())
+    monkeypatch.setattr(registry, "_BASES", {})
+    for number in range(9):
+        registry.remember(f"k{number}", Plan(key=f"p{number}", graph="g"))
+        os.utime(tmp_path / "graphoffload" / "plans" / f"k{number}.json", (1e9 + number, 1e9 + number))
+    names = {path.name for path in tmp_path.rglob("plans/*")}
+    assert "k8.json" in names
+    assert len(names) == 3
 
 
 def planned_with(gib: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Plan:

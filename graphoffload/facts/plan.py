@@ -15,6 +15,8 @@ from typing import Literal
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 
 Action = Literal["keep", "recompute", "offload"]
+FORMAT = 1
+"""Of a plan as JSON: another number wherever an older reader would misread a field or lack one."""
 _HARDLY_MORE = 1.1
 
 
@@ -154,12 +156,19 @@ class Plan:
 
     def to_json(self) -> str:
         """The whole plan as JSON; Plan.from_json reads it back."""
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of to_json."""
+        """Inverse of to_json.
+
+        Raises:
+            ValueError: the text is no JSON, or a plan of another format, which another release wrote.
+        """
         data = json.loads(text)
+        found = data.pop("format", None)
+        if found != FORMAT:
+            raise ValueError(f"this plan has format {found}, and format {FORMAT} is read here: plan again with this release.")
         data["saved"] = SavedTable(tuple(SavedTensor.from_dict(t) for t in data["saved"]["tensors"]))
         data["decisions"] = tuple(Decision(**d) for d in data["decisions"])
         data["transfers"] = tuple(Transfer(**t) for t in data["transfers"])
