@@ -35,6 +35,7 @@ from graphoffload.report.offload_report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.pinned.preallocation import allow
 from graphoffload.torch_internals import dynamo, partitioning, releases
+from graphoffload.units import format_bytes
 
 _graphs = itertools.count()
 
@@ -164,7 +165,7 @@ def _session_to_run(gm: GraphModule, example_inputs: Sequence[Any], config: Offl
     name_modules(gm)
     limits = _limits(gm, example_inputs, config)
     base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
-    known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
+    known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
     key = known.key if known is not None else new_key(base)
     return base, _session(gm, example_inputs, config, limits, key, "run")
 
@@ -192,7 +193,7 @@ def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
 def _take_stored(base: str, session: CompileSession) -> None:
     """The plan of a graph that torch's compile cache had; none where nothing was partitioned, as no output needs a gradient."""
     config, plan = session.config, registry.stored(base)
-    if plan is None:
+    if plan is None or plan.key != session.key:
         return
     session.plan = plan
     if registry.of_key(session.key) is None:
@@ -201,6 +202,18 @@ def _take_stored(base: str, session: CompileSession) -> None:
     if log.isEnabledFor(10):
         log.debug("%s", plan_table(plan))
     warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
+
+
+def _stored(base: str, limits: Limits) -> Plan | None:
+    """The plan of an earlier compile, where it suits the host memory that is available now."""
+    plan = registry.stored(base)
+    if plan is None or plan.suits_host(limits.host_budget_bytes):
+        return plan
+    log.debug(
+        "%s is planned again: its stored plan takes %s of host memory and was made within %s, now there are %s",
+        plan.graph, *map(format_bytes, (plan.prediction.host_bytes, plan.host_budget_bytes, limits.host_budget_bytes)),
+    )  # fmt: skip
+    return None
 
 
 def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
