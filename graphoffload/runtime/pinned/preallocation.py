@@ -1,4 +1,4 @@
-"""Host memory for a plan, taken while its graphs are still being compiled, so that no step waits for page-locking."""
+"""Host memory for a plan, allocated while its graphs are still being compiled, so that no step waits for page-locking."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _prepared: set[str] = set()
 
 @contextlib.contextmanager
 def preallocating(host_budget_bytes: int | None) -> Iterator[None]:
-    """Plans that are registered inside are going to run, within this budget of the process (the largest of all counts)."""
+    """Plans registered inside are going to run, within this budget of the process (the largest of all counts)."""
     if host_budget_bytes is not None:
         POOL.budget_bytes = max(host_budget_bytes, POOL.budget_bytes or 0)
     token = _COMPILING.set(True)
@@ -28,12 +28,12 @@ def preallocating(host_budget_bytes: int | None) -> Iterator[None]:
 
 
 def going_to_run() -> bool:
-    """Whether plans that are registered now are going to run: explain() only shows them."""
+    """Whether plans registered now are going to run; explain() only shows them."""
     return _COMPILING.get()
 
 
 def prepare_plan(plan: Plan) -> None:
-    """Take host memory for a plan's transfers in the background, once, if it is for a GPU and is going to run.
+    """Allocate host memory for a plan's transfers in the background, once, if it is for a GPU and is going to run.
 
     Transfers of symbolic size are left out: their buffers are made when the first tensor of each size comes.
     """

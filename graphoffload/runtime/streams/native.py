@@ -1,9 +1,10 @@
-"""A copy between two events in one call: copy.c, compiled by each process where there is a C compiler.
+"""A copy between two events in one call: copy.c, compiled by each process if there is a C compiler.
 
-Triton needs one as well, so where Inductor writes kernels for a GPU there is one. Elsewhere the same calls are made one by one
-from Python. In a real step Python's caches are cold, and each of those calls costs about as much again as the driver's work.
+Triton needs a C compiler as well, so there is one wherever Inductor writes kernels for a GPU. Elsewhere Python makes the same
+calls one by one. In a real step Python's caches are cold, and each of those calls costs about as much again as the driver's
+work.
 
-Nothing is kept: compiling takes a fifth of a second, and a library in a folder would have to be trusted, and to be whole.
+Nothing is stored. Compiling takes a fifth of a second, and a library in a folder would have to be trusted and complete.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _PATIENCE_S = 20.0
 
 @functools.cache
 def compiled() -> Any:
-    """The module that copy.c is; None where it cannot be compiled or loaded, which the log says at DEBUG."""
+    """The module of copy.c; None if it cannot be compiled or loaded, which the log says at DEBUG."""
     try:
         return build()
-    except Exception as error:  # whatever it is: everything works without
+    except Exception as error:  # everything works without it, whatever the error is
         said = getattr(error, "stderr", None) or b""
         log.debug("copies are issued from Python, call by call: %s %s", error, said.decode(errors="replace")[-500:])
         return None
@@ -48,11 +49,11 @@ def copy_by(module: Any, record: int, wait: int, copy: int) -> Copy:
 
 
 def build() -> Any:
-    """Compile copy.c and load it, as a module of its own each time.
+    """Compile copy.c and load it, as a separate module each time.
 
     Raises:
-        OSError, subprocess.SubprocessError: there is no compiler, or none that takes it.
-        ImportError: it cannot be loaded, as from a folder without execution.
+        OSError, subprocess.SubprocessError: there is no compiler, or it rejects the file.
+        ImportError: it cannot be loaded, for example from a folder without execution.
     """
     with tempfile.TemporaryDirectory(prefix="graphoffload-") as folder:
         library = Path(folder, f"{_NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}")
