@@ -39,17 +39,16 @@ from graphoffload.torch_internals import checkpoint_tags, partitioning, releases
 class OffloadPartitioner(CustomPartitionerFn):
     """Partitions AOTAutograd's joint graph: torch's own min-cut, then keep, recompute or offload for every saved activation.
 
-    As an Inductor option, `torch.compile(m, options={"custom_partitioner_fn": OffloadPartitioner(config)})`, it needs
-    `"reorder_for_peak_memory": False` beside it, and says so. torch then asks for its `uuid()` before it has seen the graph,
-    so it cannot tell two module namings apart and is never served from a compile cache; the backend can, and is.
+    As an Inductor option, `torch.compile(m, options={"custom_partitioner_fn": OffloadPartitioner(config)})`, it also needs the
+    option `"reorder_for_peak_memory": False`, and raises without it. torch then asks for its `uuid()` before it has seen the
+    graph. So it cannot tell two module namings apart, and a compile cache never answers for it; for the backend it can.
 
     Args:
-        config: what the user asks for; None: what the environment says, else what fits the device.
-        key: identity of graph, names, annotations and configuration together, where the caller knows it.
-        limits: what the process may use, where the caller has seen the graph's real inputs; None: as the joint graph's, which
-            are fake, tell.
-        parameters: which of the graph's inputs, by position, are parameters; None: as Dynamo says. What is no parameter is
-            the caller's memory, which backward reads only where torch alone would.
+        config: the user's request; None: from the environment, else fit the device.
+        key: identity of graph, names, annotations and configuration together, if the caller knows it.
+        limits: of the process, if the caller has seen the graph's real inputs; None: from the joint graph's fake inputs.
+        parameters: positions of the graph's inputs that are parameters; None: as Dynamo says. Any other input is the caller's
+            memory, which backward reads only where torch alone would.
     """
 
     def __init__(
@@ -72,8 +71,8 @@ class OffloadPartitioner(CustomPartitionerFn):
         self.parameters = parameters
 
     def __getstate__(self) -> dict[str, Any]:
-        """What torch's cache key sees: not the name, which numbers the graphs of a process, nor the model's number, nor bytes
-        that differ from run to run, but what decides the plan."""
+        """The state in torch's cache key: everything that decides the plan. Not the name, which numbers the graphs of a
+        process, nor the model's number, nor bytes that differ from run to run."""
         fragment = replace(self.fragment, model=0)
         limits = None if self.limits is None else self.limits.quantised()
         graph = {"key": self.key, "name": "", "fragment": fragment, "limits": limits, "parameters": self.parameters}
@@ -125,7 +124,7 @@ class OffloadPartitioner(CustomPartitionerFn):
 def _partition_region(
     joint: GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
 ) -> tuple[GraphModule, GraphModule]:
-    """A region (analysis/regions.py), which torch gives without inputs, as torch partitions it; names tags of more."""
+    """Partition a region (analysis/regions.py), which torch passes without inputs, as torch does; warn about offload tags."""
     tagged = [node for node in joint.graph.nodes if checkpoint_tags.tag_of(node.meta) == "must_offload"]
     if tagged:
         warn(
@@ -187,7 +186,7 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
 
 
 def _predicted(rewritten: Rewritten, limits: Limits, hardware: str, slowdown: float | None) -> Predicted:
-    budget = limits.device_budget_bytes if slowdown is None else None  # what is planned for a slowdown is to meet no budget
+    budget = limits.device_budget_bytes if slowdown is None else None  # a plan for a slowdown has no budget to meet
     limit_bytes = None if budget is None else max(0, budget - limits.reserve_bytes)
     return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware)
 

@@ -3,7 +3,7 @@
     joint ─copy─▶ min-cut ─▶ saved_table ─▶ constraints ─▶ decide ─▶ [tag, min-cut again] ─▶ schedule ─▶ passes ─▶ verify
                   keep-all    facts                    actions    only to recompute       Plan
 
-The joint graph that torch handed over is never written to; everything works on copies of it.
+torch's joint graph is never written to; everything works on copies of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from graphoffload.units import format_bytes
 class Rewritten:
     """The result: graphs to compile, their plan, and the graphs before the passes for a dump (None without one).
 
-    kernels: how many the graphs are expected to run.
+    kernels: expected number of kernels that the graphs run.
     """
 
     graphs: GraphPair
@@ -96,7 +96,7 @@ def rewrite(request: Request) -> Rewritten:
 
 
 def _goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:
-    """What a plan that nobody but the user decided misses, and what to do about it."""
+    """The goal that a plan misses although only the user decided it, and the remedy."""
     if config.max_slowdown is not None:
         asked = f"max_slowdown={config.max_slowdown:g}"
         missed = f"predicted slowdown {timeline.time_s / decided.keep_timeline.time_s - 1.0:+.1%}"
@@ -141,7 +141,8 @@ def _analyse(request: Request) -> Work:
 
 
 def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable, Binding]:
-    """Torch's own partition, again and again while backward decides on floats that it computes again; and what binds others."""
+    """Torch's own partition, repeated while backward makes discrete decisions on recomputed floats; and the rules for later
+    partitions."""
     joint = tagged_copy(request.joint, relax=request.relax, notes=notes)
     binding = Binding(user_recomputed=users_own(joint))
     while True:

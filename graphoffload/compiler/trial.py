@@ -1,10 +1,10 @@
-"""A trial of a plan: one way to decide, partitioned again and simulated; search.py makes several.
+"""A trial of a plan: one attempt to decide, partition again and simulate; plan_search.py makes several.
 
-    decide for a goal ──▶ partition again where something is recomputed ──▶ decide keep or offload ──▶ simulate ──▶ score
-          ▲                                                                                              │
-          └──────────────── a smaller budget or slowdown, or without recomputation, where it misses ─────┘
+    decide for a goal ──▶ partition again if something is recomputed ──▶ decide keep or offload ──▶ simulate ──▶ score
+          ▲                                                                                            │
+          └──────────────── a smaller budget or slowdown, or without recomputation, if it misses ──────┘
 
-What recomputation does to memory and time is known once torch has partitioned with it; a decision is a trial until then.
+The memory and time of recomputation are known only once torch has partitioned with it. Until then a decision is a trial.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.torch_internals import partitioning
 from graphoffload.units import format_bytes
 
-_AS_SMALL = 0.002  # plans whose peaks differ by less than this share of keep-all's are as small as each other
+_AS_SMALL = 0.002  # plans whose peaks differ by less than this share of keep-all's count as equally small
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a partitioner is asked: the joint graph, the arguments for torch's own partitioner, and the identity of the plan."""
+    """A request to a partitioner: the joint graph, the arguments for torch's own partitioner, and the identity of the plan."""
 
     joint: GraphModule
     joint_inputs: Any
@@ -59,7 +59,7 @@ class Request:
     limits: Limits
     fragment: Fragment = WHOLE
     parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
-    relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
+    relax: bool = False  # ignore advice to recompute (checkpoint regions): their operations are planned like the rest
 
     @property
     def num_fwd_outputs(self) -> int:
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(slots=True)
 class Work:
-    """What is known about one joint graph while it is planned."""
+    """Facts about one joint graph while it is planned."""
 
     request: Request
     hardware: HardwareProfile
@@ -81,7 +81,7 @@ class Work:
     notes: list[str]
     binding: Binding
     outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
-    unfused_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
+    unfused_bytes: int | None = None  # operations that write so much each are fused only if one needs the other
 
     @property
     def fuses(self) -> bool:
@@ -91,7 +91,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One way to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
+    """One attempt to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
 
     work: Work
     original: SavedTable
@@ -104,7 +104,8 @@ class Trial:
 
     @property
     def score(self) -> tuple[float, int, float]:
-        """Less is better: what misses its goal least, then what is fastest; for a slowdown the fastest of the smallest."""
+        """Sort key, less is better: the smallest miss of the goal, then the fastest; for a slowdown the fastest of the
+        smallest."""
         size = 0
         if self.work.request.config.max_slowdown is not None:
             size = round(self.timeline.peak_bytes / (_AS_SMALL * self.decided.keep_timeline.peak_bytes))
@@ -112,7 +113,7 @@ class Trial:
 
 
 def keep_all_trial(work: Work) -> Trial:
-    """Everything that nobody decided is kept."""
+    """Constraints under which all undecided activations are kept."""
     reason = "the step as it is: what was planned for the goal needs more memory, or none was asked for"
     keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in work.wanted)
     work = replace(work, wanted=keep, notes=[*work.notes])
@@ -120,12 +121,12 @@ def keep_all_trial(work: Work) -> Trial:
 
 
 def keep_all(instance: Instance, work: Work) -> Timeline:
-    """What keeping everything is simulated to take."""
+    """The simulation of keep-all."""
     return simulate(instance.program, instance.program.keep_actions(), work.hardware)
 
 
 def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
-    """The trial beside another keep-all, of fused operations or of regions as written: plans of that kind take its time."""
+    """The trial with figures relative to another keep-all: of fused operations, or of regions as written."""
     bound_s = None if trial.decided.lower_bound_s is None else min(trial.decided.lower_bound_s, keep.time_s)
     decided = replace(trial.decided, keep_timeline=keep, lower_bound_s=bound_s)
     excess = excess_of(request, decided, trial.timeline)
@@ -133,7 +134,7 @@ def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
 
 
 def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Trial:
-    """Decide for `limits` and `config`; what is left after partitioning again is decided for the request's own."""
+    """Decide for `limits` and `config`; activations that remain after partitioning again are decided for the request's own."""
     request = work.request
     decided = decide_actions(instance.program, work.table, work.wanted, config, limits, work.hardware)
     work = replace(work, notes=[*work.notes, *decided.notes])
@@ -145,7 +146,7 @@ def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadCo
         instance = instance_of(work)
         if decided.planned:
             wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
-            with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
+            with contextlib.suppress(BudgetError):  # simulate the earlier actions instead; they miss the budget
                 decided = decide_again(decided, instance.program, wanted, request.config, request.limits, work.hardware)
                 names = [tensor.name for tensor in work.table.tensors]
                 actions = dict(zip(names, decided.actions, strict=True))
@@ -164,8 +165,8 @@ def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
 
 
 def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
-    """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came, but
-    for advice to recompute where regions are relaxed."""
+    """Torch's min-cut on a tagged copy, and the values that it saves. The user's own tags are read from the original joint
+    graph, except for advice to recompute if regions are relaxed."""
     pair = GraphPair(*partitioning.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
     table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
     if request.relax:
@@ -174,12 +175,12 @@ def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTab
 
 
 def device_name(table: SavedTable) -> str:
-    """The device of the activations; "cpu" where they are nowhere else."""
+    """The device of the activations; "cpu" if they are on no other."""
     return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
 
 
 def instance_of(work: Work) -> Instance:
-    """The planning instance of what is known, with kernels' times where they are measured."""
+    """The planning instance of the facts, with kernels' times where they are measured."""
     times: dict[str, Measured] = {}
     if work.hardware.source == "measured":
         graphs = (work.pair.forward.graph, work.pair.backward.graph)
@@ -208,9 +209,9 @@ def _partition_again(
 ) -> tuple[dict[str, Action], dict[str, str]]:
     """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.
 
-    An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so. Two chains
-    that are sound alone may together bring all that a comparison reads into backward, and min-cut then takes the comparison
-    there with them: such chains are kept, and the graph is partitioned without them.
+    An activation that is saved only now (min-cut cut a chain at another place than expected) is kept, and a note says so. Two
+    chains that are sound alone may together bring everything that a comparison reads into backward, and min-cut then moves the
+    comparison there too. Such chains are kept, and the graph is partitioned without them.
     """
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
     while True:
@@ -259,5 +260,5 @@ def _schedule(work: Work, instance: Instance, actions: dict[str, Action], decide
     if decided.planned and work.request.config.max_slowdown is None:
         limits = work.request.limits
         limit_bytes = max(limit_bytes, (limits.device_budget_bytes or 0) - limits.reserve_bytes)
-    late = not isinstance(work.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
+    late = not isinstance(work.request.config.max_inflight_bytes, int)  # else the user's number bounds what is outstanding
     return with_slack(instance.program, timeline, simulated, limit_bytes=limit_bytes, late=late)
