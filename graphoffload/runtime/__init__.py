@@ -1,13 +1,13 @@
 """What runs in a training step: the ops, their streams, the host memory, and the handles that connect them.
 
-    ops.py                  the four ops                            captured.py   the four ops inside a CUDA graph
-    offloaded_tensors.py    the states of an offloaded tensor       handles.py    handle -> the tensor it stands for
-    registry.py             plans by key                            layouts.py    how a tensor is laid out in memory
-    counters.py             bytes and calls so far                  checksum.py   digests on the device
-    hooks.py                switches for tests
-    streams/                side streams and events of a device; a copy and its events as one call; stalls of compute
-    pinned/                 page-locked slabs, buffers of exact size cut from them, memory allocated while a plan compiles
-    step/                   across graphs: copies that outlive their graph, tensors that stay under a shared budget
+ops.py                  the four ops                            captured.py   the four ops inside a CUDA graph
+offloaded_tensors.py    the states of an offloaded tensor       handles.py    handle -> the tensor it stands for
+registry.py             plans by key                            layouts.py    how a tensor is laid out in memory
+counters.py             bytes and calls so far                  checksum.py   digests on the device
+hooks.py                switches for tests
+streams/                side streams and events of a device; a copy and its events as one call; stalls of compute
+pinned/                 page-locked slabs, buffers of exact size cut from them, memory allocated while a plan compiles
+step/                   across graphs: copies that outlive their graph, tensors that stay under a shared budget
 """
 
 from __future__ import annotations
