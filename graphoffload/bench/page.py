@@ -16,8 +16,8 @@ each variant:
     figure SUBJECT PATH TITLE         a picture at PATH of all rows of a model
 
 Every row links its result file. A new run replaces only the rows that it measured: add its folder and run the command.
-Patterns have * and ? as in a shell; write ? for a space in a name. A SUBJECT is a model with the sizes that were changed, in the
-order of their names, such as longllama,batch=4,tokens=4096.
+Patterns have * and ? as in a shell; write ? for a space in a name. A SUBJECT is a model with the sizes that were changed, in
+the order of their names, such as longllama,batch=4,tokens=4096.
 """
 
 from __future__ import annotations
