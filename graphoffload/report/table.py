@@ -1,6 +1,6 @@
 """The plan table, and the line that every plan prints.
 
-    module            tensor    shape      dtype   n      size  decision   why               overlaps with
+    module            tensor    shape      dtype   n      size  decision   why               hides behind
     layers.0-7.mlp    mm_2-9    8x64x256   bf16    8  1.00 MiB  offload    fits the window   fwd to mm_4, bwd mm_20 to mm_22
 
 Identical layers fold into one row: storages whose module paths differ only in numbers, with the same operation, shape, dtype,
