@@ -108,7 +108,7 @@ def test_releases_in_the_middle_are_left_to_the_next_graph(lazy: LazyStreams, in
         for seed in SEEDS[:3]:
             assert_equal_bits(step(module, seed), expected[seed])
         plan = graphoffload.last_plans()[-1]
-        assert any("runs behind other graphs" in note for note in plan.notes)
+        assert any("runs downstream of other graphs" in note for note in plan.notes)
         assert any(transfer.release_after is not None for transfer in plan.transfers)
         graphoffload.reset_stats()
         lazy.log.clear()

@@ -31,8 +31,8 @@ UNMEASURABLE = 0.005
 _NO_GAIN = "recomputing it would not pay"
 _SAVED_ALL_THE_SAME = "torch's partitioner saves it, though it was to be recomputed"
 _FOR_THE_NEXT = (
-    "runs behind other graphs: copies are left to the next one, and where this one is the last of a forward its tensors stay; "
-    "both as far as max_inflight_bytes allows (None: what the largest graph offloads, up to a quarter of all)"
+    "runs downstream of other graphs: copies are left to the next one, and the tensors of a forward's last graph stay on the "
+    "device; both as far as max_inflight_bytes allows (None: what the largest graph offloads, up to a quarter of all)"
 )
 _CHEAP = 0.25  # recomputation that takes less than this share of the copy's time
 _HINT = 0.01  # the slowdown that a hint suggests, if it saves at least this share of the peak:

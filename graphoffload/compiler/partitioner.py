@@ -216,7 +216,7 @@ def _check_inductor_settings(config: OffloadConfig) -> None:
         warn(
             FallbackWarning,
             "torch._inductor.config.reorder_for_peak_memory is on: it moves every release next to its offload and every "
-            'reload next to its wait, so that no copy hides behind compute. Add "reorder_for_peak_memory": False to '
+            'reload next to its wait, so that no copy overlaps with compute. Add "reorder_for_peak_memory": False to '
             'options, or use backend="graphoffload", which does.',
             stacklevel=5,
         )

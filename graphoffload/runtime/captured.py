@@ -258,7 +258,7 @@ def _capture_reload(
     if entry is None or forward is None or forward.plan != plan:
         raise CaptureError(
             f"{run.name(id)}: its backward is being captured in a CUDA graph, but its forward was not: torch ran it without "
-            f"one, as it does behind too many re-recordings, or a saved-tensors hook copied its handle (plan {plan}). Every "
+            f"one, as it does after too many re-recordings, or a saved-tensors hook copied its handle (plan {plan}). Every "
             "replay would use this one host buffer. Compile with mode=None."
         )
     as_it_lies = ops.checked_layout(entry, size, stride, dtype)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from graphoffload.runtime.step.between_graphs import Call
 
 LOCK = threading.RLock()
-"""Guards handles and all that is pending: forward, backward and whoever clears dead handles are different threads."""
+"""Guards handles and everything pending: forward, backward and the clearing of dead handles run on different threads."""
 
 
 class State(enum.IntEnum):

@@ -127,7 +127,7 @@ def _page_lock(raw: torch.Tensor) -> bool:
     warn(
         PageableMemoryWarning,
         f"{format_bytes(raw.numel())} of host memory could not be page-locked (CUDA error {code}): copies of this tensor run "
-        "through pageable memory, block the host and hide behind nothing. Raise the memlock limit (ulimit -l) or lower "
+        "through pageable memory, block the host and overlap with nothing. Raise the memlock limit (ulimit -l) or lower "
         'host_budget. To stop instead: warnings.simplefilter("error", graphoffload.errors.PageableMemoryWarning).',
     )
     return False
