@@ -123,7 +123,7 @@ def test_nothing_is_pending_over_the_loss(lazy: LazyStreams) -> None:
     """Also where all of the last graph stays, and no release is at its end."""
     ops, runs = torch.ops.graphoffload, [run_plan("before"), run_plan("last")]
     for run in runs:
-        run.link(2**20, behind=True)
+        run.link(2**20, downstream=True)
         run.transfers = 1
     for _ in range(4):
         graphoffload.reset_stats()
