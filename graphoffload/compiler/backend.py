@@ -1,4 +1,4 @@
-"""The torch.compile backend: Inductor (or no compiler at all) behind our partitioner.
+"""The torch.compile backend: our partitioner, followed by Inductor (or no compiler at all).
 
     Dynamo ─▶ OffloadBackend ─▶ compile_fx / aot_autograd ─▶ OffloadPartitioner ─▶ forward and backward graph ─▶ inner compiler
 
@@ -44,7 +44,7 @@ class OffloadBackend:
     """`torch.compile(model, backend=OffloadBackend(config))`. Equal configurations make equal backends."""
 
     def __init__(self, config: OffloadConfig | None = None, **fields: Any) -> None:
-        """Take a configuration, or its fields (sizes as in OffloadConfig); the environment fills what is not given."""
+        """Take a configuration, or its fields (sizes as in OffloadConfig); the environment fills fields that are not given."""
         if config is not None and fields:
             raise ConfigError(f"OffloadBackend takes a config or fields, not both; got a config and {sorted(fields)}.")
         if config is not None and not isinstance(config, OffloadConfig):
@@ -68,7 +68,7 @@ class OffloadBackend:
         return config.with_options(mode=mode) if mode else config
 
     def _planned(self, key: str) -> None:
-        """What was just compiled runs under the plan with this key; for whoever measures it."""
+        """Called with the key of the plan of the latest compile; a hook for tools that measure it."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OffloadBackend) and self.config == other.config
@@ -88,7 +88,7 @@ def graphoffload(
 
 
 def _checked(configure: Callable[..., OffloadConfig], **given: Any) -> OffloadConfig:
-    """A configuration from what torch.compile was given, which it keeps to itself until it has a first graph to compile.
+    """A configuration from torch.compile's options, which torch stores until it has a first graph to compile.
 
     Raises:
         ConfigError: as `configure`; it reaches the user as it is.
@@ -109,10 +109,10 @@ def configured(*, options: Mapping[str, Any] | None = None, mode: str | None = N
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, planned: Callable[[str], None] | None = None
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph with a configuration; a graph that needs no gradient goes to the inner compiler as it is.
+    """Compile one Dynamo graph with a configuration; a graph that needs no gradient goes to the inner compiler unchanged.
 
     Args:
-        planned: called with the key of the plan, where there is one, whether it was made now or came from a compile cache.
+        planned: called with the key of the plan, if there is one, whether it was made now or came from a compile cache.
     """
     releases.check_torch()
     _warn_of_fallbacks()
@@ -137,7 +137,8 @@ def compile_graph(
 
 
 def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[Plan | None, Callable[..., Any]]:
-    """Plan one Dynamo graph as compiling would; returns the plan (None: no gradient) and what runs the graphs uncompiled."""
+    """Plan one Dynamo graph as compiling would; returns the plan (None: no gradient) and a callable that runs the graphs
+    uncompiled."""
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     name_modules(gm)
@@ -217,7 +218,7 @@ def _stored(base: str, limits: Limits) -> Plan | None:
 
 
 def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
-    """Keep a plan for the next compile of its graph, and tell the runtime what it may do with it."""
+    """Store a plan for the next compile of its graph, and tell the runtime what it may do with it."""
     registry.remember(base, plan)
     if plan.transfers and asks_for_cuda_graphs(config) and plan.device.startswith("cuda"):
         captured.prepare(torch.device(plan.device))  # torch's compile cache may answer without compiling
@@ -237,7 +238,7 @@ def _device_name(inputs: Sequence[Any]) -> str:
 
 
 def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
-    """Whether this graph is only part of what the user compiled, so that a pattern may well match in another part."""
+    """Whether this graph is only part of the user's compiled function, so that a pattern may match in another part."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     broken = reason is None or getattr(reason, "graph_break", False)
     frame = dynamo.compiling()

@@ -1,13 +1,13 @@
-"""torch.utils.checkpoint regions that are in the model already: as written, or relaxed where a number was given.
+"""torch.utils.checkpoint regions in the model: as written, or relaxed if a number was given.
 
     keep-all      the step as the program says it: regions are recomputed, as under plain torch.compile
-    no number     regions stay as written; the planner and policies decide on what is saved around them
+    no number     regions stay as written; the planner and policies decide about activations saved outside them
     a budget      the fastest plan that fits, regions as written or relaxed (planned anew like everything else)
     a slowdown    the smallest plan within it, as written or relaxed; its peak is never above keep-all's
 
-Every figure is relative to that one keep-all (decisions/0015), so a plan that recomputes less than the regions do has a
-negative slowdown. MUST_* tags bind in all of them. Both ways are tried only where the better one is not known beforehand:
-plans with the regions as written take at least keep-all's time.
+Every figure is relative to that one keep-all (decision 15), so a plan that recomputes less than the regions do has a negative
+slowdown. MUST_* tags bind in all cases. Both ways are tried only if the better one is not known beforehand: plans with the
+regions as written take at least keep-all's time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def trial_of(request: Request, analyse: Callable[[Request], Work]) -> Trial:
 
 
 def hint_of(trial: Trial) -> str:
-    """For the one line: that regions were relaxed, or that they decide on most of what backward reads."""
+    """Part of the plan's line: regions were relaxed, or they decide about most of the bytes that backward reads."""
     if trial.work.request.relax:
         faster = trial.timeline.time_s / trial.decided.keep_timeline.time_s - 1.0
         return f"checkpoint regions relaxed ({faster:+.1%} time against the step as written)".replace("%", " %")
@@ -103,7 +103,7 @@ def _relaxed_within(request: Request, goal: WithinSlowdown, analyse: Callable[[R
 
 
 def _against(trial: Trial, request: Request, keep: Timeline) -> Trial:
-    """The relaxed trial beside the step as written."""
+    """The relaxed trial, with figures relative to the step as written."""
     trial = against(trial, request, keep)
     note = "keep-all is the step as written, with its checkpoint regions; slowdowns are against it"
     return replace(trial, work=replace(trial.work, notes=[*trial.work.notes, note]))
@@ -125,7 +125,7 @@ def _better(written: Trial, relaxed: Trial | None) -> Trial:
 
 
 def _never_larger(trial: Trial, work: Work) -> Trial:
-    """The trial, or for a slowdown whose plan came out above keep-all's peak, keep-all."""
+    """The trial, or keep-all if a plan for a slowdown has a higher peak than keep-all."""
     larger = trial.timeline.peak_bytes > trial.decided.keep_timeline.peak_bytes
     return keep_all_trial(work) if larger and trial.decided.planned and isinstance(work.request.goal, WithinSlowdown) else trial
 
@@ -136,7 +136,7 @@ def _least_named(error: BudgetError) -> int:
 
 
 def _decided_by_regions(joint: GraphModule, table: SavedTable) -> list[str]:
-    """A note where backward reads more of what checkpoint regions compute again than of what is saved."""
+    """A note if backward reads more bytes that checkpoint regions recompute than saved ones."""
     nbytes = _recomputed_bytes(joint, table)
     if nbytes <= table.saved_bytes:
         return []
@@ -148,7 +148,7 @@ def _decided_by_regions(joint: GraphModule, table: SavedTable) -> list[str]:
 
 
 def _recomputed_bytes(joint: GraphModule, table: SavedTable) -> int:
-    """Bytes that autograd would save of what regions compute, were they not recomputed: read by backward, and not saved."""
+    """Bytes of the regions that autograd would save if they were not recomputed: read by backward, and not saved."""
     saved = {name for tensor in table.tensors for name in (tensor.name, *tensor.views)}
     backward: set[Node] = set()
     found: dict[int, int] = {}

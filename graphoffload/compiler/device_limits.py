@@ -1,4 +1,4 @@
-"""What this process may use, in bytes: "auto" and percentages resolved against the device and the host as they are now."""
+"""The limits of this process in bytes: "auto" and percentages, resolved against the device and the host as they are now."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
 
     Args:
         tensors: real ones, or fake ones that stand for them.
-        parameters: those that are trained, where `tensors` cannot tell; None: leaves that require a gradient.
+        parameters: the trained ones, if `tensors` cannot tell; None: leaves that require a gradient.
     """
     inputs = [value for value in tensors if isinstance(value, torch.Tensor)]
     device = next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))
@@ -59,15 +59,15 @@ def _device_budget(config: OffloadConfig, device: torch.device, hardware: Hardwa
     if wanted != "auto":
         return parse_size(wanted, field="device_budget", whole_bytes=hardware.memory_bytes)
     if device.type != "cuda":
-        whole = hardware.memory_bytes  # planned for a GPU that is not there: what fits its memory
+        whole = hardware.memory_bytes  # planned for a GPU that is not there: its memory is the budget
         return None if hardware.source == "cpu" else max(0, whole - _margin(whole, reserve_bytes))
     free, total = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes))
 
 
 def _margin(whole_bytes: int, reserve_bytes: int) -> int:
-    """What is left free for what nobody predicts. More where much is to come: it lands where activations were, so that what
-    torch's allocator holds is cut into pieces."""
+    """Bytes left free for memory that is not predicted. More if a large reserve is to come: it is allocated where activations
+    were, which fragments the memory that torch's allocator holds."""
     return max(_MARGIN_BYTES, int(whole_bytes * _MARGIN_SHARE)) + int(reserve_bytes * _MARGIN_OF_RESERVE)
 
 
@@ -78,7 +78,7 @@ def _reserve(
     device: torch.device,
     hardware: HardwareProfile,
 ) -> int:
-    """Room for optimizer state that does not exist yet. None without a GPU, where nobody trains: explain() says so."""
+    """Bytes of optimizer state that does not exist yet. None without a GPU, where no training runs: explain() says so."""
     if config.reserve != "auto":
         return parse_size(config.reserve, field="reserve", whole_bytes=hardware.memory_bytes)
     if not _is_gpu(device):
@@ -108,14 +108,14 @@ def _host_budget(config: OffloadConfig) -> int:
 
 
 def _lockable_bytes() -> int | None:
-    """What RLIMIT_MEMLOCK lets this user lock; None where nothing limits that or nothing is locked."""
+    """Bytes that RLIMIT_MEMLOCK lets this user lock; None if nothing limits that or nothing is locked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limited = soft not in (resource.RLIM_INFINITY, -1) and torch.cuda.is_available() and os.geteuid() != 0
     return soft if limited else None
 
 
 def _processes_here() -> int:
-    """Ranks on this host, as torchrun, Open MPI or MPICH say; 1 where nobody does."""
+    """Ranks on this host, as torchrun, Open MPI or MPICH say; 1 if none of them does."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if os.environ.get(name, "").isdigit():
             return max(1, int(os.environ[name]))

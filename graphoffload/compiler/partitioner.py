@@ -34,9 +34,9 @@ from graphoffload.torch_internals import checkpoint_tags, partitioning, releases
 class OffloadPartitioner(CustomPartitionerFn):
     """Partitions AOTAutograd's joint graph: torch's own min-cut, then keep, recompute or offload for every saved activation.
 
-    As an Inductor option, `torch.compile(m, options={"custom_partitioner_fn": OffloadPartitioner(config)})`, it needs
-    `"reorder_for_peak_memory": False` beside it, and says so. torch then asks for its `uuid()` before it has seen the graph,
-    so it cannot tell two module namings apart and is never served from a compile cache; the backend can, and is.
+    As an Inductor option, `torch.compile(m, options={"custom_partitioner_fn": OffloadPartitioner(config)})`, it also needs the
+    option `"reorder_for_peak_memory": False`, and raises without it. torch then asks for its `uuid()` before it has seen the
+    graph. So it cannot tell two module namings apart, and a compile cache never answers for it; for the backend it can.
 
     Args:
         config: what the user asks for; None: what the environment says, else what fits the device.
@@ -98,7 +98,7 @@ class OffloadPartitioner(CustomPartitionerFn):
 def _partition_region(
     joint: GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
 ) -> tuple[GraphModule, GraphModule]:
-    """A region (analysis/regions.py), which torch gives without inputs, as torch partitions it; names tags of more."""
+    """Partition a region (analysis/regions.py), which torch passes without inputs, as torch does; warn about offload tags."""
     tagged = [node for node in joint.graph.nodes if checkpoint_tags.tag_of(node.meta) == "must_offload"]
     if tagged:
         warn(
@@ -189,7 +189,7 @@ def _check_inductor_settings(config: OffloadConfig) -> None:
         warn(
             FallbackWarning,
             "torch._inductor.config.reorder_for_peak_memory is on: it moves every release next to its offload and every "
-            'reload next to its wait, so that no copy hides behind compute. Add "reorder_for_peak_memory": False to '
+            'reload next to its wait, so that no copy overlaps with compute. Add "reorder_for_peak_memory": False to '
             'options, or use backend="graphoffload", which does.',
             stacklevel=5,
         )

@@ -3,7 +3,7 @@
     joint ─copy─▶ min-cut ─▶ saved_table ─▶ constraints ─▶ decide ─▶ [tag, min-cut again] ─▶ schedule ─▶ passes ─▶ verify
                   keep-all    facts                    actions    only to recompute       Plan
 
-The joint graph that torch handed over is never written to; everything works on copies of it.
+torch's joint graph is never written to; everything works on copies of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from graphoffload.planner.simulator import Timeline
 class Rewritten:
     """The result: graphs to compile, their plan, and the graphs before the passes for a dump (None without one).
 
-    kernels: how many the graphs are expected to run.
+    kernels: expected number of kernels that the graphs run.
     """
 
     graphs: GraphPair
@@ -137,7 +137,8 @@ def _analyse(request: Request) -> Work:
 
 
 def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable, Binding]:
-    """Torch's own partition, again and again while backward decides on floats that it computes again; and what binds others."""
+    """Torch's own partition, repeated while backward makes discrete decisions on recomputed floats; and the rules for later
+    partitions."""
     joint = tagged_copy(request.joint, relax=request.relax, notes=notes)
     binding = Binding(user_recomputed=users_own(joint))
     while True:

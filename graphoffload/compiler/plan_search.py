@@ -1,15 +1,16 @@
-"""Which trials of a plan are made, and which of them is taken.
+"""Makes trials of a plan and chooses one.
 
-    a budget     fused ──far from the bound, or above──▶ apart ──▶ outputs not held ──▶ both ──▶ tighter budgets
+    a budget     fused ──far from the bound, or above──▶ unfused ──▶ outputs not held ──▶ both ──▶ tighter budgets
                    │ near the bound                                                                    │
                    └──────────────────────────▶ the cheapest that meets it ◀──────────────────────────┘
-    a slowdown   fused, apart where time is left, half the slowdown, budgets below the peak: the smallest
+    a slowdown   fused, unfused if time is left, half the slowdown, budgets below the peak: the smallest
 
-Recomputation may hold more memory than was estimated: a compiler makes what is computed again together with something else. A
-trial that misses its budget by that is made again without recomputing what was there where memory is above it.
+Recomputation may hold more memory than estimated, since the compiler fuses recomputed values with other operations. A trial
+that misses its budget for this reason is repeated without recomputing values that are in memory where it is above the budget.
 
-A plan that is near its bound is as good as any for a tighter budget, whose bound is no lower. Where it is not, plans for
-tighter budgets are made as well: who can do with less can do with this. Their budgets lie on one grid, which neighbours share.
+A plan near its bound is about as good as any plan for a tighter budget, since the tighter budget's bound is no lower. For any
+other plan, trials for tighter budgets are made as well, as each of them also meets this budget. Tighter budgets are on one
+grid, which neighboring budgets share.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _ATTEMPTS = 4
 _REPAIRS = 3
 _SEARCHES = 2
 _WORTH = 0.03
-_UNUSED = 0.005  # of keep-all's time, left by a plan for a slowdown: operations that run apart take about as much
-_FAR = 0.03  # of keep-all's time above the bound: other ways and tighter budgets are looked at
+_UNUSED = 0.005  # of keep-all's time, unused by a plan for a slowdown: about what unfused operations cost
+_FAR = 0.03  # of keep-all's time above the bound: beyond it, other ways and tighter budgets are tried
 _DEAR = 0.1  # a slowdown that the plan explains
 _RUNG = 1.02
 _RUNGS = 4
-_NAMED = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # above the least that was found, until one is met
+_NAMED = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # steps above the least budget that was found, until one is met
 
 
 def feasible_trial(work: Work) -> Trial:
@@ -51,7 +52,7 @@ def feasible_trial(work: Work) -> Trial:
 
     Raises:
         BudgetError: no trial meets the budget in any way. It names the least budget that is met whatever the caller does, and
-            the slowdown at which it is.
+            the slowdown at that budget.
     """
     patience = Patience(work.request.session.name)
     work = replace(work, patience=patience)
@@ -80,7 +81,7 @@ def _make(work: Work, instance: Instance, goal: Goal) -> Trial:
 
 @dataclass(slots=True)
 class _Found:
-    """What the ways to meet one budget came to: the best trial, those above the budget, and errors where there was none."""
+    """Results of the ways to meet one budget: the best trial, those above the budget, and errors of ways without a trial."""
 
     best: Trial | None
     misses: list[Trial]
@@ -99,7 +100,7 @@ def _for_budget(work: Work) -> Trial:
 
 
 def _held(trial: Trial) -> str:
-    """ "at mm_57, which holds logits 500 MiB, ...": where a trial's memory is highest, and what that is."""
+    """ "at mm_57, which holds logits 500 MiB, ...": the step with a trial's peak, and the tensors held there."""
     program = trial.instance.program
     actions = [trial.actions[tensor.name] for tensor in trial.work.table.tensors]
     arrays = arrays_of(program, trial.work.hardware)
@@ -143,7 +144,7 @@ def _meets(work: Work, ways: tuple[Work, ...]) -> _Found:
 
 
 def _condition_s(best: Trial, way: Work) -> float:
-    """By how much a plan has to be faster to be taken instead: one that asks something of the caller, by what is called far."""
+    """Seconds by which a plan that asks something of the caller must be faster to be preferred."""
     return 0.0 if way.outputs_stay or not best.work.outputs_stay else _FAR * best.decided.keep_timeline.time_s
 
 
@@ -199,8 +200,8 @@ def _error(budget: int, least: int, trial: Trial, held: str) -> BudgetError:
 
 
 def _other_ways(work: Work) -> Iterator[Work]:
-    """Ways to need less memory: large operations that run apart, which costs time; a caller who does not hold what the model
-    returns, which is not ours to decide; both."""
+    """Ways to need less memory: unfused large operations, which cost time; a caller who does not hold the model's outputs,
+    which is not ours to decide; both."""
     returned = returned_bytes(work.pair)
     note = f"{NOT_HELD} ({format_bytes(returned)}) once backward begins"
     not_held = replace(work, outputs_stay=False, notes=[*work.notes, note])
@@ -223,10 +224,10 @@ def _apart(work: Work, why: str) -> Work:
 
 
 def _best_trial(work: Work, instance: Instance) -> Trial:
-    """The best trial for the budget of `work`, above it where none meets it.
+    """The best trial for the budget of `work`; a trial above it if none meets it.
 
-    Where recomputation turns out to need more memory than was planned, again without recomputing what is in memory there; then
-    for as much less as it needs more, and where nothing meets that, for a half and a quarter of it; at last without
+    If recomputation needs more memory than planned, the trial is repeated without recomputing values that are in memory there.
+    Next come budgets lower by the excess, then by a half and a quarter of it if none is met. The last trial is without
     recomputation.
 
     Raises:
@@ -263,7 +264,7 @@ def _best_trial(work: Work, instance: Instance) -> Trial:
 
 
 def _bounded(trial: Trial, first: Trial) -> Trial:
-    """A trial for a tighter budget or with fewer choices, with the bound of what was asked, which is lower."""
+    """A trial for a tighter budget or with fewer choices, with the bound of the original goal, which is lower."""
     return replace(trial, decided=replace(trial.decided, lower_bound_s=first.decided.lower_bound_s))
 
 
@@ -323,7 +324,7 @@ def _smallest_unfused(work: Work, instance: Instance, fused: Trial, goal: Within
 
 
 def _or_without_recomputation(work: Work, instance: Instance, best: Trial) -> Trial:
-    """`best`, or a trial in which nothing is recomputed that nobody asked to, if that is better."""
+    """`best`, or a trial without recomputation that no user requested, if that is better."""
     with contextlib.suppress(BudgetError):
         kept = replace(work, wanted=without_recomputation(work.wanted))
         return min(best, _make(kept, instance, work.request.goal), key=lambda trial: trial.score)

@@ -1,10 +1,10 @@
-"""A trial of a plan: one way to decide, partitioned again and simulated; search.py makes several.
+"""A trial of a plan: one attempt to decide, partition again and simulate; plan_search.py makes several.
 
-    decide for a goal ──▶ partition again where something is recomputed ──▶ decide keep or offload ──▶ simulate ──▶ score
-          ▲                                                                                              │
-          └──────────────── a smaller budget or slowdown, or without recomputation, where it misses ─────┘
+    decide for a goal ──▶ partition again if something is recomputed ──▶ decide keep or offload ──▶ simulate ──▶ score
+          ▲                                                                                            │
+          └──────────────── a smaller budget or slowdown, or without recomputation, if it misses ──────┘
 
-What recomputation does to memory and time is known once torch has partitioned with it; a decision is a trial until then.
+The memory and time of recomputation are known only once torch has partitioned with it. Until then a decision is a trial.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from graphoffload.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One way to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
+    """One attempt to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
 
     work: Work
     original: SavedTable
@@ -60,7 +60,7 @@ class Trial:
 
 
 def keep_all_trial(work: Work) -> Trial:
-    """Everything that nobody decided is kept."""
+    """Constraints under which all undecided activations are kept."""
     reason = "the step as it is: what was planned for the goal needs more memory, or none was asked for"
     keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in work.wanted)
     work = replace(work, wanted=keep, notes=[*work.notes])
@@ -68,12 +68,12 @@ def keep_all_trial(work: Work) -> Trial:
 
 
 def keep_all(instance: Instance, work: Work) -> Timeline:
-    """What keeping everything is simulated to take."""
+    """The simulation of keep-all."""
     return simulate(instance.program, instance.program.keep_actions(), work.hardware)
 
 
 def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
-    """The trial beside another keep-all, of fused operations or of regions as written: plans of that kind take its time."""
+    """The trial with figures relative to another keep-all: of fused operations, or of regions as written."""
     bound_s = None if trial.decided.lower_bound_s is None else min(trial.decided.lower_bound_s, keep.time_s)
     decided = replace(trial.decided, keep_timeline=keep, lower_bound_s=bound_s)
     excess = excess_of(request, decided, trial.timeline)
@@ -110,8 +110,8 @@ def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
 
 
 def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
-    """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came, but
-    for advice to recompute where regions are relaxed."""
+    """Torch's min-cut on a tagged copy, and the values that it saves. The user's own tags are read from the original joint
+    graph, except for advice to recompute if regions are relaxed."""
     pair = GraphPair(*partitioning.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
     table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
     if request.relax:
@@ -120,12 +120,12 @@ def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTab
 
 
 def device_name(table: SavedTable) -> str:
-    """The device of the activations; "cpu" where they are nowhere else."""
+    """The device of the activations; "cpu" if they are on no other."""
     return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
 
 
 def instance_of(work: Work) -> Instance:
-    """The planning instance of what is known, with kernels' times where they are measured."""
+    """The planning instance of the facts, with kernels' times where they are measured."""
     times: dict[str, Measured] = {}
     if work.hardware.source == "measured":
         graphs = (work.pair.forward.graph, work.pair.backward.graph)
@@ -154,9 +154,9 @@ def _partition_again(
 ) -> tuple[dict[str, Action], dict[str, str]]:
     """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.
 
-    An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so. Two chains
-    that are sound alone may together bring all that a comparison reads into backward, and min-cut then takes the comparison
-    there with them: such chains are kept, and the graph is partitioned without them.
+    An activation that is saved only now (min-cut cut a chain at another place than expected) is kept, and a note says so. Two
+    chains that are sound alone may together bring everything that a comparison reads into backward, and min-cut then moves the
+    comparison there too. Such chains are kept, and the graph is partitioned without them.
     """
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
     while True:

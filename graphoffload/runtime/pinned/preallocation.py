@@ -1,4 +1,4 @@
-"""Host memory for a plan, taken while its graphs are still being compiled, so that no step waits for page-locking."""
+"""Host memory for a plan, allocated while its graphs are still being compiled, so that no step waits for page-locking."""
 
 from __future__ import annotations
 
