@@ -22,6 +22,7 @@ from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.runtime.streams.memcpy import find_memcpy
+from graphoffload.torch_internals import streams as internals
 
 DEVICE = torch.device("cuda", 1)
 ENTRY = types.SimpleNamespace(name="a of layer0")
@@ -88,8 +89,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(streams, "Event", world.event)
     monkeypatch.setattr(torch.cuda, "Event", world.event)
     monkeypatch.setattr(torch.cuda, "stream", world.switch)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (world.current, index, 1), raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: world.device, raising=False)
+    monkeypatch.setattr(internals, "current_stream", lambda index: (world.current, index, 1))
+    monkeypatch.setattr(internals, "current_device", lambda: world.device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(streams, "find_memcpy", lambda: world.memcpy)
     monkeypatch.setattr(streams, "find_copy", lambda: None)

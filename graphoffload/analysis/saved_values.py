@@ -34,6 +34,7 @@ from graphoffload.analysis.storages import (
 from graphoffload.errors import VerifyError
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor, Tag
 from graphoffload.torch_internals.checkpoint_tags import tag_of
+from graphoffload.torch_internals.operators import OpOverload, schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +174,9 @@ def _copies_of(callers: set[int], members: dict[int, list[Node]]) -> set[int]:
 
 
 def _copies_or_views(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
-    returns = node.target._schema.returns
+    returns = schema_of(node.target).returns
     return node.target is torch.ops.aten.clone.default or (len(returns) == 1 and returns[0].alias_info is not None)
 
 
