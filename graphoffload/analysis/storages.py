@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from graphoffload.torch_internals.operators import OpOverload, schema_of
+from graphoffload.torch_internals.operators import OpOverload, is_undeclared_view, schema_of
 from graphoffload.torch_internals.storages import identity
 
 
@@ -107,7 +107,7 @@ def only_views(node: Node) -> bool:
     """Whether a node only shows memory, and reads none of it."""
     if not isinstance(node.target, OpOverload):
         return False
-    return all(result.alias_info is not None and not result.alias_info.is_write for result in schema_of(node.target).returns)
+    return is_undeclared_view(node.target) or all(result.alias_info is not None and not result.alias_info.is_write for result in schema_of(node.target).returns)
 
 
 def with_views(node: Node) -> dict[Node, None]:
