@@ -21,6 +21,7 @@ from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime.streams import memcpy
 from graphoffload.runtime.streams.memcpy import find_memcpy
 from graphoffload.torch_internals import streams as internals
 
@@ -276,6 +277,7 @@ def test_many_streams_are_not_kept(world: World) -> None:
 def test_no_runtime_library_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU build, a library that is not loaded: torch's own copies serve."""
     find = find_memcpy.__wrapped__
+    monkeypatch.setattr(memcpy, "_runtime_library", memcpy._runtime_library.__wrapped__)  # this build's may be loaded
     monkeypatch.setattr(torch.version, "cuda", None)
     assert find() is None
     monkeypatch.setattr(torch.version, "cuda", "4711.0")
