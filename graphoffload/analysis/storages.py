@@ -107,7 +107,9 @@ def only_views(node: Node) -> bool:
     """Whether a node only shows memory, and reads none of it."""
     if not isinstance(node.target, OpOverload):
         return False
-    return is_undeclared_view(node.target) or all(result.alias_info is not None and not result.alias_info.is_write for result in schema_of(node.target).returns)
+    if is_undeclared_view(node.target):
+        return True
+    return all(result.alias_info is not None and not result.alias_info.is_write for result in schema_of(node.target).returns)
 
 
 def with_views(node: Node) -> dict[Node, None]:
