@@ -225,7 +225,7 @@ class _Tuner:
             over = trial.step_s / keep.step_s - 1.0 - chosen.max_slowdown
             if abs(over) <= _NOISE or (over > 0 and trial.config.max_slowdown == 0.0):
                 return None
-            return trial.config.with_slowdown(max(0.0, trial.config.max_slowdown - over))
+            return trial.config.with_options(max_slowdown=max(0.0, trial.config.max_slowdown - over))
         budget = self.budget_bytes(chosen)
         if trial.peak_bytes is None or chosen.device_budget == "auto" or not any(plan.changes_anything for plan in trial.plans):
             return None

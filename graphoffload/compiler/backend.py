@@ -8,7 +8,6 @@ The key that identifies a plan is computed here, from Dynamo's graph, since torc
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.inner_compile import compile_as_planned
 from graphoffload.compiler.module_names import is_part, name_modules
 from graphoffload.compiler.partitioner import OffloadPartitioner
+from graphoffload.compiler.session import CompileSession, Purpose, new_key
 from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
@@ -33,8 +33,9 @@ from graphoffload.monitor.shared_budget import budget_of, count_calls, is_one_of
 from graphoffload.options.config import OffloadConfig, split_options
 from graphoffload.report.offload_report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
-from graphoffload.runtime.pinned.preallocation import preallocating
+from graphoffload.runtime.pinned.preallocation import allow
 from graphoffload.torch_internals import dynamo, inductor, partitioning, releases
+from graphoffload.units import format_bytes
 
 _graphs = itertools.count()
 
@@ -120,18 +121,14 @@ def compile_graph(
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)
-    name_modules(gm)
-    limits = _limits(gm, example_inputs, config)
-    base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
-    known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
-    key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, example_inputs, config, key, limits)
-    before = registry.of_key(key)
-    with preallocating(limits.host_budget_bytes):
-        compiled = _inner(gm, example_inputs, config, partitioner)
-        plan = _plan_of(base, key, config, before)
-    if plan is not None:
-        _link(base, plan, config, limits)
+    base, session = _session_to_run(gm, example_inputs, config)
+    allow(session.limits.host_budget_bytes)
+    compiled = _inner(gm, example_inputs, config, session)
+    if session.plan is None:
+        _take_stored(base, session)
+    key, limits = session.key, session.limits
+    if session.plan is not None:
+        _link(base, session.plan, config, limits)
         if planned is not None:
             planned(key)
     if asks_for_cuda_graphs(config):
@@ -144,33 +141,44 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     name_modules(gm)
-    key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, example_inputs, config, key, _limits(gm, example_inputs, config))
+    key = new_key(graph_key(gm, config))
+    session = _session(gm, example_inputs, config, _limits(gm, example_inputs, config), key, "explain")
+    partitioner = OffloadPartitioner(session=session)
     if config.inner == "aot_eager":
         compiled: Any = partitioning.aot_eager(gm, example_inputs, partitioner)
     else:
         patches = {**_inductor_patches(config), "custom_partitioner_fn": partitioner, "force_disable_caches": True}
         compiled = inductor.compile_graph(gm, example_inputs, settings=patches, inner_compile=_run_as_it_is)
-    return registry.only_explained(key), compiled
+    return session.plan, compiled
 
 
 def _limits(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Limits:
-    """What this graph may use. Resolved here and nowhere else: only here are its inputs those that the user gave."""
+    """What this graph may use: its inputs here are those that the user gave."""
     limits = resolve_limits(config, (*example_inputs, *gm.parameters(), *gm.buffers()))
     return where_it_runs(limits, gm, example_inputs, config)
 
 
-def _partitioner(
-    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, key: str, limits: Limits
-) -> OffloadPartitioner:
-    """The partitioner of one Dynamo graph."""
-    return OffloadPartitioner(
+def _session_to_run(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[str, CompileSession]:
+    """What the plan is for, as a key that other processes find it by, and the session that makes it."""
+    name_modules(gm)
+    limits = _limits(gm, example_inputs, config)
+    base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
+    known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
+    key = known.key if known is not None else new_key(base)
+    return base, _session(gm, example_inputs, config, limits, key, "run")
+
+
+def _session(
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, limits: Limits, key: str, purpose: Purpose
+) -> CompileSession:
+    return CompileSession(
         config,
-        key=key,
-        name=f"graph{next(_graphs)}",
-        fragment=_fragment(gm, config),
-        limits=limits,
-        parameters=partitioning.parameter_positions(gm.graph, example_inputs),
+        limits,
+        key,
+        f"graph{next(_graphs)}",
+        purpose,
+        _fragment(gm, config),
+        partitioning.parameter_positions(gm.graph, example_inputs),
     )
 
 
@@ -180,23 +188,30 @@ def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     return make_boxed_func(gm.forward)
 
 
-def _plan_of(base: str, key: str, config: OffloadConfig, before: Plan | None) -> Plan | None:
-    """The plan of what was just compiled; None where nothing was partitioned, as no output of the graph needs a gradient.
+def _take_stored(base: str, session: CompileSession) -> None:
+    """The plan of a graph that torch's compile cache had; none where nothing was partitioned, as no output needs a gradient."""
+    config, plan = session.config, registry.stored(base)
+    if plan is None or plan.key != session.key:
+        return
+    session.plan = plan
+    if registry.of_key(session.key) is None:
+        registry.register(plan, runs=True, store=False)
+    say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
+    if log.isEnabledFor(10):
+        log.debug("%s", plan_table(plan))
+    warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
 
-    `before`: what this process knew by that key. A partitioner that ran has put another one in its place.
-    """
-    plan = registry.of_key(key)
-    if plan is not None and plan is not before:
+
+def _stored(base: str, limits: Limits) -> Plan | None:
+    """The plan of an earlier compile, where it suits the host memory that is available now."""
+    plan = registry.stored(base)
+    if plan is None or plan.suits_host(limits.host_budget_bytes):
         return plan
-    plan = registry.stored(base)  # torch's compile cache answered
-    if plan is not None:
-        if before is None:
-            registry.register(plan, store=False)
-        say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
-        if log.isEnabledFor(10):
-            log.debug("%s", plan_table(plan))
-        warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
-    return plan
+    log.debug(
+        "%s is planned again: its stored plan takes %s of host memory and was made within %s, now there are %s",
+        plan.graph, *map(format_bytes, (plan.prediction.host_bytes, plan.host_budget_bytes, limits.host_budget_bytes)),
+    )  # fmt: skip
+    return None
 
 
 def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
@@ -229,15 +244,15 @@ def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
 
 
 def _inner(
-    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, partitioner: OffloadPartitioner | None
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, session: CompileSession | None
 ) -> Callable[..., Any]:
     if config.inner == "aot_eager":
-        return partitioning.aot_eager(gm, example_inputs, partitioner)
+        return partitioning.aot_eager(gm, example_inputs, None if session is None else OffloadPartitioner(session=session))
     patches = _inductor_patches(config)
-    if partitioner is None:
+    if session is None:
         return inductor.compile_graph(gm, example_inputs, settings=patches)
-    patches["custom_partitioner_fn"] = partitioner
-    return inductor.compile_graph(gm, example_inputs, settings=patches, inner_compile=compile_as_planned(partitioner.key))
+    patches["custom_partitioner_fn"] = OffloadPartitioner(session=session)
+    return inductor.compile_graph(gm, example_inputs, settings=patches, inner_compile=compile_as_planned(session))
 
 
 def _inductor_patches(config: OffloadConfig) -> dict[str, Any]:

@@ -20,8 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.compiler.plan_search import feasible_trial
-from graphoffload.compiler.trial import Request, Trial, Work, against, keep_all_trial
+from graphoffload.compiler.request import Request, Work
+from graphoffload.compiler.trial import Trial, against, keep_all_trial
 from graphoffload.errors import BudgetError
+from graphoffload.facts.goals import WithinSlowdown
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.planner.simulator import Timeline
 from graphoffload.units import format_bytes
@@ -43,15 +45,15 @@ def trial_of(request: Request, analyse: Callable[[Request], Work]) -> Trial:
         return _never_larger(feasible_trial(work), work)
     work.notes.extend(_decided_by_regions(request.joint, work.table))
     relaxing = replace(request, relax=True)
-    if not request.limits.explicit:
+    if not request.goal.explicit:
         try:
             return feasible_trial(work)
         except BudgetError as error:
             return _relaxed(relaxing, analyse, keep_all_trial(work).timeline, error)
     keep = keep_all_trial(work)
-    if request.config.max_slowdown is not None:
+    if isinstance(request.goal, WithinSlowdown):
         written = _never_larger(feasible_trial(work), work)
-        return _better(written, _relaxed_within(relaxing, analyse, keep.timeline))
+        return _better(written, _relaxed_within(relaxing, request.goal, analyse, keep.timeline))
     try:
         relaxed = _relaxed(relaxing, analyse, keep.timeline, None)
     except BudgetError as error:
@@ -89,14 +91,14 @@ def _relaxed(request: Request, analyse: Callable[[Request], Work], keep: Timelin
         raise instead_of or error from None
 
 
-def _relaxed_within(request: Request, analyse: Callable[[Request], Work], keep: Timeline) -> Trial | None:
+def _relaxed_within(request: Request, goal: WithinSlowdown, analyse: Callable[[Request], Work], keep: Timeline) -> Trial | None:
     """The smallest relaxed trial within a slowdown of the step as written; None where relaxing leaves no time for it."""
     work = analyse(request)
     own = keep_all_trial(work).timeline
-    allowed = (1.0 + (request.config.max_slowdown or 0.0)) * keep.time_s / own.time_s - 1.0
+    allowed = goal.allowed(keep.time_s, own.time_s)
     if allowed < 0.0:
         return None
-    work = replace(work, request=replace(request, config=request.config.with_slowdown(allowed)))
+    work = replace(work, request=replace(request, goal=WithinSlowdown(allowed)))
     return _against(feasible_trial(work), request, keep)
 
 
@@ -125,11 +127,7 @@ def _better(written: Trial, relaxed: Trial | None) -> Trial:
 def _never_larger(trial: Trial, work: Work) -> Trial:
     """The trial, or for a slowdown whose plan came out above keep-all's peak, keep-all."""
     larger = trial.timeline.peak_bytes > trial.decided.keep_timeline.peak_bytes
-    return keep_all_trial(work) if larger and trial.decided.planned and _is_slowdown(work) else trial
-
-
-def _is_slowdown(work: Work) -> bool:
-    return work.request.config.max_slowdown is not None
+    return keep_all_trial(work) if larger and trial.decided.planned and isinstance(work.request.goal, WithinSlowdown) else trial
 
 
 def _least_named(error: BudgetError) -> int:

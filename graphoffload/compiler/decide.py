@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphoffload.compiler.constraints import Constraint
+from graphoffload.compiler.request import Work
+from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Action
 from graphoffload.facts.remedies import host_full, nothing_offloaded
@@ -18,7 +20,6 @@ from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.monitor.shared_budget import is_one_of_many
 from graphoffload.options.config import OffloadConfig
-from graphoffload.planner.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.planner.hint import saved_within
 from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.reasons import NO_CHOICE
@@ -26,8 +27,6 @@ from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.planner.solver import Solution, solve
 from graphoffload.units import format_bytes
 
-UNMEASURABLE = 0.005
-"""Share of a step below which its time does not repeat: what costs less is free."""
 _NO_GAIN = "recomputing it would not pay"
 _SAVED_ALL_THE_SAME = "torch's partitioner saves it, though it was to be recomputed"
 _FOR_THE_NEXT = (
@@ -60,59 +59,44 @@ class Decided:
     release_late: bool = False
 
 
-def with_noise(config: OffloadConfig) -> OffloadConfig:
-    """A slowdown that nobody could measure counts as none: max_slowdown=0.0 allows that much."""
-    if config.max_slowdown is None or config.max_slowdown >= UNMEASURABLE:
-        return config
-    return replace(config, max_slowdown=UNMEASURABLE)
-
-
-def decide_actions(
-    program: Program,
-    table: SavedTable,
-    wanted: Sequence[Constraint],
-    config: OffloadConfig,
-    limits: Limits,
-    hardware: HardwareProfile,
-) -> Decided:
-    """One action for each saved activation.
+def decide_actions(work: Work, program: Program, goal: Goal) -> Decided:
+    """One action for each saved activation of `program`, which is that of `work`.
 
     Raises:
-        BudgetError: no plan fits `limits.device_budget_bytes`.
+        BudgetError: no plan meets the budget of `goal`.
     """
+    table, wanted, config, limits, hardware = work.table, work.wanted, work.request.config, work.request.limits, work.hardware
+    budget = goal.device_budget_bytes
     keep = simulate(program, ["keep"] * len(program.candidates), hardware)
     warnings = [constraint.warning for constraint in wanted if constraint.warning]
     inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
     warnings += _nothing_offloaded(wanted, table, config)
-    if limits.explicit:
+    if goal.explicit:
         wanted = _without_advice(wanted)
     limit = "given" if config.host_budget != "auto" else "memlock" if limits.host_locked else "auto"
     wanted, too_much = _within_host(wanted, table, limits.host_budget_bytes, limit)
     warnings += too_much
     free, program = program, _constrained(program, wanted)
+    fits = budget is not None and _fits(program, hardware, budget - limits.reserve_bytes)
     if all(constraint.action is not None for constraint in wanted) and (
-        limits.device_budget_bytes is None
-        or all(constraint.binding for constraint in wanted)
-        or _fits(program, hardware, limits)
+        budget is None or fits or all(constraint.binding for constraint in wanted)
     ):
         if config.max_inflight_bytes is None:
             inflight = _window_bytes(program, hardware)
         asked = _as_asked(wanted, "", keep, warnings, inflight)
         return replace(asked, notes=(_FOR_THE_NEXT,)) if is_one_of_many(config, limits) else asked
-    budget = limits.device_budget_bytes
-    if config.max_slowdown is None and budget is None:
+    if isinstance(goal, KeepIfFits) and budget is None:
         return _as_asked(wanted, "nothing to fit: no device budget on a CPU", keep, warnings, inflight)
-    if config.max_slowdown is None and limits.shared and _fits(program, hardware, limits):
+    if fits and limits.shared:
         offered = _offload_the_rest(program, wanted, hardware)
         rest, too_much = _within_host(offered, table, limits.host_budget_bytes, limit)
         note = "device_budget is shared with the graphs before this one: from the third step on, what fits of it is not copied"
         return replace(_as_asked(rest, "", keep, [*warnings, *too_much], inflight), notes=(note,), release_late=True)
-    if config.max_slowdown is None and _fits(program, hardware, limits):
-        kept = _as_asked(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
+    if fits:
+        kept = _as_asked(wanted, f"fits in {goal}", keep, warnings, inflight)
         return replace(kept, hint=_hint(program, hardware, limits))
-    goal = MeetBudget(budget or 0) if config.max_slowdown is None else WithinSlowdown(config.max_slowdown)
     wanted = _without_advice(wanted)
-    solution, reasons = _solve(_constrained(free, wanted), wanted, goal, config, limits, hardware)
+    solution, reasons = _solve(work, _constrained(free, wanted), wanted, goal)
     return Decided(
         actions=solution.actions,
         reasons=reasons,
@@ -126,14 +110,7 @@ def decide_actions(
     )
 
 
-def decide_again(
-    first: Decided,
-    program: Program,
-    wanted: Sequence[Constraint],
-    config: OffloadConfig,
-    limits: Limits,
-    hardware: HardwareProfile,
-) -> Decided:
+def decide_again(work: Work, first: Decided, program: Program, wanted: Sequence[Constraint]) -> Decided:
     """Keep or offload, anew, for what is saved once others are recomputed: only now is it known what that does to memory.
 
     Args:
@@ -144,27 +121,30 @@ def decide_again(
         BudgetError: with this recomputation no plan fits.
     """
     wanted = _without_advice(wanted)
-    program = _constrained(program, wanted)
-    goal: Goal = MeetBudget(limits.device_budget_bytes or 0)
-    if config.max_slowdown is not None:
-        compute_s = simulate(program, program.keep_actions(), hardware).time_s
-        limit_s = (1.0 + config.max_slowdown) * first.keep_timeline.time_s
-        goal = WithinSlowdown(max(0.0, limit_s / compute_s - 1.0))
+    program, goal = _constrained(program, wanted), work.request.goal
+    if isinstance(goal, WithinSlowdown):
+        compute_s = simulate(program, program.keep_actions(), work.hardware).time_s
+        goal = WithinSlowdown(max(0.0, goal.allowed(first.keep_timeline.time_s, compute_s)))
     wanted = tuple(
         constraint if constraint.action or constraint.why_not_recompute else replace(constraint, why_not_recompute=_NO_GAIN)
         for constraint in wanted
     )
-    solution, reasons = _solve(program, wanted, goal, config, limits, hardware)
+    solution, reasons = _solve(work, program, wanted, goal)
     return replace(first, actions=solution.actions, reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
 
 
-def _solve(
-    program: Program, wanted: Sequence[Constraint], goal: Goal, config: OffloadConfig, limits: Limits, hardware: HardwareProfile
-) -> tuple[Solution, tuple[str, ...]]:
+def _solve(work: Work, program: Program, wanted: Sequence[Constraint], goal: Goal) -> tuple[Solution, tuple[str, ...]]:
     """The planner's solution for what nobody decided, and the reason for each of its actions."""
-    inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
-    given = {"host_budget_bytes": limits.host_budget_bytes, "max_inflight_bytes": inflight}
-    solution = solve(program, hardware, goal, **given, patience=limits.patience)
+    solved = goal if isinstance(goal, WithinSlowdown) else MeetBudget(goal.device_budget_bytes or 0)
+    window = work.request.config.max_inflight_bytes
+    solution = solve(
+        program,
+        work.hardware,
+        solved,
+        host_budget_bytes=work.request.limits.host_budget_bytes,
+        max_inflight_bytes=window if isinstance(window, int) else None,
+        patience=work.patience,
+    )
     return solution, tuple(map(_reason, wanted, solution.actions, solution.reasons))
 
 
@@ -248,11 +228,9 @@ def _hint(program: Program, hardware: HardwareProfile, limits: Limits) -> str:
     return f"max_slowdown={_HINT:g} would save {format_bytes(saved)}" if saved and saved >= worth else ""
 
 
-def _fits(program: Program, hardware: HardwareProfile, limits: Limits) -> bool:
-    """Whether nothing needs to change for the budget, with the reserve left free."""
-    assert limits.device_budget_bytes is not None
-    peak_bytes = simulate(program, program.keep_actions(), hardware).peak_bytes
-    return peak_bytes + limits.reserve_bytes <= limits.device_budget_bytes
+def _fits(program: Program, hardware: HardwareProfile, limit_bytes: int) -> bool:
+    """Whether nothing needs to change for a peak of at most this."""
+    return simulate(program, program.keep_actions(), hardware).peak_bytes <= limit_bytes
 
 
 def _window_bytes(program: Program, hardware: HardwareProfile) -> int | None:

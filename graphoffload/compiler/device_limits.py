@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ import torch
 from graphoffload.analysis.storages import example_storage_nbytes, storage_id
 from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.facts.limits import Limits
+from graphoffload.hardware import host_memory
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.config import OffloadConfig
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.units import parse_size
 
 _MARGIN_BYTES = 512 * 2**20
@@ -35,13 +36,15 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
     device = next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))
     hardware = resolve_hardware(config.hardware, str(device))
     reserve_bytes = _reserve(config, inputs, parameters, device, hardware)
+    host_budget_bytes, host_auto = _host_budget(config), config.host_budget == "auto"
     return Limits(
         explicit=config.device_budget != "auto" or config.max_slowdown is not None,
         device_budget_bytes=_device_budget(config, device, hardware, reserve_bytes),
         static_bytes=_static_bytes(device, inputs),
         reserve_bytes=reserve_bytes,
-        host_budget_bytes=_host_budget(config),
-        host_locked=config.host_budget == "auto" and _host_budget(config) == _lockable_bytes(),
+        host_budget_bytes=host_budget_bytes,
+        host_auto=host_auto,
+        host_locked=host_auto and host_budget_bytes == _lockable_bytes(),
     )
 
 
@@ -91,13 +94,17 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def _host_budget(config: OffloadConfig) -> int:
-    """Host bytes for page-locked buffers: configured, or a share of what RAM, cgroup and memlock leave, per process here."""
-    whole = _host_memory_bytes()
+    """Host bytes for page-locked buffers: configured, or a share of what RAM, cgroup and memlock leave, per process here.
+
+    The share is of what is available now. What this process's pool holds already is its own and counts as available to it
+    alone: a second compile sees as much as the first, and so does each of several ranks that hold equally much.
+    """
+    ram = host_memory.for_this_process()
     if config.host_budget != "auto":
-        return parse_size(config.host_budget, field="host_budget", whole_bytes=whole)
-    processes = _processes_here()
-    available, locked = int(whole * _HOST_SHARE) // processes, _lockable_bytes()
-    return available if locked is None else min(available, locked)
+        return parse_size(config.host_budget, field="host_budget", whole_bytes=ram.total_bytes)
+    share = int(ram.available_bytes * _HOST_SHARE) // _processes_here() + int(POOL.snapshot().held_bytes * _HOST_SHARE)
+    locked = _lockable_bytes()
+    return share if locked is None else min(share, locked)
 
 
 def _lockable_bytes() -> int | None:
@@ -113,36 +120,3 @@ def _processes_here() -> int:
         if os.environ.get(name, "").isdigit():
             return max(1, int(os.environ[name]))
     return 1
-
-
-def _host_memory_bytes() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-
-
-def _cgroup_limits(table: Path, root: Path) -> Iterator[int]:
-    """Memory limits of this process's control group and of every one around it, versions 1 and 2.
-
-    In a container the table may name the host's path, of which only the root is mounted: missing folders are passed over.
-    """
-    for line in _text(table).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "memory" if controllers else root
-        folder = base / path.strip("/")
-        for place in (folder, *folder.parents):
-            for name in ("memory.limit_in_bytes",) if controllers else ("memory.max", "memory.high"):
-                text = _text(place / name)
-                if text.isdigit():
-                    yield int(text)
-            if place == base:
-                break
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

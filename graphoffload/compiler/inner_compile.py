@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphoffload.analysis.fusion import CRUMBS, FARTHEST
+from graphoffload.compiler.session import CompileSession
 from graphoffload.facts.plan import Plan
 from graphoffload.monitor.caveats import warn_of_cuts
 from graphoffload.passes.capture import make_capturable
@@ -36,8 +37,8 @@ KEPT, APART = {"score_fusion_memory_threshold": 64}, {"score_fusion_memory_thres
 `planned_fusions`. torch's compile cache knows by them that this is not what Inductor alone would make, or fused."""
 
 
-def compile_as_planned(key: str | None) -> Callable[..., Any]:
-    """Inductor's inner compile for the graphs of the plan `key`; for a plan that keeps everything only fusions for crumbs go.
+def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
+    """Inductor's inner compile for the graphs of a session; under a plan that keeps everything only fusions for crumbs go.
 
     reorder_for_peak_memory moves every release next to its offload and every reload next to its wait. Buffer reuse holds the
     memory of a dead buffer for a later one of the same size, as long as Inductor's own estimate of the peak allows it, which
@@ -48,7 +49,7 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
     out, and what is offloaded would be memory that others write to.
     """
     def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        plan = registry.of_key(key) if key else None
+        plan = session.plan
         if plan is None or not plan.changes_anything:
             with inductor.config.patch(KEPT), planned_fusions(None, farthest=None):
                 return inductor.compile_inner(gm, example_inputs, **kwargs)

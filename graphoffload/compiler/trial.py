@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.decisions import repeated_decisions
 from graphoffload.analysis.program import Instance, build_program
@@ -26,67 +24,19 @@ from graphoffload.analysis.saved_values import GraphPair, saved_table
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.cache_files import cache_dir
-from graphoffload.compiler.constraints import Constraint, constraints_for
+from graphoffload.compiler.constraints import constraints_for
 from graphoffload.compiler.decide import Decided, actions_again, decide_actions, decide_again, saved_all_the_same, table_again
+from graphoffload.compiler.request import Request, Work
 from graphoffload.errors import BudgetError
-from graphoffload.facts.limits import Limits
+from graphoffload.facts.goals import Goal, Score
 from graphoffload.facts.plan import Action
 from graphoffload.facts.saved_tensors import SavedTable
-from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.monitor.pattern_coverage import WHOLE, Fragment
-from graphoffload.options.config import OffloadConfig
-from graphoffload.options.patterns import Resolution
-from graphoffload.passes.prepare_joint import Binding, bind, tagged_copy
+from graphoffload.passes.prepare_joint import bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
 from graphoffload.planner.prefetch import with_slack
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.torch_internals import partitioning
 from graphoffload.units import format_bytes
-
-_AS_SMALL = 0.002  # plans whose peaks differ by less than this share of keep-all's are as small as each other
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a partitioner is asked: the joint graph, the arguments for torch's own partitioner, and the identity of the plan."""
-
-    joint: GraphModule
-    joint_inputs: Any
-    arguments: dict[str, Any]
-    config: OffloadConfig
-    key: str
-    name: str
-    limits: Limits
-    fragment: Fragment = WHOLE
-    parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
-    relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
-
-    @property
-    def num_fwd_outputs(self) -> int:
-        """How many forward outputs are the model's own."""
-        return int(self.arguments["num_fwd_outputs"])
-
-
-@dataclass(slots=True)
-class Work:
-    """What is known about one joint graph while it is planned."""
-
-    request: Request
-    hardware: HardwareProfile
-    pair: GraphPair
-    table: SavedTable
-    chains: dict[str, Chain]
-    wanted: tuple[Constraint, ...]
-    resolution: Resolution
-    notes: list[str]
-    binding: Binding
-    outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
-    unfused_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
-
-    @property
-    def fuses(self) -> bool:
-        """Whether the inner compiler fuses operations."""
-        return self.request.config.inner == "inductor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +53,10 @@ class Trial:
     excess: float
 
     @property
-    def score(self) -> tuple[float, int, float]:
-        """Less is better: what misses its goal least, then what is fastest; for a slowdown the fastest of the smallest."""
-        size = 0
-        if self.work.request.config.max_slowdown is not None:
-            size = round(self.timeline.peak_bytes / (_AS_SMALL * self.decided.keep_timeline.peak_bytes))
-        return max(0.0, self.excess), size, self.timeline.time_s
+    def score(self) -> Score:
+        """How good the trial is for the request's goal; less is better."""
+        goal, keep_peak_bytes = self.work.request.goal, self.decided.keep_timeline.peak_bytes
+        return goal.score(self.excess, self.timeline.peak_bytes, self.timeline.time_s, keep_peak_bytes)
 
 
 def keep_all_trial(work: Work) -> Trial:
@@ -116,7 +64,7 @@ def keep_all_trial(work: Work) -> Trial:
     reason = "the step as it is: what was planned for the goal needs more memory, or none was asked for"
     keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in work.wanted)
     work = replace(work, wanted=keep, notes=[*work.notes])
-    return make_trial(work, instance_of(work), work.request.limits, work.request.config)
+    return make_trial(work, instance_of(work), work.request.goal)
 
 
 def keep_all(instance: Instance, work: Work) -> Timeline:
@@ -132,10 +80,10 @@ def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
     return replace(trial, work=replace(trial.work, request=request), decided=decided, excess=excess)
 
 
-def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Trial:
-    """Decide for `limits` and `config`; what is left after partitioning again is decided for the request's own."""
+def make_trial(work: Work, instance: Instance, goal: Goal) -> Trial:
+    """Decide for `goal`; what is left after partitioning again is decided for the request's own."""
     request = work.request
-    decided = decide_actions(instance.program, work.table, work.wanted, config, limits, work.hardware)
+    decided = decide_actions(work, instance.program, goal)
     work = replace(work, notes=[*work.notes, *decided.notes])
     original = work.table
     names = [tensor.name for tensor in original.tensors]
@@ -144,9 +92,9 @@ def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadCo
         actions, reasons = _partition_again(work, actions, reasons)
         instance = instance_of(work)
         if decided.planned:
-            wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
+            wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.session.fragment))
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
-                decided = decide_again(decided, instance.program, wanted, request.config, request.limits, work.hardware)
+                decided = decide_again(work, decided, instance.program, wanted)
                 names = [tensor.name for tensor in work.table.tensors]
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
@@ -156,11 +104,9 @@ def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadCo
 
 
 def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
-    """Bytes above the budget, or seconds above the slowdown; negative below."""
-    if request.config.max_slowdown is not None:
-        return timeline.time_s - (1.0 + request.config.max_slowdown) * decided.keep_timeline.time_s * (1.0 + 1e-9)
-    budget = request.limits.device_budget_bytes
-    return -1.0 if budget is None else float(timeline.peak_bytes + request.limits.reserve_bytes - budget)
+    """By how much a timeline misses the request's goal: bytes or seconds; negative where it meets it."""
+    peak_bytes = timeline.peak_bytes + request.limits.reserve_bytes
+    return request.goal.excess(peak_bytes, timeline.time_s, decided.keep_timeline.time_s)
 
 
 def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
@@ -256,8 +202,8 @@ def _schedule(work: Work, instance: Instance, actions: dict[str, Action], decide
 
     timeline = simulated({})
     limit_bytes = timeline.peak_bytes
-    if decided.planned and work.request.config.max_slowdown is None:
-        limits = work.request.limits
-        limit_bytes = max(limit_bytes, (limits.device_budget_bytes or 0) - limits.reserve_bytes)
+    if decided.planned:
+        request = work.request
+        limit_bytes = max(limit_bytes, (request.goal.device_budget_bytes or 0) - request.limits.reserve_bytes)
     late = not isinstance(work.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
     return with_slack(instance.program, timeline, simulated, limit_bytes=limit_bytes, late=late)

@@ -8,7 +8,6 @@ docs/config.md describes every field with an example and the error for bad input
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import hashlib
@@ -117,12 +116,6 @@ class OffloadConfig:
         if unknown:
             raise ConfigError(_unknown_key(unknown[0], "option"))
         return dataclasses.replace(self, **changes)
-
-    def with_slowdown(self, fraction: float) -> OffloadConfig:
-        """A copy with a max_slowdown that was computed: nobody is asked whether it was meant."""
-        changed = copy.copy(self)
-        object.__setattr__(changed, "max_slowdown", fraction)
-        return changed
 
     def digest(self) -> str:
         """Hex digest over all fields, equal in every process: for cache keys. A policy function counts by name and source."""

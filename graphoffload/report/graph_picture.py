@@ -1,7 +1,7 @@
 """A graph as a picture: forward on the left, read downwards; backward on the right, read upwards, so that a layer's two halves
 face each other and what is saved crosses from left to right.
 
-    fx.GraphModule -- drawn_nodes --> DrawnNode, edges -- draw_graph --> SVG
+    fx.GraphModule -- drawn_nodes --> DrawnNode, edges -- graph_svg --> SVG
 
 Boxes are coloured by decision, operations that copy have colours of their own, everything else is grey. Runs of grey nodes of
 one module are one box, so that 2000 nodes stay readable; inputs that are not saved and outputs are left out. Bands behind the
@@ -18,7 +18,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import networkx as nx
@@ -105,18 +104,6 @@ def drawn_pair(
     crossing = [(node.name, f"bwd/{node.name}") for node in after if node.op == "placeholder" and node.name in saved]
     nodes += [replace(node, name=f"bwd/{node.name}") for node in after]
     return nodes, [*edges, *((f"bwd/{source}", f"bwd/{target}") for source, target in inner), *crossing]
-
-
-def draw_graph(nodes: Sequence[DrawnNode], edges: Iterable[Edge], path: str | Path, *, title: str = "") -> Path:
-    """Writes graph_svg's picture to `path` and returns it.
-
-    Raises:
-        ValueError: see graph_svg.
-        OSError: the file cannot be written.
-    """
-    path = Path(path)
-    path.write_text(graph_svg(nodes, edges, title=title), encoding="utf-8")
-    return path
 
 
 def graph_svg(nodes: Sequence[DrawnNode], edges: Iterable[Edge], *, title: str = "") -> str:

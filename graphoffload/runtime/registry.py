@@ -7,17 +7,18 @@ torch's cache key.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Sequence
 
 import torch
 
-from graphoffload.cache_files import cache_dir, write_whole
+from graphoffload.cache_files import cache_dir, keep_newest, write_whole
 from graphoffload.errors import ConfigError
 from graphoffload.facts.plan import Plan
 from graphoffload.runtime.layouts import Layout
-from graphoffload.runtime.pinned.preallocation import going_to_run, prepare_plan
+from graphoffload.runtime.pinned.preallocation import prepare_plan
 from graphoffload.runtime.step.resident import Budget
 
 
@@ -95,6 +96,9 @@ _PLANS: dict[str, Plan] = {}
 _EXPLAINED: dict[str, Plan] = {}
 _RUN: dict[str, RunPlan] = {}
 _BASES: dict[str, Plan] = {}
+_written = itertools.count()
+_PRUNED_EVERY = 64  # files that this process has written: to look at a folder takes a while on a network
+_MOST_FILES, _MOST_BYTES = 1000, 256 * 2**20
 
 
 def across_graphs() -> bool:
@@ -112,28 +116,27 @@ def across_graphs() -> bool:
     return text in _ON
 
 
-def register(plan: Plan, *, store: bool = True) -> None:
+def register(plan: Plan, *, runs: bool = False, store: bool = True) -> None:
     """Make a plan known to the ops and to last_plans().
 
-    Where it is going to run, host memory for it is taken from now on, and `store` writes it to disk for later hits of torch's
-    compile cache.
+    Where it is going to run (`runs`), host memory for it is taken from now on, and `store` writes it to disk for later hits of
+    torch's compile cache.
     """
-    prepare_plan(plan)
+    if runs:
+        prepare_plan(plan)
     with _LOCK:
         _PLANS.pop(plan.key, None)
         _PLANS[plan.key] = plan
         _RUN[plan.key] = RunPlan(plan, plan.key)
-    if store and going_to_run():
+    if store and runs:
         _write(plan, plan.key)
 
 
-def only_explained(key: str) -> Plan | None:
-    """The plan with this key, which nothing is compiled under: last_plans() does not show it. None where there is none."""
+def explained(plan: Plan) -> None:
+    """Make a plan known that nothing is compiled under: last_plans() does not show it."""
     with _LOCK:
-        plan = _PLANS.pop(key, None)
-        if plan is not None:
-            _EXPLAINED[key] = plan
-    return plan
+        _EXPLAINED[plan.key] = plan
+        _RUN[plan.key] = RunPlan(plan, plan.key)
 
 
 def remember(base: str, plan: Plan) -> None:
@@ -142,24 +145,28 @@ def remember(base: str, plan: Plan) -> None:
     A plan key is that base key and a random suffix: without a stored plan torch's cache cannot hit, so a compiled graph never
     runs without its plan.
     """
-    if base not in _BASES:
+    known = _BASES.get(base)
+    if known is None or known.key != plan.key:
         _BASES[base] = plan
         _write(plan, base)
 
 
 def _write(plan: Plan, name: str) -> None:
+    folder = cache_dir() / "plans"
     with contextlib.suppress(OSError):  # without a store a cache hit is compiled anew: slower, never wrong
-        write_whole(cache_dir() / "plans" / f"{name}.json", plan.to_json())
+        write_whole(folder / f"{name}.json", plan.to_json())
+    if next(_written) % _PRUNED_EVERY == 0:
+        keep_newest(folder, files=_MOST_FILES, nbytes=_MOST_BYTES)
 
 
 def stored(key: str) -> Plan | None:
-    """The plan of an earlier compile with this key, from this process or from disk."""
+    """The plan of an earlier compile with this key, from this process or from disk; what cannot be read is none."""
     plan = _PLANS.get(key) or _BASES.get(key)
     if plan is not None:
         return plan
     try:
         return Plan.from_json((cache_dir() / "plans" / f"{key}.json").read_text())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

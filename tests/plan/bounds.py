@@ -1,4 +1,4 @@
-"""What no plan can undercut: the value of the LP relaxation (relax.py), without the plan.
+"""What no plan can undercut: the value of the LP relaxation (strategies/relaxation.py), without the plan.
 
     lower_bound_s         least time under a device budget and a host budget
     lower_bound_peak_bytes    least peak within a slowdown
