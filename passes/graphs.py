@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from graphoffload.analysis.storages import fake
 from graphoffload.errors import PlanError
+from graphoffload.torch_internals.graphs import tensor_metadata
 
 # Metadata about the origin of an operation; "val" is never shared, since torch finds donated buffers by its identity.
 _ORIGIN_KEYS = (
@@ -54,9 +55,7 @@ def describe(node: Node, origin: Node, value: Any) -> Node:
             node.meta[key] = origin.meta[key]
     node.meta["val"] = value
     if isinstance(value, torch.Tensor):
-        from torch.fx.passes.shape_prop import _extract_tensor_metadata
-
-        node.meta["tensor_meta"] = _extract_tensor_metadata(value)
+        node.meta["tensor_meta"] = tensor_metadata(value)
     return node
 
 

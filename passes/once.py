@@ -26,6 +26,7 @@ from graphoffload.analysis.symbols import symbol_sources
 from graphoffload.facts.plan import Plan
 from graphoffload.passes.graphs import describe, finish, fresh_fake, placeholders_first
 from graphoffload.passes.symbols import Sizes
+from graphoffload.torch_internals.operators import OpOverload, schema_of
 
 Pair = tuple[Node, Node]
 _NO_CHECK = "saved_tensor_with_no_vc_check"  # torch keeps these last among the saved values
@@ -109,7 +110,7 @@ def _views(source: Node, node: Node, root: Node) -> list[Node] | None:
     chain: list[Node] = []
     while node is not source:
         tensors = [other for other in node.all_input_nodes if not isinstance(other.meta.get("val"), (int, torch.SymInt))]
-        mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        mutates = isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
         if node is root or node.op != "call_function" or len(tensors) != 1 or mutates:
             return None
         chain.append(node)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import sympy
 import torch
 from torch.fx import Graph, Node, Proxy
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from graphoffload.analysis.symbols import symbol_sources
+from graphoffload.torch_internals.graphs import write_out
 
 
 class Sizes:
@@ -31,7 +30,7 @@ class Sizes:
             return int(expression)
         environment = {symbol: Proxy(self._symbol(symbol)) for symbol in expression.free_symbols}
         before = set(self._graph.nodes)
-        result = sympy_interp(PythonReferenceAnalysis, environment, expression)
+        result = write_out(expression, environment)
         for node in self._graph.nodes:
             if node not in before:
                 arguments = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]

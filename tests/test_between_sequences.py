@@ -34,6 +34,7 @@ from graphoffload.runtime.registry import run_plan
 from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.step.resident import Budget
 from graphoffload.testing import weighted_loss
+from graphoffload.torch_internals import autograd
 
 ORDERS = ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2, 1], [3], [0, 1, 2, 3, 4, 2, 1])
 __all__ = ["clean_slate", "lazy", "once"]
@@ -212,7 +213,7 @@ class Graphs(RuleBasedStateMachine):
     def begin(self, window: int | None, shared: bool, behind: bool, all_at_end: bool) -> None:
         """Plans, streams, and autograd's word on whether a second backward may come."""
         self.lazy = self.stack.enter_context(lazy_steps())
-        answer = self.stack.enter_context(mock.patch.object(torch._C._autograd, "_get_current_graph_task_keep_graph"))
+        answer = self.stack.enter_context(mock.patch.object(autograd, "keeps_graph"))
         answer.side_effect = lambda: self.retains
         gc.collect()
         ENTRIES.sweep()  # what an example that failed has left

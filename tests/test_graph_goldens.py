@@ -5,8 +5,8 @@ changed texts with one command, then read the diff:
 
     ACCEPT_GOLDENS=1 pytest tests/test_graph_goldens.py
 
-tests/golden/graph_<name>.txt is what the newest torch supported gives; graph_<name>.torch2.11.txt, where there is one, is what
-that release gives instead.
+tests/golden/graph_<name>.txt is what the oldest torch supported gives; graph_<name>.torch2.15.txt, where there is one, is what
+that release and later ones give instead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -121,20 +122,29 @@ def compile_and_run(name: str) -> tuple[str, list[Any]]:
     return skeleton(seen), results
 
 
-def golden_path(name: str) -> Path:
-    """The text for this release of torch where there is one, else the newest one's."""
-    own = GOLDEN / f"graph_{name}.torch{'.'.join(releases.torch_version().split('.')[:2])}.txt"
-    return own if own.exists() else GOLDEN / f"graph_{name}.txt"
+def release_of(path: Path) -> tuple[int, ...]:
+    """The release of torch from which a golden's text holds; () for the text of the oldest one."""
+    return tuple(int(part) for part in re.findall(r"\d+", path.name.partition(".torch")[2]))
+
+
+def golden_path(name: str, release: tuple[int, ...]) -> Path:
+    """The newest text that is not newer than a release of torch."""
+    return max((p for p in GOLDEN.glob(f"graph_{name}.*") if release_of(p) <= release), key=release_of)
+
+
+def this_release() -> tuple[int, ...]:
+    return tuple(int(part) for part in releases.torch_version().split(".")[:2])
 
 
 def accept(name: str, text: str) -> None:
-    """Write the text of this release; an older one gets a file of its own where it differs."""
-    release = tuple(int(part) for part in releases.torch_version().split(".")[:2])
-    newest = GOLDEN / f"graph_{name}.txt"
-    if release == releases.NEWEST_TESTED or not newest.exists():
-        newest.write_text(text, encoding="utf-8")
-    elif newest.read_text(encoding="utf-8") != text:
-        (GOLDEN / f"graph_{name}.torch{release[0]}.{release[1]}.txt").write_text(text, encoding="utf-8")
+    """Write the text of this release: in the file that has it, or in one of its own where it is the first that differs."""
+    own = GOLDEN / f"graph_{name}.txt"
+    if own.exists() and this_release() > releases.OLDEST_TESTED:
+        own = GOLDEN / f"graph_{name}.torch{'.'.join(map(str, this_release()))}.txt"
+        own.unlink(missing_ok=True)
+        if golden_path(name, this_release()).read_text(encoding="utf-8") == text:
+            return
+    own.write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -142,7 +152,7 @@ def test_skeleton(name: str) -> None:
     text, _ = compile_and_run(name)
     if ACCEPT:
         accept(name, text)
-    path = golden_path(name)
+    path = golden_path(name, this_release())
     assert text == path.read_text(encoding="utf-8"), f"{path.name} changed; accept: ACCEPT_GOLDENS=1 pytest {__file__}"
     assert all(f"\n    {op} " in text for op in GOLDENS[name].ours)
     assert text.isascii()

@@ -136,7 +136,8 @@ def graph_in_facts(files: Iterable[Source]) -> Iterator[str]:
 def imports_torch(node: ast.AST) -> bool:
     if isinstance(node, ast.Import):
         return any(alias.name.split(".")[0] == "torch" for alias in node.names)
-    return isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch"
+    module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+    return module.split(".")[0] == "torch" or module.startswith("graphoffload.torch_internals")
 
 
 def is_frozen_dataclass(cls: ast.ClassDef) -> bool:
@@ -250,6 +251,7 @@ def bad(text: str, room: str = "report", path: str = "") -> list[Source]:
         (writes_outside_passes(bad("with graph.inserting_after(node): pass")), "inserting_after"),
         (writes_outside_passes(bad("node.args = ()")), "sets .args"),
         (graph_in_facts(bad("import torch.fx", "facts")), "pure"),
+        (graph_in_facts(bad("from graphoffload.torch_internals import pytrees", "planner")), "pure"),
         (graph_in_facts(bad("@dataclass(frozen=True)\nclass Fact:\n    node: fx.Node | None = None")), "Fact.node holds Node"),
         (graph_in_facts(bad("@dataclass(frozen=True)\nclass Fact:\n    graph: fx.Graph", "options")), "Fact.graph holds Graph"),
         (too_long(bad("\n" * 401)), "401 lines"),

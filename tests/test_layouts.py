@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphoffload
+from graphoffload.analysis.saved_values import GraphPair, saved_table
 from graphoffload.compiler import inner_compile
 from graphoffload.errors import ChecksumError, RuntimeStateError
 from graphoffload.facts.plan import Plan, Transfer
+from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.passes.strides import reload_as_laid_out
 from graphoffload.runtime import registry, twin_copies
 from graphoffload.testing import assert_equal_bits, compiled, draw, keep_all, observe, run_step, whole_gradient_error
@@ -273,3 +276,31 @@ def test_a_reload_that_is_viewed_by_strides_keeps_the_graphs(by_strides: bool) -
     module = torch.fx.GraphModule({}, graph)
     assert reload_as_laid_out(module, "plan", {0: (1, 3)}) == (not by_strides)
     assert next(node for node in module.graph.nodes if node.name == y.name).args[4] == ([4, 1] if by_strides else [1, 3])
+
+
+def table_with_a_late_view(view: Any) -> SavedTable:
+    """Of a forward that reads y for the last time in its cos, and then takes a view of y that only backward reads."""
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.sin(x)
+        return torch.exp(torch.cos(y)), view(y, [3, 4])
+
+    def backward(saved: Tensor, tangent: Tensor) -> tuple[Tensor]:
+        return (saved.cos().reshape(12) * tangent,)
+
+    with FakeTensorMode():
+        x = torch.empty(12)
+        pair = GraphPair(make_fx(forward)(x), make_fx(backward)(*forward(x)[::-1]), 1)
+    (placeholder,) = pair.backward.graph.find_nodes(op="placeholder")[:1]
+    saved = pair.forward.graph.output_node().args[0][1]  # type: ignore[index, union-attr]
+    placeholder.name = saved.name  # type: ignore[union-attr]
+    return saved_table(pair)
+
+
+def test_a_view_whose_schema_does_not_say_so_is_one() -> None:
+    """torch 2.15 makes `_unsafe_view` of linear layers: the memory is free after the same operation as with `view`."""
+    aten = torch.ops.aten
+    (plain,), (unsafe,) = (table_with_a_late_view(view).tensors for view in (aten.view.default, aten._unsafe_view.default))
+    assert unsafe.name == plain.name == "sin"
+    assert unsafe.last_forward_use == plain.last_forward_use
+    assert unsafe.eligible

@@ -16,9 +16,9 @@ import pytest
 from graphoffload.__main__ import main
 from graphoffload.bench import page, together
 from graphoffload.bench.measure import Row, Sample
-from graphoffload.bench.patching import replaced
 from graphoffload.bench.results import Result, commit_of, export, gpu_name, load, newest_rows, of_run
 from graphoffload.errors import ConfigError
+from graphoffload.torch_internals.patching import replaced
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -21,7 +21,9 @@ from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime.streams import memcpy
 from graphoffload.runtime.streams.memcpy import find_memcpy
+from graphoffload.torch_internals import streams as internals
 
 DEVICE = torch.device("cuda", 1)
 ENTRY = types.SimpleNamespace(name="a of layer0")
@@ -88,8 +90,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(streams, "Event", world.event)
     monkeypatch.setattr(torch.cuda, "Event", world.event)
     monkeypatch.setattr(torch.cuda, "stream", world.switch)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (world.current, index, 1), raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: world.device, raising=False)
+    monkeypatch.setattr(internals, "current_stream", lambda index: (world.current, index, 1))
+    monkeypatch.setattr(internals, "current_device", lambda: world.device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(streams, "find_memcpy", lambda: world.memcpy)
     monkeypatch.setattr(streams, "find_copy", lambda: None)
@@ -275,6 +277,7 @@ def test_many_streams_are_not_kept(world: World) -> None:
 def test_no_runtime_library_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU build, a library that is not loaded: torch's own copies serve."""
     find = find_memcpy.__wrapped__
+    monkeypatch.setattr(memcpy, "_runtime_library", memcpy._runtime_library.__wrapped__)  # this build's may be loaded
     monkeypatch.setattr(torch.version, "cuda", None)
     assert find() is None
     monkeypatch.setattr(torch.version, "cuda", "4711.0")

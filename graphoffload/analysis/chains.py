@@ -23,6 +23,7 @@ from graphoffload.analysis.decisions import decided_on, depends_on_bits, is_inpu
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.facts.saved_tensors import SavedTable
+from graphoffload.torch_internals.operators import OpOverload, schema_of
 from graphoffload.torch_internals.partitioning import mutated_inputs
 
 _PURE_NAMESPACES = ("aten", "prims", "inductor_prims")
@@ -129,11 +130,11 @@ def _refusal(node: Node) -> str:
     target = node.target
     if target is operator.getitem or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
         return ""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return f"its recomputation runs {getattr(target, '__name__', target)}, whose effects are unknown"
     if target.namespace not in _PURE_NAMESPACES:
         return f"its recomputation runs {target}, whose effects are unknown"
-    if target._schema.is_mutable:
+    if schema_of(target).is_mutable:
         return f"its recomputation runs {target}, which writes to its arguments"
     if "batch_norm" in str(target):
         return f"its recomputation runs {target}, which updates running statistics"
@@ -148,7 +149,7 @@ def mutated_placeholders(forward: Graph, named: frozenset[Node]) -> frozenset[No
     """Placeholders that the forward writes to: those that AOTAutograd names, and targets of in-place operations."""
     found = set(named)
     for node in forward.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if node.op == "call_function" and isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
             found.update(arg for arg in node.all_input_nodes if arg.op == "placeholder")
     return frozenset(found)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.fusion import Fusion, Kind, fusion_of
@@ -20,6 +19,8 @@ from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.regions import subgraph_of
 from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, group_by_storage, size_hint, storage_id
 from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.torch_internals.operators import OpOverload, packet_of, schema_of
+from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 
 # Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens, and what a mask that is
 # read from memory leaves of them (4k tokens): docs/history.
@@ -181,7 +182,7 @@ def _share_of_matmul(node: Operation) -> float:
 
 def _flops(node: Operation) -> int:
     target = node.target
-    packet = target._overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+    packet = packet_of(target)
     if "attention" in str(target):
         return _attention_flops(node)
     if packet not in flop_registry:
@@ -215,9 +216,9 @@ def _attention_flops(node: Operation) -> int:
 
 def argument_of(node: Node | Operation, names: tuple[str, ...]) -> Any:
     """The value of an operation's argument, whether given by position or by name; None where it has no such argument."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return None
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+    for argument, value in zip(schema_of(node.target).arguments, node.args, strict=False):
         if argument.name in names:
             return value
     return next((node.kwargs[name] for name in names if name in node.kwargs), None)

@@ -30,6 +30,7 @@ from torch.fx import Node
 
 from graphoffload.analysis.callers import is_view
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
+from graphoffload.torch_internals.operators import OpOverload, schema_of
 
 
 def _names(text: str) -> frozenset[str]:
@@ -137,7 +138,7 @@ def depends_on_bits(node: Node, used: frozenset[str], decided: frozenset[str]) -
 def decides(node: Node, used: frozenset[str]) -> bool:
     """Whether an operation makes integers, booleans or steps of floats, and forward uses these."""
     name = _name(node)
-    if not isinstance(node.target, torch._ops.OpOverload) or not _floats(node) or is_view(node):
+    if not isinstance(node.target, OpOverload) or not _floats(node) or is_view(node):
         return False
     if name in _STEPS or _casts_to_eight_bits(node) or node.kwargs.get("rounding_mode") is not None:
         return not _is_relu(node)
@@ -222,7 +223,7 @@ def _inexact(value: torch.Tensor) -> bool:
 
 def _name(node: Node) -> str:
     target = node.target
-    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
+    return schema_of(target).name.partition("::")[2] if isinstance(target, OpOverload) else str(target)
 
 
 def _casts_to_eight_bits(node: Node) -> bool:

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from graphoffload.analysis.kernels import Axis, Kernel, add_needs, in_order, runs_after
 from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, storage_id, with_views
 from graphoffload.torch_internals.inductor import is_pointwise_use, most_reads
+from graphoffload.torch_internals.operators import OpOverload, packet_of
 
 Kind = Literal["view", "kernel", "fused", "none"]
 
@@ -63,9 +64,9 @@ def kind_of(node: Node, *, fuses: bool) -> Kind:
         return "none"
     if _is_view(node):
         return "view"
-    if not fuses or not isinstance(node.target, torch._ops.OpOverload):
+    if not fuses or not isinstance(node.target, OpOverload):
         return "kernel"
-    packet = node.target._overloadpacket
+    packet = packet_of(node.target)
     name = str(node.target)
     if packet in flop_registry or node.target.namespace not in _FUSED_NAMESPACES or any(word in name for word in _KERNEL_WORDS):
         return "kernel"
@@ -288,7 +289,7 @@ def _home(
 
 def _axis(node: Node) -> Axis | None:
     """What a reduction goes along: rows if the last dimension is among those it sums over. None for other operations."""
-    packet = node.target._overloadpacket if isinstance(node.target, torch._ops.OpOverload) else None
+    packet = packet_of(node.target)
     source = fake(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     if packet is None or packet.__name__ not in _REDUCTIONS or source is None:
         return None
@@ -301,7 +302,7 @@ def _axis(node: Node) -> Axis | None:
 def _space(node: Node) -> int | None:
     """Elements that an operation iterates over: its inputs' for a reduction, its output's for others; None when symbolic."""
     sizes = [concrete(value.numel()) for value in _tensors(node)]
-    packet = node.target._overloadpacket if isinstance(node.target, torch._ops.OpOverload) else None
+    packet = packet_of(node.target)
     if packet is not None and packet.__name__ in _REDUCTIONS:
         sizes += [concrete(value.numel()) for argument in node.all_input_nodes for value in _tensors(argument)]
     known = [size for size in sizes if size is not None]

@@ -34,6 +34,7 @@ from graphoffload.analysis.storages import (
 from graphoffload.errors import VerifyError
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor, Tag
 from graphoffload.torch_internals.checkpoint_tags import tag_of
+from graphoffload.torch_internals.operators import OpOverload, is_undeclared_view, schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +174,11 @@ def _copies_of(callers: set[int], members: dict[int, list[Node]]) -> set[int]:
 
 
 def _copies_or_views(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
-    returns = node.target._schema.returns
-    return node.target is torch.ops.aten.clone.default or (len(returns) == 1 and returns[0].alias_info is not None)
+    returns = schema_of(node.target).returns
+    aliases = len(returns) == 1 and returns[0].alias_info is not None
+    return aliases or node.target is torch.ops.aten.clone.default or is_undeclared_view(node.target)
 
 
 def _describe(

@@ -13,6 +13,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
+from graphoffload.torch_internals.operators import OpOverload, is_undeclared_view, schema_of
+from graphoffload.torch_internals.storages import identity
+
 
 def fake(node: Node) -> torch.Tensor | None:
     """The fake tensor of a node's value; None for tuples, symbols and opaque values."""
@@ -22,7 +25,7 @@ def fake(node: Node) -> torch.Tensor | None:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of a fake tensor's storage while that tensor lives."""
-    return int(tensor.untyped_storage()._cdata)
+    return identity(tensor.untyped_storage())
 
 
 def concrete(value: int | torch.SymInt) -> int | None:
@@ -102,9 +105,11 @@ def read_by(node: Node) -> Iterator[Node]:
 
 def only_views(node: Node) -> bool:
     """Whether a node only shows memory, and reads none of it."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
-    return all(result.alias_info is not None and not result.alias_info.is_write for result in node.target._schema.returns)
+    if is_undeclared_view(node.target):
+        return True
+    return all(result.alias_info is not None and not result.alias_info.is_write for result in schema_of(node.target).returns)
 
 
 def with_views(node: Node) -> dict[Node, None]:

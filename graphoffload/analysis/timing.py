@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from graphoffload.analysis.costs import Measured, argument_of
 from graphoffload.analysis.fusion import kind_of
 from graphoffload.analysis.storages import fake, tensor_nbytes
 from graphoffload.cache_files import write_whole
 from graphoffload.log import log
+from graphoffload.torch_internals.fake_tensors import outside_all_modes
+from graphoffload.torch_internals.operators import OpOverload
+from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 
 _REPEATS = 9
 _TOTAL_S = 1.0
@@ -61,7 +62,7 @@ def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> 
 
 def signature(node: Node) -> str | None:
     """What makes two kernels take the same time; None where a size is symbolic or an argument is no tensor or plain value."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return None
     parts = [str(node.target)]
     for argument in tree_leaves((node.args, node.kwargs)):
@@ -90,7 +91,7 @@ def _measure(node: Node, device: torch.device, load: _Load) -> Measured | None:
     if 2 * wanted > (free + idle) * _MEMORY_SHARE:
         return None
     try:
-        with torch._subclasses.fake_tensor.unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        with outside_all_modes(), torch.no_grad():
             return _run(node, device, load, sum(tensor_nbytes(value) or 0 for value in outputs))
     except Exception as error:  # inputs that made-up values do not make valid: the roofline time stays
         log.debug("not timed, priced by roofline: %s (%s)", node.target, error)

@@ -29,6 +29,7 @@ from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_p
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.errors import VerifyError
 from graphoffload.facts.plan import Plan
+from graphoffload.torch_internals.operators import schema_of
 
 _OPS = ("offload", "release", "reload", "wait")
 
@@ -88,7 +89,7 @@ def _by_id(graphs: GraphPair, target: object) -> dict[int, list[Node]]:
 
 
 def _transfer_id(node: Node) -> int:
-    position = [argument.name for argument in node.target._schema.arguments].index("id")  # type: ignore[union-attr]
+    position = [argument.name for argument in schema_of(node.target).arguments].index("id")  # type: ignore[arg-type]
     return int(node.args[position])  # type: ignore[arg-type]
 
 

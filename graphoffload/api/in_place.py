@@ -20,6 +20,7 @@ from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.errors import NotOffloadedWarning, warn
 from graphoffload.monitor.not_compiled import given_text, watched
 from graphoffload.options.config import OffloadConfig
+from graphoffload.torch_internals.modules import call_in_eager, compiled_call, set_compiled_call
 
 _MARK = "_graphoffload_in_place"
 
@@ -31,9 +32,9 @@ def offload_in_place(module: nn.Module, config: OffloadConfig, options: Mapping[
         options: as the user gave them, for warnings.
     """
     compile_in_place(module, OffloadBackend(config))
-    calls = [module._compiled_call_impl]
+    calls = [compiled_call(module)]
     watched(module, config, options)
-    module.__dict__[_MARK] = _Mark(module, config, options, (*calls, module._compiled_call_impl))
+    module.__dict__[_MARK] = _Mark(module, config, options, (*calls, compiled_call(module)))
     return module
 
 
@@ -42,14 +43,14 @@ def compile_in_place(module: nn.Module, backend: OffloadBackend, **options: Any)
     forward = type(module).forward
     if getattr(forward, "__module__", "").startswith("torch.nn.") and forward is not nn.Module.forward:
         # Dynamo skips frames inside torch.nn, so compiling Sequential.forward itself would compile nothing, silently.
-        module._compiled_call_impl = torch.compile(_caller(module), backend=backend, **options)
+        set_compiled_call(module, torch.compile(_caller(module), backend=backend, **options))
         return
     module.compile(backend=backend, **options)
 
 
 def _caller(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return nn.Module._call_impl(module, *args, **kwargs)
+        return call_in_eager(module, *args, **kwargs)
 
     return call
 
@@ -76,7 +77,7 @@ class _Mark:
         return str, (f"offload({given})",)
 
     def _holds(self, module: nn.Module) -> bool:
-        return any(module._compiled_call_impl is call for call in self.calls)
+        return any(compiled_call(module) is call for call in self.calls)
 
 
 def _pickled(what: str, given: str) -> str:

@@ -14,15 +14,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._dynamo.comptime import comptime
-from torch._inductor import config as inductor_config
 
 from graphoffload.compiler import backend as backends
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.errors import NotOffloadedWarning, warn
 from graphoffload.monitor.not_compiled import given_text, other_options
 from graphoffload.options.config import OffloadConfig
-from graphoffload.torch_internals import dynamo
+from graphoffload.torch_internals import dynamo, inductor
 
 
 def teller(what: str, config: OffloadConfig, options: Mapping[str, Any]) -> Callable[[Any], None]:
@@ -48,31 +46,28 @@ def teller(what: str, config: OffloadConfig, options: Mapping[str, Any]) -> Call
 
 def told_when_inlined(compiled: Any, tell: Callable[[Any], None]) -> Any:
     """The result of torch.compile for a function, which calls `tell` if an outer compile traces it. Returns the same object."""
-    target = compiled._torchdynamo_inline
+    target = dynamo.inlined_as(compiled)
 
     def inlined(*args: Any, **kwargs: Any) -> Any:
-        comptime(tell)
+        dynamo.comptime(tell)
         return target(*args, **kwargs)
 
     # Dynamo counts the compiles of one code object and gives up at eight: each function has its own.
     code = inlined.__code__.replace(co_name=getattr(target, "__name__", "inlined"))
     own = FunctionType(code, inlined.__globals__, code.co_name, inlined.__defaults__, inlined.__closure__)
-    compiled._torchdynamo_inline = own  # traced inside an outer compile
-    compiled._torchdynamo_orig_callable = own  # compiled by torch.compile(compiled, ...)
+    dynamo.inlines_as(compiled, own)
     return compiled
 
 
 def config_of(backend: Any) -> OffloadConfig | None:
     """The configuration under which a backend, as torch.compile wraps it, offloads; None if it is not graphoffload."""
-    kwargs: dict[str, Any] = {}
-    if isinstance(backend, torch._TorchCompileWrapper):
-        backend, kwargs = backend.compiler_fn, backend.kwargs
+    backend, kwargs, settings = dynamo.backend_of(backend)
     if backend is backends.graphoffload:
         return backends.configured(**kwargs)
     if isinstance(backend, backends.OffloadBackend):
         return backend.configured(**kwargs)
-    if isinstance(backend, torch._TorchCompileInductorWrapper):
-        chosen = backend.config.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
+    if settings is not None:
+        chosen = settings.get("custom_partitioner_fn", inductor.config.custom_partitioner_fn)
     else:
         chosen = (getattr(backend, "kwargs", None) or {}).get("partition_fn", backend)
     config = chosen.config if isinstance(chosen, OffloadPartitioner) else getattr(backend, "config", None)

@@ -13,14 +13,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._dynamo.comptime import comptime
-from torch._dynamo.eval_frame import OptimizedModule
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from graphoffload.api.in_place import compile_in_place, offload_in_place
 from graphoffload.api.inlined import teller, told_when_inlined
-from graphoffload.api.values import UNKNOWN, Values
+from graphoffload.api.values import Values
 from graphoffload.compiler.backend import OffloadBackend, plan_graph
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.optimizer_state import state_bytes
@@ -31,7 +27,9 @@ from graphoffload.log import say
 from graphoffload.monitor.shared_budget import judge
 from graphoffload.options.config import OffloadConfig
 from graphoffload.report.offload_report import OffloadReport
-from graphoffload.torch_internals import dynamo
+from graphoffload.torch_internals import dynamo, modules
+from graphoffload.torch_internals.fake_tensors import UNKNOWN, FakeTensor
+from graphoffload.torch_internals.pytrees import tree_flatten, tree_map_only
 from graphoffload.units import format_bytes
 
 _T = TypeVar("_T")
@@ -112,7 +110,7 @@ def _look(
         target = model.forward if isinstance(model, nn.Module) else model
         try:
             dynamo.compile_apart(target, graphs)(*inputs, **named)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
+        except dynamo.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except UNKNOWN as error:
             return graphs, error
@@ -123,8 +121,7 @@ def _places_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set
     """The device types of the tensors of the model and of its inputs, and "fake"."""
     tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     tensors += [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
-    fake = torch._subclasses.FakeTensor
-    return {"fake" if isinstance(tensor, fake) else tensor.device.type for tensor in tensors} or {"cpu"}
+    return {"fake" if isinstance(tensor, FakeTensor) else tensor.device.type for tensor in tensors} or {"cpu"}
 
 
 def _place(error: BaseException) -> str:
@@ -218,7 +215,7 @@ def _fake_world(model: Any, values: Values) -> Iterator[None]:
         if id(value) not in seen:
             seen[id(value)] = values.fake(value)
         tensors[name] = seen[id(value)]
-    with _reparametrize_module(model, tensors), values.readable():
+    with modules.with_tensors(model, tensors), values.readable():
         yield
 
 
@@ -249,7 +246,7 @@ def _apply(config: OffloadConfig, options: Mapping[str, Any], target: Any) -> An
     tell = teller(getattr(target, "__qualname__", type(target).__qualname__), config, options)
     if isinstance(target, type) and issubclass(target, nn.Module):
         return _compile_class(target, backend, tell)
-    if isinstance(target, OptimizedModule):
+    if isinstance(target, dynamo.OptimizedModule):
         raise ConfigError(
             "offload() got what torch.compile(model) returned, which stays compiled as it is. Give the model itself: "
             "offload(compiled._orig_mod, ...)."
@@ -274,8 +271,8 @@ def _compile_class(kind: type[nn.Module], backend: OffloadBackend, tell: Callabl
     @functools.wraps(original)
     def compiled_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            comptime(tell)
-        elif self._compiled_call_impl is None:
+            dynamo.comptime(tell)
+        elif modules.compiled_call(self) is None:
             compile_in_place(self, backend)
         return original(self, *args, **kwargs)
 

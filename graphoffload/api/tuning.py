@@ -31,6 +31,7 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.report.offload_report import Measured, OffloadReport
 from graphoffload.runtime import registry
 from graphoffload.torch_internals import dynamo
+from graphoffload.torch_internals.modules import compiled_call, set_compiled_call
 from graphoffload.units import format_bytes
 
 _NO_LIMIT = 1_000_000
@@ -108,16 +109,16 @@ def tune(
         raise ConfigError(f"tune(steps={steps}, rounds={rounds}): at least one step and no negative rounds.")
     if isinstance(chosen.policy, str) and chosen.policy != "auto":
         raise ConfigError(f'tune() plans for a budget or a slowdown: policy="{chosen.policy}" leaves nothing to plan.')
-    tuner, before = _Tuner(model, step, steps), model._compiled_call_impl
+    tuner, before = _Tuner(model, step, steps), compiled_call(model)
     try:
         keep = tuner.keep_all(chosen)
         trials = tuner.trials(chosen, keep, rounds)
         best = min(trials, key=lambda trial: tuner.score(chosen, trial, keep))
         tuner.check(chosen, best, len(trials))
     except BaseException:
-        model._compiled_call_impl = before
+        set_compiled_call(model, before)
         raise
-    model._compiled_call_impl = best.compiled
+    set_compiled_call(model, best.compiled)
     return OffloadReport(
         plans=best.plans,
         measured=Measured(
@@ -159,14 +160,14 @@ class _Tuner:
     def run(self, config: OffloadConfig) -> _Trial:
         """Compile, warm up and measure."""
         recorder = _Recorder(config)
-        self.model._compiled_call_impl = None
+        set_compiled_call(self.model, None)
         compile_in_place(self.model, recorder, **dynamo.apart())  # Dynamo gives up at eight compiles of one forward
         try:
             # Each trial is one more compile of the same code: at its limit torch would run the model in eager.
-            with torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
+            with dynamo.many_compiles(_NO_LIMIT, _NO_LIMIT):
                 for _ in range(_WARM_UP):
                     self.step()
-        except torch._dynamo.exc.BackendCompilerFailed as error:
+        except dynamo.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, GraphOffloadError):
                 raise error.inner_exception from None
             raise
@@ -189,7 +190,7 @@ class _Tuner:
                 torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - began)
         peak_bytes = int(torch.cuda.max_memory_allocated(self.device)) if cuda else None
-        trial = _Trial(config, self.model._compiled_call_impl, plans, statistics.median(seconds), peak_bytes)
+        trial = _Trial(config, compiled_call(self.model), plans, statistics.median(seconds), peak_bytes)
         say(f"tune: {trial.line(None)}")
         return trial
 

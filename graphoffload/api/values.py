@@ -14,23 +14,18 @@ differ in their last bits from a GPU's, and random numbers differ from those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
-"""The errors that torch raises if fake tensors are asked for values that they do not have."""
+from graphoffload.torch_internals.fake_tensors import UNKNOWN, FakeTensor, FakeTensorMode, numbers_read_by
+from graphoffload.torch_internals.operators import OpOverload, schema_of
+from graphoffload.torch_internals.pytrees import tree_flatten, tree_map, tree_unflatten
+from graphoffload.torch_internals.storages import identity
+
 _MOST_BYTES = 64 << 20  # of one operation's results; more is an activation
 _NAMESPACES = ("aten", "prims")
 _NOTHING: Any = object()
@@ -78,24 +73,17 @@ class Values:
     def readable(self) -> Iterator[None]:
         """In the mode, with known numbers also where torch reads them without asking a mode: `torch.tensor([fake])`."""
 
-        def reading(name: str) -> Callable[[Tensor], Any]:
-            def read(fake: Tensor) -> Any:
-                real = self._value(fake)
-                return getattr(Tensor, name)(fake if real is _NOTHING else real)
+        def read(name: str, fake: Tensor) -> Any:
+            real = self._value(fake)
+            return getattr(Tensor, name)(fake if real is _NOTHING else real)
 
-            undisturbed: Callable[[Tensor], Any] = torch.compiler.disable(read)
-            return undisturbed
-
-        with ExitStack() as stack:
-            for name in ("__index__", "__int__", "__float__"):
-                stack.enter_context(patch.object(FakeTensor, name, reading(name)))
-            stack.enter_context(self.mode)
+        with numbers_read_by(read), self.mode:
             yield
 
     def _taken(self, real: Tensor) -> Tensor:
         if not isinstance(real, torch.nn.Parameter):
             return real.detach().to(_CPU, copy=True)
-        self._callers.add(real.untyped_storage()._cdata)
+        self._callers.add(identity(real.untyped_storage()))
         return real.detach()
 
     def _dispatch(
@@ -103,7 +91,7 @@ class Values:
     ) -> Any:
         """Run one operation on fake tensors, and on their values if they are known."""
         kwargs = kwargs or {}
-        if self._inside or not isinstance(func, torch._ops.OpOverload):
+        if self._inside or not isinstance(func, OpOverload):
             return self._fake(func, types, args, kwargs)
         self._inside = True
         try:
@@ -145,11 +133,11 @@ class Values:
         if (
             any(value is _NOTHING for value in known)
             or func.namespace not in _NAMESPACES
-            or any(value is not _NOTHING and value.untyped_storage()._cdata in self._callers for value in written)
+            or any(value is not _NOTHING and identity(value.untyped_storage()) in self._callers for value in written)
         ):
             self._spoil(func, args, kwargs)
             return _NOTHING
-        real_args, real_kwargs = torch.utils._pytree.tree_unflatten(known, spec)
+        real_args, real_kwargs = tree_unflatten(known, spec)
         try:
             return func(*real_args, **real_kwargs)
         except (RuntimeError, NotImplementedError):  # no kernel on a CPU: the result is unknown
@@ -180,7 +168,7 @@ class Values:
             return _NOTHING
         if not isinstance(real, Tensor):
             real = self._known[value] = real()
-        return _NOTHING if real.untyped_storage()._cdata in self._spoiled else real
+        return _NOTHING if identity(real.untyped_storage()) in self._spoiled else real
 
     def _remember(self, result: Any, real: Any) -> None:
         if real is _NOTHING:
@@ -195,7 +183,7 @@ class Values:
             real = self._value(fake)
             if real is not _NOTHING:
                 storage = real.untyped_storage()
-                self._spoiled[storage._cdata] = storage
+                self._spoiled[identity(storage)] = storage
 
     def _as_fake(self, value: Any, like: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
@@ -208,10 +196,10 @@ class Values:
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Tensors that an operation writes to. Our own ops declare that they write to the tensors they move; those keep their
     value."""
-    if func.namespace == "graphoffload" or not func._schema.is_mutable:
+    if func.namespace == "graphoffload" or not schema_of(func).is_mutable:
         return []
     found: list[Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
+    for number, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[number] if number < len(args) else kwargs.get(argument.name)
             found.extend(_tensors(given))

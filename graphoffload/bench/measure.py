@@ -28,6 +28,9 @@ from torch import Tensor, nn
 
 from graphoffload.bench.models import Workload
 from graphoffload.runtime import host_memory, release_host_memory
+from graphoffload.torch_internals import dynamo
+from graphoffload.torch_internals.operators import zero_all
+from graphoffload.torch_internals.streams import empty_host_cache
 
 WARM_UP_STEPS = 3
 _CHUNK = 2**26
@@ -122,7 +125,7 @@ class Session:
 
     def step(self) -> Sample:
         """One timed step. Same random seed each time, so that dropout draws the same masks."""
-        torch._foreach_zero_([_gradient(p) for p in self.parameters])
+        zero_all([_gradient(p) for p in self.parameters])
         torch.manual_seed(1234)
         if not self.cuda:
             return self._step_on_cpu()
@@ -267,13 +270,13 @@ def compare_times(row: Row, baseline: list[Sample]) -> None:
 @contextlib.contextmanager
 def many_variants() -> Iterator[None]:
     """Let one function be compiled for many variants in one process; restores Dynamo's limits."""
-    with torch._dynamo.config.patch(recompile_limit=512, accumulated_recompile_limit=4096):
+    with dynamo.many_compiles(512, 4096):
         yield
 
 
 def graphs_compiled() -> int:
     """Graphs that Dynamo has handed to backends so far."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return dynamo.count_of_graphs()
 
 
 def pinned_bytes() -> int | None:
@@ -297,4 +300,4 @@ def tidy() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         with contextlib.suppress(Exception):
-            torch._C._host_emptyCache()
+            empty_host_cache()

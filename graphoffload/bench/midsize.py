@@ -46,7 +46,7 @@ class Measured:
 
 def measure_midsize(device: str, *, tiny: bool = False) -> Measured:
     """Half a minute to compile each side, 100 ms a step."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     options = "+min_tensor_bytes=0" if tiny else ""
     sessions = []
     for name in ("keep", f"offload:all+offload_fraction={SHARE}{options}"):

@@ -31,13 +31,14 @@ import torch
 from graphoffload.bench import measure, results
 from graphoffload.bench.models import MODELS, build
 from graphoffload.bench.options import add_result_options
-from graphoffload.bench.patching import replaced
 from graphoffload.bench.variants import Eligible, apply, parse
 from graphoffload.cache_files import write_whole
 from graphoffload.compiler import inner_compile
 from graphoffload.runtime import ops
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.torch_internals import inductor
+from graphoffload.torch_internals.patching import replaced
 
 OPS = ("offload", "release", "reload", "wait")
 PLAN = "0" * 64
@@ -183,7 +184,7 @@ def timing_calls(spent: dict[str, list[float]], *, direct: bool) -> Iterator[Non
 
 def sessions_of(model: str, share: float, *, direct: bool) -> tuple[Any, Any]:
     """Keep-all and a share of the bytes offloaded, ready to step; `direct`: compiled code calls the ops themselves."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sessions = []
     for variant in ("keep", f"offload:all+offload_fraction={share}+min_tensor_bytes=0"):
@@ -192,7 +193,7 @@ def sessions_of(model: str, share: float, *, direct: bool) -> tuple[Any, Any]:
         with contextlib.ExitStack() as stack:
             if not direct:  # a compile cache would give the code that calls directly
                 stack.enter_context(replaced(inner_compile, direct_calls=contextlib.nullcontext))
-                stack.enter_context(torch._inductor.config.patch(force_disable_caches=True))
+                stack.enter_context(inductor.config.patch(force_disable_caches=True))
             measure.warm_up(session)
         sessions.append(session)
     return sessions[0], sessions[1]

@@ -31,6 +31,8 @@ from graphoffload.bench.models import Workload, build
 from graphoffload.bench.observed import REPEATS, forget_plans, our_plans, our_stats, twin_error
 from graphoffload.bench.table import progress_line, show_table
 from graphoffload.bench.variants import Eligible, Variant, apply, parse
+from graphoffload.torch_internals import dynamo
+from graphoffload.torch_internals.modules import compiled_call
 
 
 @dataclass(slots=True)
@@ -93,8 +95,8 @@ class Runner:
         self.noise: float | None = None
         self.repeat_noise = 0.0
         self.fatal = ""
-        torch._dynamo.config.recompile_limit = 512
-        torch._dynamo.config.accumulated_recompile_limit = 4096
+        dynamo.config.recompile_limit = 512
+        dynamo.config.accumulated_recompile_limit = 4096
 
     def elapsed_s(self) -> float:
         """Seconds since the call began."""
@@ -225,7 +227,7 @@ class Runner:
         try:
             variant = parse(text)
             if self.options.solo:
-                torch._dynamo.reset()
+                torch.compiler.reset()
             forget_plans()
             session = self.session(variant)
             graphs = measure.graphs_compiled()
@@ -246,7 +248,7 @@ class Runner:
         before = our_stats()
         row.ours["static_bytes"] = session.step().static_bytes  # sessions that are compiled later bring their buffers
         row.ours["per_step"] = {name: value - before.get(name, 0) for name, value in our_stats().items()}
-        row.ours["config"] = repr(session.workload.module._compiled_call_impl)[:200] if row.ours["plans"] == [] else ""
+        row.ours["config"] = repr(compiled_call(session.workload.module))[:200] if row.ours["plans"] == [] else ""
         if variant.kind == "offload" and variant.argument == "all" and not variant.options and not variant.per_block:
             self.eligible.note(session.workload, int(row.ours["per_step"].get("d2h_bytes", 0)))
 
@@ -323,7 +325,7 @@ class Runner:
             row = Row("keep-all after")
             session = self.baseline
             if session is None:
-                torch._dynamo.reset()
+                torch.compiler.reset()
                 session = self.session(parse("keep"))
                 row.compile_s = measure.warm_up(session, self.options.warm_up)
             row.samples = [session.step() for _ in range(self.options.steps)]

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphoffload.bench.patching import replaced
 from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.runtime import host_memory, twin_copies
 from graphoffload.runtime.handles import ENTRIES
+from graphoffload.torch_internals.patching import replaced
 
 
 class Injected(RuntimeError):

@@ -35,12 +35,12 @@ from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.bench import measure
 from graphoffload.bench.models import MODELS
 from graphoffload.bench.options import add_result_options, add_step_options, keep_results
-from graphoffload.bench.patching import replaced
 from graphoffload.bench.runner import Options, Runner
 from graphoffload.bench.variants import parse
 from graphoffload.cache_files import cache_dir
 from graphoffload.compiler import trial as trials
 from graphoffload.errors import ConfigError
+from graphoffload.torch_internals.patching import replaced
 
 LAUNCHED_S = 3.0
 """What a stopped process has launched takes so long at most: a step of a long sequence in eager."""

@@ -39,6 +39,8 @@ from graphoffload.errors import ConfigError
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import stats
 from graphoffload.runtime.registry import last_plans
+from graphoffload.torch_internals import inductor, partitioning
+from graphoffload.torch_internals.modules import set_compiled_call
 from graphoffload.units import parse_size
 
 PLAIN = ("eager", "keep", "checkpoint", "checkpoint-eager", "selective", "save_on_cpu", "torch-offload", "torch-offload-async")
@@ -127,11 +129,8 @@ class Inductor:
         self.inductor: dict[str, Any] = {}
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
-
-        with torch._functorch.config.patch(self.functorch):
-            compiled: Callable[..., Any] = compile_fx(graph, inputs, config_patches=self.inductor)  # type: ignore[assignment]
-            return compiled
+        with partitioning.config.patch(self.functorch):
+            return inductor.compile_graph(graph, inputs, settings=self.inductor)
 
 
 def _tag_everything(graph: torch.fx.Graph) -> None:
@@ -216,7 +215,7 @@ def _planned_bytes(workload: Workload, backend: Any) -> int:
     before = {plan.key for plan in last_plans()}
     workload.module.compile(backend=backend, dynamic=False)
     workload.loss()
-    workload.module._compiled_call_impl = None
+    set_compiled_call(workload.module, None)
     return sum(plan.offloaded_bytes for plan in last_plans() if plan.key not in before)
 
 
@@ -232,7 +231,7 @@ def _moved_bytes(workload: Workload, backend: Any) -> int:
     before = stats()["d2h_bytes"]
     workload.loss()
     for layer in layers_of(workload):
-        layer._compiled_call_impl = None
+        set_compiled_call(layer, None)
     return int(stats()["d2h_bytes"]) - int(before)
 
 

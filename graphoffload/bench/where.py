@@ -23,12 +23,14 @@ import torch
 from graphoffload.bench import measure, variants
 from graphoffload.bench.models import MODELS, build
 from graphoffload.bench.options import size_change
-from graphoffload.bench.patching import replaced
 from graphoffload.compiler import trial as trials
 from graphoffload.errors import ConfigError
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline
 from graphoffload.runtime import trace_stalls
+from graphoffload.torch_internals import inductor
+from graphoffload.torch_internals.patching import replaced
+from graphoffload.torch_internals.streams import allocations
 
 Planned = tuple[Program, list[str], Timeline]
 
@@ -68,12 +70,9 @@ def predicted_live(planned: Planned) -> list[tuple[int, str]]:
 
 def live_at_peak(session: measure.Session) -> tuple[int, list[tuple[int, str]], int]:
     """Peak over the bytes before the step, what was alive there, and which allocation event that was."""
-    memory: Any = torch.cuda.memory
     session.step()
-    memory._record_memory_history(max_entries=400_000, context="alloc", stacks="python")
-    session.step()
-    events = memory._snapshot()["device_traces"][0]
-    memory._record_memory_history(enabled=None)
+    with allocations() as events:
+        session.step()
     live: dict[int, tuple[int, Any]] = {}
     total = peak = at = 0
     best: list[tuple[int, Any]] = []
@@ -115,7 +114,7 @@ def show(title: str, rows: list[tuple[Any, ...]], limit: int) -> None:
 
 def run(model: str, name: str, sizes: dict[str, int], out: Path | None, limit: int) -> None:
     """Everything about one variant."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with watch_plans() as found:
         workload = build(model, "cuda", sizes)
         measure.materialise_gradients(workload.module)
@@ -137,8 +136,7 @@ def run(model: str, name: str, sizes: dict[str, int], out: Path | None, limit: i
     session.close()
     measure.tidy()
     if out is not None:
-        cache = Path(torch._inductor.runtime.cache_dir_utils.cache_dir())
-        for path in cache.glob("*/*.py"):
+        for path in inductor.written_code():
             if "def call(" in path.read_text():
                 shutil.copy(path, out / f"{path.stem[:12]}.py.txt")
 

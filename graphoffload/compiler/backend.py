@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -34,7 +34,7 @@ from graphoffload.options.config import OffloadConfig, split_options
 from graphoffload.report.offload_report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.pinned.preallocation import allow
-from graphoffload.torch_internals import dynamo, partitioning, releases
+from graphoffload.torch_internals import dynamo, inductor, partitioning, releases
 from graphoffload.units import format_bytes
 
 _graphs = itertools.count()
@@ -146,12 +146,10 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
     session = _session(gm, example_inputs, config, _limits(gm, example_inputs, config), key, "explain")
     partitioner = OffloadPartitioner(session=session)
     if config.inner == "aot_eager":
-        compiled: Any = _aot_eager(gm, example_inputs, partitioner)
+        compiled: Any = partitioning.aot_eager(gm, example_inputs, partitioner)
     else:
-        from torch._inductor.compile_fx import compile_fx
-
         patches = {**_inductor_patches(config), "custom_partitioner_fn": partitioner, "force_disable_caches": True}
-        compiled = compile_fx(gm, list(example_inputs), inner_compile=_run_as_it_is, config_patches=patches)
+        compiled = inductor.compile_graph(gm, example_inputs, settings=patches, inner_compile=_run_as_it_is)
     return session.plan, compiled
 
 
@@ -250,21 +248,18 @@ def _inner(
     gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, session: CompileSession | None
 ) -> Callable[..., Any]:
     if config.inner == "aot_eager":
-        return _aot_eager(gm, example_inputs, None if session is None else OffloadPartitioner(session=session))
-    from torch._inductor.compile_fx import compile_fx
-
+        return partitioning.aot_eager(gm, example_inputs, None if session is None else OffloadPartitioner(session=session))
     patches = _inductor_patches(config)
     if session is None:
-        return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
+        return inductor.compile_graph(gm, example_inputs, settings=patches)
     patches["custom_partitioner_fn"] = OffloadPartitioner(session=session)
-    ordered = compile_fx(gm, list(example_inputs), inner_compile=compile_as_planned(session), config_patches=patches)
-    return cast("Callable[..., Any]", ordered)
+    return inductor.compile_graph(gm, example_inputs, settings=patches, inner_compile=compile_as_planned(session))
 
 
 def _inductor_patches(config: OffloadConfig) -> dict[str, Any]:
     patches: dict[str, Any] = {}
     if config.mode and config.mode != "default":
-        patches.update(torch._inductor.list_mode_options(config.mode))
+        patches.update(inductor.options_of_mode(config.mode))
     patches.update(dict(config.inductor_options))
     if patches.get("custom_partitioner_fn") is not None:
         raise ConfigError(
@@ -275,28 +270,16 @@ def _inductor_patches(config: OffloadConfig) -> dict[str, Any]:
     return patches
 
 
-def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: OffloadPartitioner | None) -> Callable[..., Any]:
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    chosen = partitioner if partitioner is not None else min_cut_rematerialization_partition
-    backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=chosen, keep_inference_input_mutations=True)
-    compiled: Callable[..., Any] = backend(gm, list(example_inputs))
-    return compiled
-
-
 def _warn_of_fallbacks() -> None:
-    if torch._dynamo.config.suppress_errors:
+    if dynamo.config.suppress_errors:
         warn(
             FallbackWarning,
             "torch._dynamo.config.suppress_errors is on: an error in planning would silently run the model in eager, "
             "with every activation kept. Set it to False to see errors.",
             stacklevel=4,
         )
-    compiling = torch._guards.CompileContext.current_compile_id()
-    limit = torch._dynamo.config.recompile_limit
-    if compiling is not None and (compiling.frame_compile_id or 0) + 1 == limit > 1:
+    limit = dynamo.config.recompile_limit
+    if dynamo.compile_number() == limit > 1:
         warn(
             FallbackWarning,
             f"this is compile {limit} of the same code, and torch._dynamo.config.recompile_limit is {limit}: should it be "

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.policies import stable_text
 from graphoffload.torch_internals import releases
+from graphoffload.torch_internals.operators import OpOverload
 
 
 def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
@@ -57,7 +58,7 @@ def _context_text(context: Any) -> str:
     if isinstance(context, types.FunctionType):
         cells = (cell.cell_contents for cell in context.__closure__ or ())
         return stable_text(context) + "".join(map(_context_text, cells))
-    if context is None or isinstance(context, (str, int, float, enum.Enum, type, torch.dtype, torch._ops.OpOverload)):
+    if context is None or isinstance(context, (str, int, float, enum.Enum, type, torch.dtype, OpOverload)):
         return repr(context)
     if isinstance(context, (tuple, list, set, frozenset)):
         return "".join(sorted(map(_context_text, context)))

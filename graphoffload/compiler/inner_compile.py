@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from graphoffload.analysis.fusion import CRUMBS, FARTHEST
@@ -26,6 +24,7 @@ from graphoffload.passes.strides import reload_as_laid_out
 from graphoffload.runtime import registry
 from graphoffload.runtime.captured import prepare
 from graphoffload.runtime.ops import KERNELS, handles_may_be_copied
+from graphoffload.torch_internals import inductor
 
 AS_PLANNED = {
     "reorder_for_peak_memory": False,
@@ -53,37 +52,36 @@ def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
     * Inductor would remove copies of memory that no output shares, saved values included. Once a handle is saved instead of
       a copy, the copy would be removed, and memory that others write to would be offloaded.
     """
-    from torch._inductor.compile_fx import compile_fx_inner
 
     def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         plan = session.plan
         if plan is None or not plan.changes_anything:
-            with inductor_config.patch(KEPT), planned_fusions(None, farthest=None):
-                return compile_fx_inner(gm, example_inputs, **kwargs)
-        disabled = ",".join(filter(None, (inductor_config.disabled_passes, "remove_noop_ops")))
+            with inductor.config.patch(KEPT), planned_fusions(None, farthest=None):
+                return inductor.compile_inner(gm, example_inputs, **kwargs)
+        disabled = ",".join(filter(None, (inductor.config.disabled_passes, "remove_noop_ops")))
         run = registry.run_plan(plan.key)
         if kwargs.get("is_backward"):
             reload_as_laid_out(gm, plan.key, run.strides)
         settings = {**AS_PLANNED, **(APART if plan.unfused_bytes is not None else {}), "disabled_passes": disabled}
-        with inductor_config.patch(settings), planned_fusions(plan.unfused_bytes), noting_strides(run), direct_calls():
+        with inductor.config.patch(settings), planned_fusions(plan.unfused_bytes), noting_strides(run), direct_calls():
             if not _asks_for_capture(kwargs) or not plan.transfers:
-                return compile_fx_inner(gm, example_inputs, **kwargs)
+                return inductor.compile_inner(gm, example_inputs, **kwargs)
             why_not = _why_cut(plan, kwargs)
             if not why_not:
-                compiled = _captured_whole(compile_fx_inner, gm, example_inputs, kwargs, plan)
+                compiled = _captured_whole(gm, example_inputs, kwargs, plan)
                 if compiled is not None:
                     return compiled
                 why_not = "something else in it cannot be captured, or it writes to its inputs"
             run.capturable = False
             warn_of_cuts(plan, why_not)
-            return compile_fx_inner(gm, example_inputs, **kwargs)
+            return inductor.compile_inner(gm, example_inputs, **kwargs)
 
     return compile_inner
 
 
 def _asks_for_capture(kwargs: dict[str, Any]) -> bool:
     asked = kwargs.get("cudagraphs")
-    return bool(inductor_config.triton.cudagraphs if asked is None else asked.value)
+    return bool(inductor.config.triton.cudagraphs if asked is None else asked.value)
 
 
 def _why_cut(plan: Plan, kwargs: dict[str, Any]) -> str:
@@ -100,9 +98,7 @@ def _why_cut(plan: Plan, kwargs: dict[str, Any]) -> str:
     return ""
 
 
-def _captured_whole(
-    compile_fx_inner: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any], plan: Plan
-) -> Any:
+def _captured_whole(gm: GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any], plan: Plan) -> Any:
     """The graph compiled so that its copies are captured with it; None if Inductor would cut it nevertheless, or torch would
     run it without a graph but capture its backward.
     """
@@ -110,16 +106,14 @@ def _captured_whole(
     attempt.meta = gm.meta
     make_capturable(attempt)
     asked = kwargs.get("cudagraphs")
-    compiled = compile_fx_inner(attempt, example_inputs, **kwargs)
+    compiled = inductor.compile_inner(attempt, example_inputs, **kwargs)
     whole = len(getattr(compiled, "partition_maps", None) or ()) <= 1
     if whole and (kwargs.get("is_backward") or not _mutates_inputs(compiled, kwargs)):
         registry.run_plan(plan.key).capturable = True
         return compiled
     if asked is not None:
         asked.value = True
-    context = torch._guards.TracingContext.try_get()
-    if context is not None and context.output_strides:
-        context.output_strides.clear()  # which a compile reports once
+    inductor.forget_output_strides()
     return None
 
 
@@ -147,9 +141,7 @@ def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHES
     more, but have four or five of these tensors alive instead of six. A plan asks for it if nothing else meets its budget, or
     uses up its slowdown.
     """
-    from torch._inductor.virtualized import V
-
-    own: Any = type(V.choices)
+    own: Any = type(inductor.choices())
 
     def near(node1: Any, node2: Any) -> bool:
         distance: int = max(abs(node1.min_order - node2.max_order), abs(node2.min_order - node1.max_order))
@@ -168,28 +160,23 @@ def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHES
         def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             return near(node1, node2) and bool(own.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
 
-    with V.set_choices_handler(Planned()):
+    with inductor.choosing(Planned()):
         yield
 
 
 @contextlib.contextmanager
 def noting_strides(run: registry.RunPlan) -> Iterator[None]:
     """Note in `run.strides` Inductor's layout of each offloaded tensor, for graphs compiled in the block."""
-    from torch._inductor.graph import GraphLowering
-
     ours = (torch.ops.graphoffload.offload.default, torch.ops.graphoffload.offload_captured.default)
-    codegen = GraphLowering.codegen
 
-    def noting(lowering: Any) -> Any:
-        result = codegen(lowering)
+    def note(lowering: Any) -> None:
         for operation in lowering.operations:
             if getattr(operation, "op_overload", None) in ours and operation.constant_args[0] == run.key:
                 strides = operation.inputs[0].get_stride()
                 if all(isinstance(step, int) or getattr(step, "is_Integer", False) for step in strides):
                     run.strides[operation.constant_args[1]] = tuple(map(int, strides))
-        return result
 
-    with mock.patch.object(GraphLowering, "codegen", noting):
+    with inductor.watching_codegen(after=note):
         yield
 
 
@@ -200,26 +187,15 @@ def direct_calls() -> Iterator[None]:
 
     Inductor sees the same ops, with the same schemas and tags. Code in C++ (cpp_wrapper) still uses the dispatcher.
     """
-    from torch._inductor.graph import GraphLowering
-
     names = {getattr(torch.ops.graphoffload, op).default: f"graphoffload_kernels.{op}" for op in vars(KERNELS)}
-    codegen, init = GraphLowering.codegen, GraphLowering.init_wrapper_code
 
-    def renaming(lowering: Any) -> Any:
+    def rename(lowering: Any) -> None:
         if not (lowering.cpp_wrapper or getattr(lowering, "fx_wrapper", False)):
             for operation in lowering.operations:
                 name = names.get(getattr(operation, "op_overload", None))
                 if name is not None:
                     operation.python_kernel_name = name
-        return codegen(lowering)
 
-    def importing(lowering: Any, *args: Any, **kwargs: Any) -> None:
-        init(lowering, *args, **kwargs)
-        if not lowering.cpp_wrapper:
-            lowering.wrapper_code.imports.writeline("from graphoffload.runtime.ops import KERNELS as graphoffload_kernels")
-
-    with (
-        mock.patch.object(GraphLowering, "codegen", renaming),
-        mock.patch.object(GraphLowering, "init_wrapper_code", importing),
-    ):
+    imports = inductor.wrapper_imports("from graphoffload.runtime.ops import KERNELS as graphoffload_kernels")
+    with inductor.watching_codegen(before=rename), imports:
         yield

@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 
 from graphoffload.options.patterns import clean_path, placed
 from graphoffload.torch_internals import dynamo
+from graphoffload.torch_internals.modules import forward_hooks
 
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _VARIABLE = re.compile(r"(?:getattr\()*([LG])\[(['\"])([^'\"]*)\2\]")
@@ -47,7 +48,7 @@ def is_part(frame: dynamo.Compiling) -> bool:
 
 def _callers(frame: dynamo.Compiling) -> list[CodeType]:
     """Code around a frame, outermost first. The rest of a function after a graph break is called by the function itself."""
-    codes = [around.f_code for around in frame.around]
+    codes = [around.code for around in frame.around]
     name, rest = _plain_name(frame.code), frame.code.co_name.startswith(_RESUMED)
     while rest and codes and (codes[-1].co_filename, _plain_name(codes[-1])) == (frame.code.co_filename, name):
         rest = codes.pop().co_name.startswith(_RESUMED)
@@ -63,7 +64,7 @@ def _hooks(running: object) -> Iterator[CodeType]:
     """Code of the hooks of the module whose call is compiled."""
     module = getattr(running, "__self__", None)
     if isinstance(module, nn.Module):
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        for hook in forward_hooks(module):
             code = getattr(hook, "__code__", None)
             if isinstance(code, CodeType):
                 yield code
@@ -159,7 +160,7 @@ def _models(frame: dynamo.Compiling) -> Iterator[nn.Module]:
     """Modules that may contain the frame's, outermost first: the one whose method torch.compile was given, and those around."""
     owners: list[Any] = [getattr(frame.running, "__self__", None)]
     owners += [_content(cell) for cell in getattr(frame.running, "__closure__", None) or ()]
-    owners += [around.f_locals.get(next(iter(around.f_code.co_varnames), "")) for around in frame.around]
+    owners += [around.first for around in frame.around]
     yield from (owner for owner in owners if isinstance(owner, nn.Module))
 
 

@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-_TWO = 2  # tensors like the parameter: Adam and similar
+from graphoffload.torch_internals.fake_tensors import FakeTensor
+
+_TWO = 2  # tensors like the parameter: Adam and its kin
 _BLOCK_BYTES = 512  # torch's CUDA allocator takes whole blocks
 
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
 from graphoffload.compiler.pipeline import Rewritten, rewrite
@@ -29,6 +27,8 @@ from graphoffload.report import predictions
 from graphoffload.report.dump import write_dump
 from graphoffload.report.offload_report import plan_table, summary_line
 from graphoffload.torch_internals import checkpoint_tags, partitioning, releases
+from graphoffload.torch_internals.inductor import config as inductor_config
+from graphoffload.torch_internals.partitioning import CustomPartitionerFn
 
 
 class OffloadPartitioner(CustomPartitionerFn):

@@ -117,11 +117,10 @@ def _fallback(name: str, memory_bytes: int, reason: str) -> HardwareProfile:
 def _measure(torch: Any, index: int) -> HardwareProfile:
     """The profile of a device by running copies and kernels on it. Never asks for more than a quarter of what is free."""
     properties = torch.cuda.get_device_properties(index)
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.utils._python_dispatch import _disable_current_modes
+    from graphoffload.torch_internals.fake_tensors import outside_all_modes
 
     # Called while a graph is traced: under a fake-tensor mode only Python would be timed.
-    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad(), torch.cuda.device(index):
+    with outside_all_modes(), torch.no_grad(), torch.cuda.device(index):
         free_bytes, memory_bytes = torch.cuda.mem_get_info()
         size_bytes = min(_MEASURE_BYTES, 2 ** (max(1, free_bytes // 16).bit_length() - 1))
         if size_bytes < 16 * 2**20:
@@ -225,6 +224,8 @@ def _launch_s(torch: Any) -> float:
         for _ in range(100):
             tiny.add_(1)
 
+    from graphoffload.torch_internals.streams import busy_wait
+
     kernels()
-    torch.cuda._sleep(20_000_000)
+    busy_wait(20_000_000)
     return _once_s(torch, kernels) / 100

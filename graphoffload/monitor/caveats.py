@@ -8,11 +8,11 @@ the graph at the copies, captures the parts between, and calls the ops in every 
 from __future__ import annotations
 
 import torch
-from torch._inductor import config as inductor_config
 
 from graphoffload.errors import CudaGraphsWarning, PerRankPlanWarning, warn
 from graphoffload.facts.plan import Plan
 from graphoffload.options.config import OffloadConfig
+from graphoffload.torch_internals import inductor
 
 KERNEL_HOST_S = 33e-6
 """Host time of one kernel of compiled code: 5.5 ms of a small keep-all step, divided by its 168 kernels."""
@@ -28,8 +28,8 @@ def asks_for_cuda_graphs(config: OffloadConfig) -> bool:
     """Whether mode, options or torch's own settings turn Inductor's CUDA graphs on."""
     options = dict(config.inductor_options)
     if config.mode and config.mode != "default":
-        options = {**torch._inductor.list_mode_options(config.mode), **options}
-    return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+        options = {**inductor.options_of_mode(config.mode), **options}
+    return bool(options.get("triton.cudagraphs", inductor.config.triton.cudagraphs))
 
 
 def host_time_note(plan: Plan, config: OffloadConfig, kernels: int, *, inductor: bool) -> str:
@@ -69,7 +69,7 @@ def warn_of_cuts(plan: Plan, why: str) -> None:
     if not plan.device.startswith("cuda"):
         return  # a CPU has no CUDA graphs
     count = len(plan.transfers)
-    if inductor_config.graph_partition and not inductor_config.cpp_wrapper:
+    if inductor.config.graph_partition and not inductor.config.cpp_wrapper:
         found = (
             f"CUDA graphs are captured between its {count} offloads, releases, reloads and waits ({4 * count} calls a step), "
             f"not across them: {why}. Fewer, larger transfers (min_tensor_bytes) leave larger captured parts."

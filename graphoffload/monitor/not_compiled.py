@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from graphoffload.errors import NotOffloadedWarning, warn
 from graphoffload.options.config import OffloadConfig
 from graphoffload.torch_internals import dynamo
+from graphoffload.torch_internals.modules import compiled_call, set_compiled_call
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ def watched(module: nn.Module, config: OffloadConfig, options: Mapping[str, Any]
     """Watch a module that was compiled in place until a graph of it is compiled. Returns the same module."""
     if type(module).__hash__ is None:
         return module
-    compiled: Any = module._compiled_call_impl
+    compiled = compiled_call(module)
     mine = weakref.ref(module)
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
@@ -61,12 +62,12 @@ def watched(module: nn.Module, config: OffloadConfig, options: Mapping[str, Any]
                 del _waiting[owner]
             elif waiting is not None:
                 waiting.ran = True
-            if owner._compiled_call_impl is first_call:
-                owner._compiled_call_impl = compiled
+            if compiled_call(owner) is first_call:
+                set_compiled_call(owner, compiled)
         return compiled(*args, **kwargs)
 
     _waiting[module] = _Waiting(config, given_text(options), weakref.ref(first_call))
-    module._compiled_call_impl = first_call
+    set_compiled_call(module, first_call)
     return module
 
 
@@ -81,7 +82,7 @@ def taken_in(inputs: Iterable[Any], config: OffloadConfig) -> None:
             _compiled.add(type(module))
             continue
         _taken_in.add(type(module))  # Dynamo may run the same code for another module, without a compile
-        if waiting.config != config and module._compiled_call_impl is waiting.call():
+        if waiting.config != config and compiled_call(module) is waiting.call():
             warn(NotOffloadedWarning, other_options(type(module).__qualname__, waiting.given, waiting.config, config))
 
 
@@ -99,7 +100,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
             kind = type(module)
             if waiting.ran and kind not in _taken_in and kind not in _compiled:
                 warn(NotOffloadedWarning, _left_to_eager(kind.__qualname__, waiting.given), stacklevel=4)
-            elif module._compiled_call_impl is waiting.call() and kind not in _taken_in:
+            elif compiled_call(module) is waiting.call() and kind not in _taken_in:
                 inside = _trained_inside(module, {key for key, has_grad in stepped.items() if has_grad})
                 warn(NotOffloadedWarning, _never_ran(kind.__qualname__, waiting.given, inside), stacklevel=4)
 

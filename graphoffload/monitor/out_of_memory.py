@@ -16,13 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.remedies import AS_ONE_GRAPH
 from graphoffload.log import say
 from graphoffload.runtime import captured, registry
-from graphoffload.torch_internals import autograd
+from graphoffload.torch_internals import autograd, pytrees
 from graphoffload.units import format_bytes
 
 _MARGIN = 0.05
@@ -51,10 +50,9 @@ def with_note(compiled: Callable[..., Any], key: str) -> Callable[..., Any]:
 
 def _wrap_backward(outputs: Any, key: str, since: int) -> bool:
     """Wrap the backward of the call that began at `since` and gave these outputs; False when none of them has a gradient."""
-    tensors = [value for value in pytree.tree_leaves(outputs) if isinstance(value, torch.Tensor) and value.requires_grad]
+    tensors = [value for value in pytrees.tree_leaves(outputs) if isinstance(value, torch.Tensor) and value.requires_grad]
     for function in autograd.compiled_backwards((tensor.grad_fn for tensor in tensors), since):
-        if not hasattr(function._backward_impl, "__wrapped__"):
-            function._backward_impl = staticmethod(_noting(function._backward_impl, key))
+        autograd.wrap_backward(function, functools.partial(_noting, key=key))
         captured.own(key, function)
     return bool(tensors)
 

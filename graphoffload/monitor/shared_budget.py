@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from graphoffload.errors import SharedBudgetWarning, warn
 from graphoffload.facts.limits import Limits
@@ -27,7 +26,7 @@ from graphoffload.monitor.caveats import asks_for_cuda_graphs
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
 from graphoffload.runtime.step.resident import Budget
-from graphoffload.torch_internals import dynamo
+from graphoffload.torch_internals import dynamo, pytrees
 from graphoffload.units import format_bytes
 
 
@@ -59,7 +58,7 @@ class _Forward:
 
     def ran(self, key: str, outputs: Any) -> None:
         """A graph ran; the first backward of any of its outputs ends the count."""
-        for value in pytree.tree_leaves(outputs):
+        for value in pytrees.tree_leaves(outputs):
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 call = _Call(self, key)
                 value.grad_fn.register_prehook(call)

@@ -23,6 +23,7 @@ from torch import nn
 
 from graphoffload.errors import ConfigError, GraphOffloadError
 from graphoffload.options.patterns import clean_path, matches, no_match
+from graphoffload.torch_internals.modules import unwrapped
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -49,7 +50,7 @@ def mark_boundary(module: ModuleT, name: str = "core_attn") -> ModuleT:
         raise ConfigError(
             f'mark_boundary(name={name!r}): a boundary\'s name is a word such as "core_attn", without "*" or spaces.'
         )
-    module = getattr(module, "_orig_mod", module)
+    module = unwrapped(module)
     if "forward" in vars(module):
         raise ConfigError(
             f"mark_boundary({type(module).__name__}, {name!r}): forward was replaced on this instance (by a hook library?), "
@@ -62,7 +63,7 @@ def mark_boundary(module: ModuleT, name: str = "core_attn") -> ModuleT:
         )
     names: tuple[str, ...] = getattr(module, _NAMES, ())
     if not names:
-        module.__class__ = _marked_class(type(module), annotate)
+        module.__class__ = _marked_class(type(module), annotate)  # type: ignore[assignment]
     object.__setattr__(module, _NAMES, tuple(dict.fromkeys((*names, name))))
     return module
 

@@ -147,7 +147,9 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
 
 
 def _inductor_value(key: str, name: str, value: Any) -> Any:
-    from torch._inductor import config as inductor_config  # late: needed only here, and slow to import
+    from graphoffload.torch_internals.inductor import (
+        config as inductor_config,  # late: only here is it needed, and it is slow to import
+    )
 
     known = inductor_config.get_config_copy()
     if name not in known:
@@ -356,9 +358,9 @@ def _inner(name: str, value: Any) -> str:
 def _mode(name: str, value: Any) -> str | None:
     if value is None:
         return None
-    from torch._inductor import list_mode_options  # late: needed only here, and slow to import
+    from graphoffload.torch_internals.inductor import options_of_mode  # late: only here is it needed, and it is slow to import
 
-    return _choice(name, value, list_mode_options())
+    return _choice(name, value, options_of_mode())
 
 
 def _dump_dir(name: str, value: Any) -> str | None:

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from graphoffload.errors import CaptureError, RuntimeStateError
 from graphoffload.runtime import ops
@@ -36,6 +35,8 @@ from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import run_plan
 from graphoffload.runtime.streams.copy_streams import DeviceStreams, capture_streams_of, streams_of
 from graphoffload.runtime.streams.memcpy import relaxed_capture
+from graphoffload.torch_internals.fake_tensors import outside_fake_mode
+from graphoffload.torch_internals.streams import assert_async
 
 TAGS = (torch.Tag.flexible_layout,)
 NAMES = ("offload", "release", "reload", "wait")
@@ -161,7 +162,7 @@ def prepare(device: torch.device) -> bool:
     if streams is None:
         return False
     device = torch.device(device.type, streams.index)
-    with _LOCK, unset_fake_temporarily():  # compilers run under fake tensors
+    with _LOCK, outside_fake_mode():  # compilers run under fake tensors
         if device not in _LEDGERS:
             _LEDGERS[device] = Ledger(device, streams)
     return True
@@ -215,7 +216,7 @@ def _capture_offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
 
     def sign() -> None:
         if first:
-            torch._assert_async(alive, _GONE)
+            assert_async(alive, _GONE)
             count.add_(1)
         handle.copy_(count)
 
@@ -267,7 +268,7 @@ def _capture_reload(
 
     def check() -> None:
         torch.eq(handle, count, out=flag)
-        torch._assert_async(flag, _STALE)
+        assert_async(flag, _STALE)
 
     first = check if _OPEN.begins_backward(forward, id) else None
     done = streams.copy("h2d", entry, (), *ops.copy_to_device(y, entry, as_it_lies=as_it_lies), first=first)
@@ -373,7 +374,7 @@ def give_back(plan: str) -> None:
         gone = [forward for forward in list(ledger.forwards.values()) if forward.plan == plan]
         rows = [forward.row for forward in gone]
         if rows:
-            with unset_fake_temporarily():
+            with outside_fake_mode():
                 ledger.alive[rows] = False
                 ledger.counts[rows] += 1
             if ledger.streams is not None:

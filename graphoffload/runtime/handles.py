@@ -16,7 +16,6 @@ import itertools
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import cast
 
 import torch
 
@@ -25,6 +24,8 @@ from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.offloaded_tensors import LOCK, OffloadedTensor, Ticket
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import run_plan
+from graphoffload.torch_internals.storages import expired, free_weak_ref, weak_ref
+from graphoffload.torch_internals.storages import identity as identity_of
 from graphoffload.units import format_bytes
 
 KEPT_TURNS = 8
@@ -63,7 +64,7 @@ class Entries:
         if may_be_copied:
             self._add_ticket(handle, entry)
             return
-        entry.weak = cast("int", handle.untyped_storage()._weak_ref())
+        entry.weak = weak_ref(handle.untyped_storage())
         with self._lock:
             self._by_storage[entry.run.key][entry.weak] = self._last = entry
 
@@ -95,7 +96,7 @@ class Entries:
         Raises:
             RuntimeStateError: there is none, or it is another tensor's.
         """
-        identity = handle.untyped_storage()._cdata
+        identity = identity_of(handle.untyped_storage())
         entries = self._by_storage.get(plan)
         entry = None if entries is None else entries.get(identity)
         if entry is None:
@@ -140,14 +141,13 @@ class Entries:
         """Whether the handle of the last offload has no owner any more."""
         with self._lock:
             last = self._last
-            return last is not None and last.weak != 0 and bool(torch.UntypedStorage._expired(last.weak))
+            return last is not None and last.weak != 0 and expired(last.weak)
 
     def sweep(self, plan: str | None = None, *, settled: bool = False) -> int:
         """Close entries (of one plan, or of all) whose handle has no owner any more; returns how many.
 
         `settled`: only those whose copies compute has waited for, so that nothing is issued to its stream.
         """
-        expired = torch.UntypedStorage._expired
         with self._lock:
             groups = list(self._by_storage.values()) if plan is None else [self._by_storage[plan]]
             dead = []
@@ -190,7 +190,7 @@ class Entries:
         if entry.call is not None:
             entry.call.leave(entry)
         if entry.weak:
-            torch.UntypedStorage._free_weak_ref(entry.weak)
+            free_weak_ref(entry.weak)
             entry.weak = 0
         if entry.ticket is not None:
             self._by_ticket.pop(entry.ticket.number, None)

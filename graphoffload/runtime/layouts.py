@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
+
+from graphoffload.torch_internals import streams
 
 
 def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """torch.empty_strided; on the current CUDA device by the function that Inductor's code calls, which takes half the host
     time."""
-    if device.type == "cuda" and device.index == torch._C._cuda_getDevice():
-        guards: Any = torch._C._dynamo.guards
-        return cast("torch.Tensor", guards._empty_strided_cuda(tuple(size), tuple(stride), dtype))
+    if device.type == "cuda" and device.index == streams.current_device():
+        return cast("torch.Tensor", streams.empty_strided(tuple(size), tuple(stride), dtype))
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

@@ -43,6 +43,7 @@ from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.streams.copy_streams import Block, streams_of
+from graphoffload.torch_internals import autograd, storages
 
 HANDLE_DTYPE = torch.int64
 _ONE = (1,)
@@ -67,7 +68,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def handles_may_be_copied() -> bool:
     """Whether saved-tensor hooks are active that may save copies of handles instead of the handles."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = autograd.saved_tensor_hooks(True)
     # Checkpointing's own hooks keep the tensor itself (detached, same storage) or nothing at all.
     return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
@@ -152,7 +153,7 @@ def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
             'Try inner="aot_eager" or keep this tensor with policy={"<its module>": "keep"}, and report this.'
         )
     if state is STAYING:
-        entry.become_resident(x._version)
+        entry.become_resident(autograd.version(x))
         between.passed(entry)
         return
     call = entry.call
@@ -228,7 +229,7 @@ def _hand_back(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int
     if entry.state is not RESIDENT and entry.state is not LENT:
         raise entry.refusal("hand_over")
     assert streams is not None
-    if source._version != entry.version:
+    if autograd.version(source) != entry.version:
         raise RuntimeStateError(
             f"{entry.name}: its memory was written to between forward and backward (plan {entry.run.key}). The gradient would "
             "be wrong, so the step is stopped. Please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
@@ -236,7 +237,7 @@ def _hand_back(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int
     if streams.capturing():
         raise CaptureError(f"{entry.name}: stayed on the device, and its backward is being captured in a CUDA graph.")
     same_stream = streams.compute() is entry.stream
-    again = torch._C._autograd._get_current_graph_task_keep_graph()
+    again = autograd.keeps_graph()
     if same_stream and not again and same_layout(size, source.stride(), stride) and _owns_all_of_its_memory(source):
         y = source.as_strided(size, stride, source.storage_offset())
         entry.hand_over(y)
@@ -255,7 +256,7 @@ def _hand_back(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int
 def _owns_all_of_its_memory(x: torch.Tensor) -> bool:
     """Whether no other tensor, and nothing else, uses its storage."""
     storage = x.untyped_storage()
-    return storage.nbytes() == x.numel() * x.element_size() and torch._C._storage_Use_Count(storage._cdata) == _OWNERS
+    return storage.nbytes() == x.numel() * x.element_size() and storages.owners(storages.identity(storage)) == _OWNERS
 
 
 def _copy_as_it_lies(y: torch.Tensor, entry: OffloadedTensor) -> None:
@@ -313,7 +314,7 @@ def wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     if entry.run.checksum:
         _check(entry, y)
     COUNTERS.waits += 1
-    if entry.ticket is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
+    if entry.ticket is not None and not autograd.keeps_graph():
         ENTRIES.finish(entry)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
+
+from graphoffload.torch_internals import pytrees
 
 Device = torch.device | str
 Build = Callable[[Device, torch.dtype], nn.Module]
@@ -21,7 +22,7 @@ def weighted_loss(output: Any) -> Tensor:
     A plain mean of squares would be constant behind a normalisation, and its gradients would be rounding errors.
     """
     total: Tensor | None = None
-    for leaf in pytree.tree_leaves(output):
+    for leaf in pytrees.tree_leaves(output):
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             continue
         real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from graphoffload.testing.case import Case, weighted_loss
+from graphoffload.torch_internals import pytrees
+from graphoffload.torch_internals.modules import apply_to_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def run_step(
     with torch.autocast(device, dtype=autocast) if autocast is not None else contextlib.nullcontext():
         output = module(*arguments)
     value = loss(output)
-    outputs = tuple(own_copy(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+    outputs = tuple(own_copy(leaf) for leaf in pytrees.tree_leaves(output) if isinstance(leaf, Tensor))
     del output
     value.backward()
     grads: dict[str, Tensor | None] = {name: _copy_or_none(p.grad) for name, p in parameters.items()}
@@ -149,7 +150,7 @@ def in_float64(module: nn.Module) -> nn.Module:
             return tensor.to(torch.complex128)
         return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
 
-    module._apply(widen)
+    apply_to_tensors(module, widen)
     return module
 
 
@@ -172,7 +173,7 @@ def keep_all(inner: str = "aot_eager") -> str:
 
 def compiled(module: nn.Module, backend: Any, *, dynamic: bool | None = None) -> nn.Module:
     """`module` compiled in place by `backend`, with Dynamo's memory of earlier modules cleared."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     module.compile(backend=backend, dynamic=dynamic)
     return module
 

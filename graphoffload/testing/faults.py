@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from graphoffload.runtime import ops
+from graphoffload.torch_internals.operators import implemented
+from graphoffload.torch_internals.patching import replaced
 
 
 class Fails(torch.autograd.Function):
@@ -44,18 +45,8 @@ def reloads(change: Callable[[Tensor], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _implementation(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    import torch
-
-    override = torch.library.Library("graphoffload", "IMPL", "CPU")
-    other = torch.library.Library("graphoffload", "IMPL", "CUDA")
-    try:
-        override.impl(name, function)
-        other.impl(name, function)
-        with mock.patch.object(ops.KERNELS, name, function):
-            yield
-    finally:
-        override._destroy()
-        other._destroy()
+    with implemented("graphoffload", name, function, ("CPU", "CUDA")), replaced(ops.KERNELS, **{name: function}):
+        yield
 
 
 @contextlib.contextmanager
@@ -69,5 +60,5 @@ def host_copies(change: Callable[[Tensor], Any]) -> Iterator[None]:
             entry.host.written.synchronize()
         change(entry.host.buffer.flat(x.dtype))
 
-    with mock.patch.object(ops, "_copy_to_host", copy_to_host):
+    with replaced(ops, _copy_to_host=copy_to_host):
         yield

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from graphoffload.testing.case import Case, Device, activations, batches, draw, of
 from graphoffload.testing.layers import Mlp
+from graphoffload.torch_internals import dynamo
 
 WIDTH = 16
 
@@ -108,7 +109,7 @@ class GraphBreak(nn.Module):
         y = self.first(x)
         if y.sum().item() > -1e9:
             y = self.second(y) * 2.0
-        torch._dynamo.graph_break()
+        dynamo.graph_break()
         for _ in range(2):
             y = self.third(torch.sin(y))
         out: Tensor = y

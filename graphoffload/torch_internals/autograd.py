@@ -1,23 +1,42 @@
-"""autograd's own counters and AOTAutograd's compiled functions."""
+"""autograd's own counters and hooks, and AOTAutograd's compiled functions. Seen in torch 2.11 to 2.15.
+
+The ops call the names without `def` for each tensor that they move: these are torch's own functions, not wrappers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch._functorch.config
 
+version: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor was written to. Without it: a write to memory that stayed on the device for backward is not noticed."""
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that runs now was asked to retain its graph. Without it: host copies cannot be closed, nor memory handed
+back, before the graph dies."""
+
+saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The innermost active pair of saved-tensor hooks. Without it: each handle needs a ticket, and each reload a
+synchronisation."""
+
+profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler records. Without it: each copy pays for a range with its tensor's name."""
+
 
 def autograd_time() -> int:
-    """Number that the next autograd node of this thread gets."""
+    """Number that the next autograd node of this thread gets. Without it: `compiled_backwards` walks the whole graph."""
     return int(torch.autograd._get_sequence_nr())
 
 
 def compiled_backwards(nodes: Iterable[Any], since: int) -> Iterator[Any]:
     """Classes of AOTAutograd's compiled functions among these autograd nodes and those before them that are made since a time.
 
-    Each has `_backward_impl(ctx, args)`, called in autograd's thread with a list that it empties.
+    Each has `_backward_impl(ctx, args)`, called in autograd's thread with a list that it empties. Without it: an out-of-memory
+    error in backward says nothing of the plan.
     """
     seen, pending = set(), list(nodes)
     while pending:
@@ -29,3 +48,9 @@ def compiled_backwards(nodes: Iterable[Any], since: int) -> Iterator[Any]:
         if function is not None and hasattr(function, "_backward_impl"):
             yield function
         pending.extend(earlier for earlier, _ in node.next_functions)
+
+
+def wrap_backward(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have one of `compiled_backwards` run as `wrap` makes it, with functools.wraps; one that is wrapped already stays so."""
+    if not hasattr(function._backward_impl, "__wrapped__"):
+        function._backward_impl = staticmethod(wrap(function._backward_impl))

@@ -1,23 +1,41 @@
-"""What Dynamo knows while it traces, and a compile that leaves no trace."""
+"""Dynamo: what it compiles now, the wrappers that torch.compile makes, its limits, and a compile that leaves no trace.
+
+Seen in torch 2.11 to 2.15.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._functorch.config
+from torch._dynamo import config, graph_break
+from torch._dynamo.comptime import comptime
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph
+
+from graphoffload.torch_internals.patching import replaced
+
+__all__ = [
+    "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "apart", "as_it_is", "backend_of", "compile_apart",
+    "compile_number", "compiling", "comptime", "config", "count_of_graphs", "eager_is_asked_for", "graph_break", "guard_leaves",
+    "inlined_as", "inlines_as", "many_compiles", "tracing_backend",
+]  # fmt: skip
 
 
 def guard_leaves(graph: Graph, inputs: Iterable[Any]) -> None:
     """While Dynamo compiles this graph: what it makes of these inputs is not for tensors that are leaves where these are none,
     and the other way round. Dynamo itself only looks at whether they need a gradient.
+
+    Without it: equal blocks all run under the plan of the first one, which may stand alone.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
@@ -40,6 +58,7 @@ def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., A
 
     Dynamo counts what is compiled for one code object and gives up at eight; sizes that differ from those of the last time it
     makes symbolic. Before `isolate_recompiles` (torch 2.13) what the look left is forgotten, if there was nothing before it.
+    Without it: explain() makes the training that follows compile with symbolic sizes, or not at all.
     """
     from torch._dynamo import eval_frame, pgo
 
@@ -48,7 +67,7 @@ def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., A
     def run(*args: Any, **kwargs: Any) -> Any:
         forgets = not apart() and code is not None and not eval_frame._debug_get_cache_entry_list(code)
         try:
-            with patch.object(pgo, "_CODE_STATE", defaultdict(pgo.CodeState)):
+            with replaced(pgo, _CODE_STATE=defaultdict(pgo.CodeState)):
                 return compiled(*args, **kwargs)
         finally:
             if forgets:
@@ -58,7 +77,10 @@ def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., A
 
 
 def tracing_backend() -> tuple[Any, bool]:
-    """While Dynamo traces: the backend it traces for, and whether it exports, which compiles nothing; None outside."""
+    """While Dynamo traces: the backend it traces for, and whether it exports, which compiles nothing; None outside.
+
+    Without it: offload() inside another compile has no effect, and nothing says so.
+    """
     from torch._dynamo.eval_frame import innermost_backend
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -73,21 +95,35 @@ def tracing_backend() -> tuple[Any, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiling:
-    """What Dynamo compiles now: a frame with its variables, for the function that torch.compile was given.
+class Caller:
+    """A function that runs around the one that is compiled: its code, and its first argument, `self` of a method."""
 
-    running: that function; None where it is unknown. around: frames between its call and this one, outermost first.
+    code: CodeType
+    first: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """What Dynamo compiles now: a frame's code with its variables, for the function that torch.compile was given.
+
+    running: that function; None where it is unknown. around: what runs between its call and this, outermost first.
     """
 
     running: Any
     code: CodeType
     local: Mapping[str, Any]
     outside: Mapping[str, Any]
-    around: tuple[FrameType, ...]
+    around: tuple[Caller, ...]
 
 
 def compiling() -> Compiling | None:
-    """The frame that Dynamo compiles now; None outside of a compile."""
+    """What Dynamo compiles now; None outside of a compile.
+
+    Interpreter frames are read here and nowhere else. Dynamo hands a backend the graph alone: neither the function that
+    torch.compile was given nor the objects whose methods run around a frame are to be had from any of its functions, and
+    traceback.StackSummary has texts where `self` is needed. Without it: names of modules start at the frame that is compiled,
+    and a pattern that matches in another frame is taken for a mistake.
+    """
     from torch._dynamo import convert_frame, eval_frame
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -97,18 +133,23 @@ def compiling() -> Compiling | None:
     except AttributeError:
         return None
     around: list[FrameType] = []
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         code = frame.f_code
         if code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__:
-            return Compiling(frame.f_locals.get("fn"), *facts, tuple(reversed(around)))
+            return Compiling(frame.f_locals.get("fn"), *facts, tuple(map(_caller, reversed(around))))
         around = [] if code.co_filename == convert_frame.__file__ else [*around, frame]
-        frame = frame.f_back
     return Compiling(None, *facts, ())
 
 
+def _caller(frame: FrameType) -> Caller:
+    return Caller(frame.f_code, frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")))
+
+
 def as_it_is(error: Exception) -> Exception:
-    """An error of the same class and text that Dynamo passes on, where it would put any other into a BackendCompilerFailed."""
+    """An error of the same class and text that Dynamo passes on, where it would put any other into a BackendCompilerFailed.
+
+    Without it: a wrong option is a BackendCompilerFailed with Dynamo's advice.
+    """
     from torch._dynamo.exc import ShortenTraceback
 
     kind = type(error)
@@ -119,8 +160,52 @@ def as_it_is(error: Exception) -> Exception:
 
 
 def eager_is_asked_for() -> bool:
-    """Whether the user has compiled code run in eager just now: torch.compiler.set_stance, or TORCH_COMPILE_DISABLE."""
-    from torch._dynamo import config, eval_frame
+    """Whether the user has compiled code run in eager just now: torch.compiler.set_stance, or TORCH_COMPILE_DISABLE.
+
+    Without it: a warning that nothing was compiled where that was asked for.
+    """
+    from torch._dynamo import eval_frame
 
     stance = getattr(eval_frame, "_stance", None)
     return bool(config.disable) or getattr(stance, "stance", "default") != "default"
+
+
+def backend_of(compiler: Any) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:
+    """The backend in torch.compile's wrapper, the keywords that it is called with, and Inductor's settings if it is that.
+
+    Without it: an outer compile by graphoffload itself is taken for a foreign one.
+    """
+    if isinstance(compiler, torch._TorchCompileWrapper):
+        return compiler.compiler_fn, dict(compiler.kwargs), None
+    return compiler, {}, compiler.config if isinstance(compiler, torch._TorchCompileInductorWrapper) else None
+
+
+def inlined_as(compiled: Any) -> Callable[..., Any]:
+    """The function that Dynamo traces in the place of what torch.compile made of it."""
+    target: Callable[..., Any] = compiled._torchdynamo_inline
+    return target
+
+
+def inlines_as(compiled: Any, function: Callable[..., Any]) -> None:
+    """Have Dynamo trace another function in the place of what torch.compile made. Without it: as for tracing_backend."""
+    compiled._torchdynamo_inline = function  # traced inside an outer compile
+    compiled._torchdynamo_orig_callable = function  # compiled by torch.compile(compiled, ...)
+
+
+def compile_number() -> int | None:
+    """Which compile of the same code Dynamo is at, from 1; None outside. Without it: no warning before Dynamo gives up."""
+    compiling = torch._guards.CompileContext.current_compile_id()
+    return None if compiling is None else (compiling.frame_compile_id or 0) + 1
+
+
+def many_compiles(most: int, in_all: int) -> contextlib.AbstractContextManager[Any]:
+    """A context in which one function may be compiled so often. Without it: tune() and benchmarks end in eager."""
+    patched: contextlib.AbstractContextManager[Any] = config.patch(recompile_limit=most, accumulated_recompile_limit=in_all)
+    return patched
+
+
+def count_of_graphs() -> int:
+    """Graphs that Dynamo has handed to backends so far. Without it: a benchmark cannot tell that a variant broke the graph."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

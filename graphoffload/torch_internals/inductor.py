@@ -1,23 +1,138 @@
-"""What Inductor decides by rules of its own."""
+"""Inductor: its settings, its two entry points, what it decides by rules of its own, and the code that it writes.
+
+Seen in torch 2.11 to 2.15. What is slow to import is imported where it is called.
+"""
 
 from __future__ import annotations
 
-from torch.fx import Node
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch.fx import GraphModule, Node
+
+from graphoffload.torch_internals.patching import replaced
+
+__all__ = [
+    "choices", "choosing", "compile_graph", "compile_inner", "config", "forget_output_strides", "is_pointwise_use",
+    "most_reads", "options_of_mode", "watching_codegen", "wrapper_imports", "written_code",
+]  # fmt: skip
+
+
+def options_of_mode(mode: str | None = None) -> dict[str, Any]:
+    """Settings of Inductor that a mode of torch.compile stands for; of all modes by name without one. Without it: `mode` cannot
+    be checked, nor passed on."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options(mode)
+
+
+def compile_graph(
+    gm: GraphModule, inputs: Sequence[Any], *, settings: dict[str, Any], inner_compile: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph, with `inner_compile` for what AOTAutograd makes of it. Without it: only inner="aot_eager"."""
+    from torch._inductor.compile_fx import compile_fx
+
+    inner: Any = {} if inner_compile is None else {"inner_compile": inner_compile}
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=settings, **inner)
+    return compiled  # type: ignore[no-any-return]
+
+
+def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's own inner compile, for a forward or a backward graph. Without it: only inner="aot_eager"."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, inputs, **kwargs)
+
+
+def forget_output_strides() -> None:
+    """Let what is traced now be compiled once more: a compile reports the strides of its outputs once.
+
+    Without it: a graph whose capture was given up reports twice as many strides as it has outputs.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()
 
 
 def is_pointwise_use(node: Node) -> bool:
-    """Whether Inductor counts what reads a value as pointwise, through views."""
+    """Whether Inductor counts what reads a value as pointwise, through views. Without it: kernels are predicted otherwise than
+    Inductor makes them."""
     from torch._inductor import utils
 
     return bool(utils.is_pointwise_use(node))
 
 
 def most_reads(device_type: str) -> int:
-    """Buffers that a value may be computed from where it is read; what takes more Inductor stores. CPUs differ from 2.13 on."""
-    from torch._inductor import config as inductor_config
-
-    chosen: int | None = inductor_config.realize_acc_reads_threshold
+    """Buffers that a value may be computed from where it is read; what takes more Inductor stores. CPUs differ from 2.13 on.
+    Without it: as for is_pointwise_use."""
+    chosen: int | None = config.realize_acc_reads_threshold
     if chosen is None:
         name = "realize_cpu_acc_reads_threshold" if device_type == "cpu" else "_realize_acc_reads_threshold_default"
-        chosen = int(getattr(inductor_config, name))
+        chosen = int(getattr(config, name))
     return chosen
+
+
+def choices() -> Any:
+    """What decides which operations are fused, as the user configured it. Without it: Inductor fuses over twelve layers, and
+    what a plan counts as free is alive."""
+    from torch._inductor.virtualized import V
+
+    return V.choices
+
+
+def choosing(handler: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which `handler` decides, a subclass of the class of `choices()`."""
+    from torch._inductor.virtualized import V
+
+    return V.set_choices_handler(handler)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def watching_codegen(
+    *, before: Callable[[Any], object] | None = None, after: Callable[[Any], object] | None = None
+) -> Iterator[None]:
+    """A context in which both get each lowered graph around the generation of its code; one that raises goes past `after`.
+
+    Without it: reloads know not how Inductor laid out what was offloaded, and the ops are called through the dispatcher.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    codegen = GraphLowering.codegen
+
+    def watched(lowering: Any) -> Any:
+        if before is not None:
+            before(lowering)
+        result = codegen(lowering)
+        if after is not None:
+            after(lowering)
+        return result
+
+    with replaced(GraphLowering, codegen=watched):
+        yield
+
+
+@contextlib.contextmanager
+def wrapper_imports(line: str) -> Iterator[None]:
+    """A context in which Inductor's Python begins with this import. Without it: the ops are called through the dispatcher."""
+    from torch._inductor.graph import GraphLowering
+
+    init = GraphLowering.init_wrapper_code
+
+    def importing(lowering: Any, *args: Any, **kwargs: Any) -> None:
+        init(lowering, *args, **kwargs)
+        if not lowering.cpp_wrapper:
+            lowering.wrapper_code.imports.writeline(line)
+
+    with replaced(GraphLowering, init_wrapper_code=importing):
+        yield
+
+
+def written_code() -> Iterator[Path]:
+    """Files of Python that Inductor wrote. Without it: `bench where` cannot copy them."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()).glob("*/*.py")

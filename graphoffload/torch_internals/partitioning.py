@@ -1,12 +1,15 @@
-"""torch's min-cut partitioner, and what AOTAutograd says about a graph's inputs and outputs."""
+"""torch's min-cut partitioner, how it is called, and what AOTAutograd says about a graph's inputs and outputs.
+
+Seen in torch 2.11 to 2.15.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config
+from torch._functorch import config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -15,25 +18,46 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
+
+__all__ = [
+    "CustomPartitionerFn", "aot_eager", "config", "min_cut", "mutated_inputs", "parameter_positions", "parameters_among",
+    "torch_memory_budget", "trained_inputs",
+]  # fmt: skip
 
 
 def min_cut(joint: GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> tuple[GraphModule, GraphModule]:
-    """torch's own min-cut partitioner, untouched, with its relative memory budget pinned to 1.0."""
+    """torch's own min-cut partitioner, untouched, with its relative memory budget pinned to 1.0. Without it: nothing works."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     arguments = {key: value for key, value in kwargs.items() if key in _MIN_CUT_ARGUMENTS}
-    with torch._functorch.config.patch(activation_memory_budget=1.0, enable_activation_offloading=False):
+    with config.patch(activation_memory_budget=1.0, enable_activation_offloading=False):
         return min_cut_rematerialization_partition(joint, joint_inputs, **arguments)
 
 
 _MIN_CUT_ARGUMENTS = ("compiler", "num_fwd_outputs", "static_lifetime_input_indices")
 
 
+def aot_eager(
+    gm: GraphModule, inputs: Sequence[Any], partition: Callable[..., tuple[GraphModule, GraphModule]] | None
+) -> Callable[..., Any]:
+    """One Dynamo graph partitioned by a function (None: torch's own min-cut) and run uncompiled. Without it: only Inductor."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    chosen = partition if partition is not None else min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=chosen, keep_inference_input_mutations=True)
+    compiled: Callable[..., Any] = backend(gm, list(inputs))
+    return compiled
+
+
 def mutated_inputs(graph: Graph) -> frozenset[Node]:
     """Placeholders of a joint or forward graph that AOTAutograd writes to behind it: the new value is an output of the graph.
 
     All of them, where an output mutates an input that no placeholder is described as, such as one of several views of a base.
+    Without it: what is written to after the graph would be recomputed from.
     """
     placeholders = graph.find_nodes(op="placeholder")
     output = next(iter(reversed(graph.nodes)))
@@ -46,7 +70,7 @@ def trained_inputs(joint: Graph, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Fake parameters of a joint graph that is partitioned with these arguments: inputs that it makes a gradient of, and which
     stay at one address from call to call, where torch says which do.
 
-    A fake input says neither that it needs a gradient nor that it is a leaf.
+    A fake input says neither that it needs a gradient nor that it is a leaf. Without it: no reserve for optimizer state.
     """
     output = next(iter(reversed(joint.nodes)))
     made = {_described(d.grad_of) for d in map(_described, output.meta.get("desc", ())) if isinstance(d, GradAOTOutput)}
@@ -71,7 +95,10 @@ def _described(desc: Any) -> Any:
 
 
 def parameter_positions(graph: Graph, values: Iterable[Any] = ()) -> tuple[int, ...]:
-    """Which inputs of one of Dynamo's graphs are parameters: their positions among its placeholders."""
+    """Which inputs of one of Dynamo's graphs are parameters: their positions among its placeholders.
+
+    Without it: parameters are offloaded like activations, which frees nothing.
+    """
     placeholders = graph.find_nodes(op="placeholder")
     given = dict(enumerate(values))
     return tuple(at for at, node in enumerate(placeholders) if _is_parameter(node, given.get(at)))
@@ -115,5 +142,5 @@ def _positions_of_dynamos_graph() -> tuple[int, ...]:
 
 
 def torch_memory_budget() -> float:
-    """torch's own activation_memory_budget, which graphoffload pins to 1.0."""
-    return float(torch._functorch.config.activation_memory_budget)
+    """torch's own activation_memory_budget, which graphoffload pins to 1.0. Without it: nothing says that it is ignored."""
+    return float(config.activation_memory_budget)

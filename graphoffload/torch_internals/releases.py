@@ -1,17 +1,13 @@
-"""Which torch this is, and the warning for one that was not tested."""
+"""Which torch this is, and the warning for one that was not tested: 2.11 to 2.15 were."""
 
 from __future__ import annotations
 
 import torch
-import torch._functorch.config
 
 from graphoffload.errors import GraphOffloadError, UntestedTorchWarning, warn
 
 OLDEST_TESTED = (2, 11)
-
-
-NEWEST_TESTED = (2, 13)
-
+NEWEST_TESTED = (2, 15)
 
 _checked = False
 
@@ -40,6 +36,6 @@ def check_torch() -> None:
     if version > NEWEST_TESTED:
         warn(
             UntestedTorchWarning,
-            f"graphoffload was tested with torch 2.11 to 2.13; this is {torch_version()}. Plans are verified on every compile, "
+            f"graphoffload was tested with torch 2.11 to 2.15; this is {torch_version()}. Plans are verified on every compile, "
             'but what torch changed since is unknown: compare gradients once with verify="checksum" before a long run.',
         )

@@ -36,6 +36,7 @@ from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFE
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.step.resident import Staying
 from graphoffload.runtime.streams.copy_streams import DeviceStreams
+from graphoffload.torch_internals.storages import expired
 
 _LONGEST = 4096  # calls of one forward whose order is learnt
 _SHARE = 4  # Share of a forward's offloaded bytes that may be outstanding between its graphs, unless the user gave a number.
@@ -349,7 +350,7 @@ def _start(entry: OffloadedTensor, copy: Callable[[torch.Tensor, OffloadedTensor
     """Prefetch one tensor; False if prefetching should stop here."""
     asked, layout, host = entry.run.asked.get(entry.id), entry.layout, entry.host
     idle = entry.state is ON_HOST and host is not None and host.buffer is not None and host.written is not None
-    if asked is None or not idle or not entry.weak or torch.UntypedStorage._expired(entry.weak):
+    if asked is None or not idle or not entry.weak or expired(entry.weak):
         return False
     size, stride, dtype = asked
     if dtype != layout.dtype or not layout.returns_as_it_lies(size, stride):

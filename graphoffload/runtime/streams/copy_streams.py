@@ -20,6 +20,7 @@ from graphoffload.errors import CaptureError, NoStreamsWarning, RuntimeStateErro
 from graphoffload.log import log
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.streams.memcpy import KINDS, find_copy, find_memcpy, forget_last_error, relaxed_capture
+from graphoffload.torch_internals import autograd, streams
 
 Block = tuple[int, int, int]
 """Addresses of destination and source, and bytes."""
@@ -69,7 +70,7 @@ class DeviceStreams:
 
     def compute(self) -> torch.cuda.Stream:
         """The stream that the caller computes on: torch.cuda.current_stream without its checks; each object is made once."""
-        id, index, type = torch._C._cuda_getCurrentStream(self.index)
+        id, index, type = streams.current_stream(self.index)
         stream = self._compute.get(id)
         if stream is None:
             if len(self._compute) >= _MOST_STREAMS:
@@ -118,8 +119,8 @@ class DeviceStreams:
             raise CaptureError(_CAPTURED.format(direction=direction, name=entry.name))
         issued, compute = self.event(), self.compute()
         waits = [event for event in after if event is not None and event.seen_by is not compute]
-        watched = ACTIVE.copy is not None or torch._C._autograd._profiler_enabled() or log.isEnabledFor(logging.DEBUG)
-        whole = None if watched or first is not None or torch._C._cuda_getDevice() != self.index else self._whole
+        watched = ACTIVE.copy is not None or autograd.profiler_is_on() or log.isEnabledFor(logging.DEBUG)
+        whole = None if watched or first is not None or streams.current_device() != self.index else self._whole
         try:
             if whole is not None and block is not None:
                 done, raw = self.event(), self._raw[direction]
@@ -156,7 +157,7 @@ class DeviceStreams:
         first: Callable[[], None] | None,
     ) -> None:
         """A copy that is not one call of the driver's, or runs with hooks, a profiler's range or a line in the log."""
-        hook, profiled = ACTIVE.copy, torch._C._autograd._profiler_enabled()
+        hook, profiled = ACTIVE.copy, autograd.profiler_is_on()
         if first is not None:
             with torch.cuda.stream(side):
                 first()
@@ -165,7 +166,7 @@ class DeviceStreams:
             if hook is not None:
                 with torch.cuda.stream(side):
                     hook(direction, "before", entry.name)
-            if block is None or self._memcpy is None or torch._C._cuda_getDevice() != self.index:
+            if block is None or self._memcpy is None or streams.current_device() != self.index:
                 with torch.cuda.stream(side):
                     run()
             elif code := self._memcpy(*block, KINDS[direction], self._raw[direction]):
@@ -215,7 +216,7 @@ class DeviceStreams:
 
     def allocated_bytes(self) -> tuple[int, int]:
         """Bytes allocated on the device now, and their peak so far."""
-        allocated = torch._C._cuda_memoryStats(self.index)["allocated_bytes"]["all"]
+        allocated = streams.memory_stats(self.index)["allocated_bytes"]["all"]
         return int(allocated["current"]), int(allocated["peak"])
 
     def headroom_bytes(self) -> int:

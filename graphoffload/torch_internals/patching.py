@@ -1,4 +1,7 @@
-"""Attributes that are something else for a while: how a measurement looks into what it measures."""
+"""Attributes that are something else for a while: torch has no hook there, or a measurement looks inside.
+
+Nothing here is torch's own, so this works with every release.
+"""
 
 from __future__ import annotations
 
