@@ -9,8 +9,8 @@ The model, exactly:
 
 * A D2H copy is issued after `produced_at` and runs behind all earlier ones. Its source is released after the first forward
   step by whose end the copy is done and the last forward use past. What is not done by the end of the forward is waited for
-  there (`release_at` is None). Hence no D2H copy overlaps an H2D copy of the same program and the duplex factor never applies
-  inside one; it is for traffic from elsewhere (`HardwareProfile.scaled`).
+  there (`release_at` is None). Hence no D2H copy overlaps an H2D copy of the same program, and each
+  direction has its full rate; for traffic from elsewhere there is `HardwareProfile.scaled`.
 * More than `max_inflight_bytes` outstanding: compute waits for the oldest copy, repeatedly; one copy alone is always allowed.
 * A reload's first use is the first consumer that must run: its own backward uses, or a recompute chain that reads it. From
   the last use to the first, each copy ends no later than its need and than the next one's start; it is issued before the

@@ -46,6 +46,14 @@ _NEAR = 1.2
 _FAR = 0.015
 _RUNG = 1.02
 _RUNGS = 2
+_STARTS: dict[str, tuple[Action, ...]] = {
+    "greedy": ("offload", "recompute"),
+    "greedy recompute": ("recompute",),
+    "greedy offload": ("offload",),
+    "lp": ("offload", "recompute"),
+}
+_WAITS = (2, 0)
+_CHEAP = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,18 +220,18 @@ def _proposals(judge: Judge, relaxed: Relaxed) -> Iterator[Proposal]:
     """What each solver makes of the goal."""
     if isinstance(judge.goal, MeetBudget):
         target_bytes = max(0, judge.limit_bytes)
-        starts: list[tuple[str, Sequence[Action], tuple[Action, ...]]] = [
-            ("greedy", judge.keep, ("offload", "recompute")),
-            ("greedy recompute", judge.keep, ("recompute",)),
-            ("greedy offload", judge.keep, ("offload",)),
-            ("lp", round_down(judge, relaxed), ("offload", "recompute")),
-        ]
-        for name, start, allowed in starts:
-            actions = greedy_moves(judge, start, target_bytes, allowed=allowed)
-            yield windows(judge, judge.propose(actions, name))
+        for name, allowed in _STARTS.items():
+            start = round_down(judge, relaxed) if name == "lp" else judge.keep
+            yield windows(judge, judge.propose(greedy_moves(judge, start, target_bytes, allowed=allowed), name))
         return
-    yield judge.propose(round_down(judge, relaxed), "lp")
+    if "lp" in _STARTS:
+        yield judge.propose(round_down(judge, relaxed), "lp")
     yield from _tight(judge, 0)
+    yield from _halving(judge)
+
+
+def _halving(judge: Judge) -> Iterator[Proposal]:
+    """Greedy for a slowdown: budgets between nothing and the peak of keep-all, halved until the limit of time is met."""
     low, high = 0, judge.look(judge.keep)[0].peak_bytes
     for _ in range(6):
         middle = (low + high) // 2
@@ -236,10 +244,10 @@ def _proposals(judge: Judge, relaxed: Relaxed) -> Iterator[Proposal]:
 def _tight(judge: Judge, target_bytes: int) -> Iterator[Proposal]:
     """Where memory falls only if compute waits for copies early: greedy on timelines that do, and everything offloaded."""
     sizes = [c.nbytes for c in judge.arrays.program.candidates if len(c.actions) > 1]
-    for window in (2 * max(sizes, default=0), 0):
+    for window in (share * max(sizes, default=0) for share in _WAITS):
         actions = greedy_moves(judge, judge.keep, target_bytes, limit_s=judge.limit_s, window_bytes=window)
         yield windows(judge, judge.propose(actions, "greedy", window))
-    for cheap in (0.0, 1.0):  # recomputation that takes less than this share of the copies
+    for cheap in _CHEAP:  # recomputation that takes less than this share of the copies
         yield windows(judge, judge.propose(_nothing_kept(judge.arrays, cheap), "all"))
 
 

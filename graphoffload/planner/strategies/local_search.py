@@ -21,6 +21,8 @@ from graphoffload.planner.strategies.greedy import greedy_moves
 _PAIRS = 14
 _STALLED = 4
 _ONE = 1_000_000
+_SHARES = (4, 16, _ONE)
+_WINDOWS = (0.75, 0.5, 0.33, 0.2, 0.1, 0.05, 0.0)
 Move = tuple[tuple[int, Action], ...]
 
 
@@ -43,14 +45,19 @@ def _small_moves(program: Program, actions: Sequence[Action]) -> Iterator[Move]:
     singles = _single(program, actions, movable)
     yield from singles
     if len(movable) <= _PAIRS:
-        for one, two in combinations(singles, 2):
-            if one[0][0] != two[0][0]:
-                yield one + two
+        yield from _pairs(singles)
+
+
+def _pairs(singles: Sequence[Move]) -> Iterator[Move]:
+    """Two changes at once, of different candidates."""
+    for one, two in combinations(singles, 2):
+        if one[0][0] != two[0][0]:
+            yield one + two
 
 
 def _folded_moves(program: Program, groups: dict[str, list[int]], actions: Sequence[Action]) -> Iterator[Move]:
     """Shares of groups, largest first: a move of many that helps is worth many of one."""
-    for share in (4, 16, _ONE):
+    for share in _SHARES:
         for members in groups.values():
             for old, new in (
                 ("recompute", "keep"),
@@ -151,6 +158,6 @@ def windows(judge: Judge, start: Proposal) -> Proposal:
     if judge.window_bytes is not None or "offload" not in start.actions:
         return start
     peak = judge.look(start.actions)[0].inflight_peak_bytes
-    choices: list[int | None] = [None, *(int(peak * share) for share in (0.75, 0.5, 0.33, 0.2, 0.1, 0.05, 0.0))]
+    choices: list[int | None] = [None, *(int(peak * share) for share in _WINDOWS)]
     options = (judge.propose(start.actions, start.solver, window) for window in choices)
     return min(options, key=lambda p: p.score)
