@@ -23,7 +23,7 @@ class PatternError(GraphOffloadError, ValueError):
 
 
 class TagError(GraphOffloadError, ValueError):
-    """Two binding wishes contradict each other for one tensor."""
+    """Two binding constraints contradict each other for one tensor."""
 
 
 class BudgetError(GraphOffloadError, ValueError):

@@ -1,6 +1,6 @@
 """How long planning may take, and a line now and then on how far it is.
 
-A net and no tool: solvers and drafts are counted, so that plans do not depend on a machine's speed. Only where planning takes
+A net and no tool: solvers and trials are counted, so that plans do not depend on a machine's speed. Only where planning takes
 minutes does the clock end it, with the best plan so far; that is said in the plan.
 """
 
@@ -30,7 +30,7 @@ class Patience:
         first_line_s: float = FIRST_LINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self.seconds, self.doing = name, seconds, "the first draft"
+        self.name, self.seconds, self.doing = name, seconds, "the first trial"
         self._clock, self._begin_s, self._next_line_s = clock, clock(), first_line_s
         self.ended = False
 

@@ -78,12 +78,12 @@ class Binding:
     Attributes:
         decisions: operations that must not run again, since a discrete decision hangs on their bits (analysis/decisions.py).
         callers: what may be read of the caller's memory (analysis/callers.py); None: not known yet.
-        theirs: operations of the user's checkpoint regions, which run again as the user asked.
+        user_recomputed: operations of the user's checkpoint regions, which run again as the user asked.
     """
 
     decisions: frozenset[str] = frozenset()
     callers: CallersMemory | None = None
-    theirs: frozenset[str] = frozenset()
+    user_recomputed: frozenset[str] = frozenset()
 
 
 def bind(joint: GraphModule, binding: Binding) -> GraphModule:

@@ -74,7 +74,13 @@ def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def out_of_sight() -> None:
-    """What other modules left is no longer looked at: a million objects cost every collection of garbage most of a second."""
+    """What other modules left is no longer looked at: a million objects cost every collection of garbage most of a second.
+
+    What is compiled is dropped first: frozen, it would never be collected, and with it whatever it holds.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch._dynamo.reset()
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

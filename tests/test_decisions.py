@@ -177,7 +177,7 @@ def test_decisions_are_taken_once(function: Callable[..., Tensor], policy: str) 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_chains_that_together_would_decide_again_are_kept(seed: int) -> None:
-    """Each tensor its own wish: what one chain brings into backward, another one compares there."""
+    """Each tensor its own constraint: what one chain brings into backward, another one compares there."""
     leaves = on_a_step(tied_after_a_mask)
     expected = [grad.clone() for grad in eager(tied_after_a_mask, leaves)]
     got, _ = step(tied_after_a_mask, leaves, policy=Scattered(seed=seed))

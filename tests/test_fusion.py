@@ -342,12 +342,12 @@ def test_crumbs_are_no_reason_for_one_kernel() -> None:
 def test_large_operations_run_apart_where_a_plan_asks_for_it() -> None:
     """Unless one needs the other: the three results of a gated MLP's backward, but not what a norm sums of its own result."""
     graph = traced(gated, (64, 32), (64, 32), (64, 16), (16, 32))
-    for apart_bytes, kernels in ((None, 1), (64 * 32 * 4 + 1, 1), (64 * 32 * 4, 3)):
-        fusion = fusion_of(graph, fuses=True, apart_bytes=apart_bytes)
+    for unfused_bytes, kernels in ((None, 1), (64 * 32 * 4 + 1, 1), (64 * 32 * 4, 3)):
+        fusion = fusion_of(graph, fuses=True, unfused_bytes=unfused_bytes)
         products = [node for node in graph.nodes if "mul" in node.name and exists(fusion, node)]
         assert len({fusion.spans[node] for node in products}) == kernels
     graph = traced(norm_backward, (64, 32), (64, 32), (64, 1))
-    together = [fusion_of(graph, fuses=True, apart_bytes=apart_bytes).spans for apart_bytes in (None, 1024)]
+    together = [fusion_of(graph, fuses=True, unfused_bytes=unfused_bytes).spans for unfused_bytes in (None, 1024)]
     assert together[0] == together[1]
 
 

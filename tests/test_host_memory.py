@@ -23,7 +23,7 @@ from graphoffload.facts.plan import Plan, Transfer
 from graphoffload.runtime.pinned import pool, slabs
 from graphoffload.runtime.pinned import preallocation as ahead
 from graphoffload.runtime.pinned.pool import POOL, HostPool
-from graphoffload.runtime.pinned.preallocation import memory_ahead
+from graphoffload.runtime.pinned.preallocation import preallocating
 from graphoffload.runtime.pinned.slabs import HostBuffer, Slab
 
 KIB = 1024
@@ -286,12 +286,12 @@ def test_only_plans_that_will_run_on_a_gpu_take_memory_ahead(monkeypatch: pytest
     memory = HostPool()
     monkeypatch.setattr(ahead, "POOL", memory)
     ahead.prepare_plan(plan_for("cuda:0", "explained"))
-    with memory_ahead(10 * KIB):
+    with preallocating(10 * KIB):
         ahead.prepare_plan(plan_for("cpu", "cpu"))
         assert memory.snapshot().held_bytes == 0
         for _ in range(2):
             ahead.prepare_plan(plan_for("cuda:0", "compiled"))  # registered again from the compile cache
-        with memory_ahead(5 * KIB):
+        with preallocating(5 * KIB):
             pass
     step(memory, [KIB, 2 * KIB])
     assert memory.snapshot().pinned_bytes == 3 * KIB

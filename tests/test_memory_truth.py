@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import graphoffload
-from graphoffload.compiler import draft as drafts
+from graphoffload.compiler import trial as trials
 from graphoffload.errors import BudgetError
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.planner.problem import Program
@@ -130,13 +130,13 @@ def peaks(
 ) -> tuple[int, Program, Timeline]:
     """Measured peak beyond the bytes before a step, and what was planned, for a budget as a share of keep-all's peak."""
     found: list[tuple[Program, Timeline]] = []
-    ahead = drafts.with_slack
+    ahead = trials.with_slack
 
     def noting(program: Program, *args: Any, **kwargs: Any) -> Timeline:
         found.append((program, ahead(program, *args, **kwargs)))
         return found[-1][1]
 
-    monkeypatch.setattr(drafts, "with_slack", noting)
+    monkeypatch.setattr(trials, "with_slack", noting)
     torch._dynamo.reset()
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -149,7 +149,7 @@ def peaks(
         net.compile(backend=graphoffload.OffloadBackend(graphoffload.OffloadConfig(**given, **options)))
         net(inputs).backward()
         measured = measured_peak_bytes(lambda: net(inputs).backward())
-    taken = graphoffload.last_plans()[-1].prediction  # several drafts are made, and the last need not be the plan
+    taken = graphoffload.last_plans()[-1].prediction  # several trials are made, and the last need not be the plan
     sums = (taken.predicted_peak_bytes, taken.predicted_time_s)
     program, timeline = next(pair for pair in reversed(found) if (pair[1].peak_bytes, pair[1].time_s) == sums)
     if "device_budget" in options:
@@ -197,7 +197,7 @@ def test_a_slowdown_that_fused_operations_do_not_use_up(monkeypatch: pytest.Monk
     wide = 2 * TOKENS * 1024 * x.element_size()
     measured, program, timeline = peaks(Gated(), x, {"max_slowdown": 0.5}, monkeypatch)
     plan = graphoffload.last_plans()[-1]
-    assert plan.apart_bytes is not None, plan.notes
+    assert plan.unfused_bytes is not None, plan.notes
     assert measured <= 5.5 * wide, measured / wide
     assert timeline.peak_bytes - program.static_bytes == pytest.approx(measured, rel=0.05)
     assert plan.prediction.predicted_slowdown is not None
@@ -216,7 +216,7 @@ def test_a_budget_that_fused_operations_do_not_meet(monkeypatch: pytest.MonkeyPa
         budget = int(width * wide + sum(p.nbytes for p in net.parameters()) + x.nbytes)
         peak, program, timeline = peaks(net, x, {"device_budget": budget}, monkeypatch)
         plan = graphoffload.last_plans()[-1]
-        assert (plan.apart_bytes is not None) is (width < 6), plan.notes
+        assert (plan.unfused_bytes is not None) is (width < 6), plan.notes
         measured.append(peak / wide)
         predicted.append((timeline.peak_bytes - program.static_bytes) / wide)
         assert predicted[-1] <= width
@@ -236,7 +236,7 @@ def test_a_budget_that_fused_operations_do_not_meet(monkeypatch: pytest.MonkeyPa
 def test_the_gradient_of_an_output_counts_by_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some versions of torch trace it as the output itself: the storage of a slice is all that it was cut from."""
     found: list[Program] = []
-    build = drafts.build_program
+    build = trials.build_program
 
     def sliced(pair: Any, *args: Any, **kwargs: Any) -> Any:
         for node in pair.backward.graph.find_nodes(op="placeholder"):
@@ -247,7 +247,7 @@ def test_the_gradient_of_an_output_counts_by_its_elements(monkeypatch: pytest.Mo
         found.append(instance.program)
         return instance
 
-    monkeypatch.setattr(drafts, "build_program", sliced)
+    monkeypatch.setattr(trials, "build_program", sliced)
     x = torch.randn(32, 16)
     graphoffload.explain(ResidualMlps(1, 16), policy="keep", inner="aot_eager", hardware="h200-sxm")(x)
     assert [buffer.nbytes for buffer in found[0].buffers if buffer.name.startswith("tangents")] == [x.nbytes]

@@ -201,7 +201,7 @@ def test_no_budget_is_offered_where_none_would_help() -> None:
     assert next_budget_bytes(planned(40 * GIB, 60 * GIB), 90 * GIB) is None
     text = note(planned(40 * GIB, 60 * GIB), "forward", 90 * GIB)
     assert "More is missing than any plan of this graph frees: no device_budget would help. Make the batch" in text
-    assert "device_budget\"" not in text
+    assert 'device_budget"' not in text
     saved = SavedTable((SavedTensor(name="a", views=(), nbytes=30 * GIB, dtype="", shape=(), strides=(), op=""),))
     with_table = replace(planned(40 * GIB, 60 * GIB), saved=saved)
     assert next_budget_bytes(with_table, 44 * GIB) == int(0.95 * 36 * GIB)

@@ -1,4 +1,4 @@
-"""Wishes: who decides for one activation, in which order, within which limits, and the reason that is given."""
+"""Constraints: who decides for one activation, in which order, within which limits, and the reason that is given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphoffload.compiler.constraints import Wish, check_tags, wishes_for, without_effect
+from graphoffload.compiler.constraints import Constraint, check_tags, constraints_for, without_effect
 from graphoffload.errors import ConfigError, PatternError, TagError
 from graphoffload.facts.plan import Action
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
@@ -26,14 +26,14 @@ def tensor(name: str, module: str = "layers.0.mlp", at: int = 0, mib: int = 4, *
     return SavedTensor(name=name, module=module, produced_at=at, **{"saved_by": (module,), **plain, **facts})
 
 
-def one(fact: SavedTensor, **options: Any) -> Wish:
-    """The wish for one activation; patterns of other modules do not count as missing."""
-    (wish,) = wishes_for(SavedTable((fact,)), OffloadConfig(**options), fragment=True)
-    return wish
+def one(fact: SavedTensor, **options: Any) -> Constraint:
+    """The constraint for one activation; patterns of other modules do not count as missing."""
+    (constraint,) = constraints_for(SavedTable((fact,)), OffloadConfig(**options), fragment=True)
+    return constraint
 
 
 def actions(table: SavedTable, **options: Any) -> dict[str, Action | None]:
-    return {wish.name: wish.action for wish in wishes_for(table, OffloadConfig(**options))}
+    return {constraint.name: constraint.action for constraint in constraints_for(table, OffloadConfig(**options))}
 
 
 def by_bytes(fact: SavedTensor) -> Any:
@@ -53,15 +53,15 @@ class Always:
 
 def test_auto_leaves_it_to_the_planner() -> None:
     """Everything is allowed, nothing is asked."""
-    wish = one(tensor("x"))
-    assert (wish.action, wish.binding, wish.allowed) == (None, False, ("keep", "recompute", "offload"))
+    constraint = one(tensor("x"))
+    assert (constraint.action, constraint.binding, constraint.allowed) == (None, False, ("keep", "recompute", "offload"))
 
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_name_asks_for_everything(action: Action) -> None:
     """Binding, with the policy as its reason."""
-    wish = one(tensor("x"), policy=action)
-    assert (wish.action, wish.binding, wish.reason) == (action, True, f'policy="{action}"')
+    constraint = one(tensor("x"), policy=action)
+    assert (constraint.action, constraint.binding, constraint.reason) == (action, True, f'policy="{action}"')
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,17 @@ def test_a_name_asks_for_everything(action: Action) -> None:
 )
 def test_what_cannot_be_is_kept_with_its_reason(action: Action, facts: dict[str, Any], reason: str) -> None:
     """And no warning: the policy said "all that may"."""
-    wish = one(tensor("x", **facts), policy=action)
-    assert (wish.action, wish.binding, wish.warning) == ("keep", True, "")
-    assert reason in wish.reason
-    assert f'policy="{action}" asks to {action}' in wish.reason
-    assert action not in wish.allowed
+    constraint = one(tensor("x", **facts), policy=action)
+    assert (constraint.action, constraint.binding, constraint.warning) == ("keep", True, "")
+    assert reason in constraint.reason
+    assert f'policy="{action}" asks to {action}' in constraint.reason
+    assert action not in constraint.allowed
 
 
 def test_nothing_but_keep_is_possible() -> None:
     """Under "auto" the planner need not ask; both reasons are told."""
-    wish = one(tensor("x", eligible=False, why_not="an output", recomputable=False, why_not_recompute="random"))
-    assert wish == Wish("x", "keep", True, "random; an output", ("keep",), "", "an output", "random")
+    constraint = one(tensor("x", eligible=False, why_not="an output", recomputable=False, why_not_recompute="random"))
+    assert constraint == Constraint("x", "keep", True, "random; an output", ("keep",), "", "an output", "random")
     tagged = one(tensor("x", nbytes=64, tag="must_save"), min_tensor_bytes=128)
     assert tagged.why_not_offload == "64 B is less than min_tensor_bytes=128 B"
     assert tagged.why_not_recompute == "tag MUST_SAVE"
@@ -161,10 +161,10 @@ def test_a_policy_that_answers_nonsense(policy: Any, answer: str) -> None:
 )  # fmt: skip
 def test_tags(tag: Any, policy: Any, action: Action, binding: bool) -> None:
     """must_* binds, prefer_* advises; an explicit word wins over advice, a blanket one loses against a binding tag."""
-    wish = one(tensor("x", tag=tag), policy=policy)
-    assert (wish.action, wish.binding) == (action, binding)
-    assert wish.action in wish.allowed
-    assert tag != "must_save" or "recompute" not in wish.allowed
+    constraint = one(tensor("x", tag=tag), policy=policy)
+    assert (constraint.action, constraint.binding) == (action, binding)
+    assert constraint.action in constraint.allowed
+    assert tag != "must_save" or "recompute" not in constraint.allowed
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_tags(tag: Any, policy: Any, action: Action, binding: bool) -> None:
     ],
 )
 def test_contradictory_wishes(tag: Any, name: str, asked: str) -> None:
-    """Tensor, module, both wishes and what to do; also for a tagged operation that is no saved activation."""
+    """Tensor, module, both constraints and what to do; also for a tagged operation that is no saved activation."""
     fact = tensor("x", tag=tag)
     with pytest.raises(TagError) as info:
         one(fact, policy={"*.mlp": asked})
@@ -193,11 +193,11 @@ def test_contradictory_wishes(tag: Any, name: str, asked: str) -> None:
 @pytest.mark.parametrize(("tag", "name"), [("must_offload", "MUST_CPU_OFFLOAD"), ("must_recompute", "MUST_RECOMPUTE")])
 def test_a_binding_tag_that_cannot_be_obeyed(tag: Any, name: str) -> None:
     """Kept, with a warning that says what, how much, why and what to do."""
-    wish = one(tensor("x", tag=tag, eligible=False, why_not="an output", recomputable=False, why_not_recompute="random"))
-    assert (wish.action, wish.may_offload, wish.may_recompute) == ("keep", False, False)
+    constraint = one(tensor("x", tag=tag, eligible=False, why_not="an output", recomputable=False, why_not_recompute="random"))
+    assert (constraint.action, constraint.may_offload, constraint.may_recompute) == ("keep", False, False)
     why = "an output" if tag == "must_offload" else "random"
     for part in ("x (4.00 MiB) of module 'layers.0.mlp'", name, why, "emove the tag"):
-        assert part in wish.warning
+        assert part in constraint.warning
 
 
 def test_limits_hold_for_policies_and_planner_but_not_for_binding_tags() -> None:
@@ -207,14 +207,14 @@ def test_limits_hold_for_policies_and_planner_but_not_for_binding_tags() -> None
         tensor("tagged", "head", mib=0, tag="must_offload"),
     ))  # fmt: skip
     for policy, inside in (("offload", "offload"), ("auto", None)):
-        found = {w.name: w for w in wishes_for(table, OffloadConfig(policy=policy, offload_modules=["*.attn"]))}
+        found = {w.name: w for w in constraints_for(table, OffloadConfig(policy=policy, offload_modules=["*.attn"]))}
         assert found["inside"].action == inside
         assert found["inside"].may_offload
         assert found["tagged"].action == "offload"
         assert not found["outside"].may_offload
         assert not found["small"].may_offload
         assert found["outside"].may_recompute
-    found = {w.name: w for w in wishes_for(table, OffloadConfig(policy="offload", offload_modules=["*.attn"]))}
+    found = {w.name: w for w in constraints_for(table, OffloadConfig(policy="offload", offload_modules=["*.attn"]))}
     assert "outside offload_modules=*.attn" in found["outside"].reason
     assert "min_tensor_bytes" in found["small"].reason
 
@@ -237,8 +237,8 @@ def test_offload_fraction_takes_the_earliest() -> None:
     }
     assert set(actions(table, policy="offload", offload_fraction=0.0).values()) == {"keep"}
     assert set(actions(table, policy="offload", offload_fraction=1.0).values()) == {"offload"}
-    (wish, *_) = wishes_for(SavedTable((tensor("x"),)), OffloadConfig(policy="offload", offload_fraction=0.25))
-    assert "beyond offload_fraction=0.25" in wish.reason
+    (constraint, *_) = constraints_for(SavedTable((tensor("x"),)), OffloadConfig(policy="offload", offload_fraction=0.25))
+    assert "beyond offload_fraction=0.25" in constraint.reason
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.floats(0, 1), st.sets(st.integers(0, 11)))
@@ -247,7 +247,7 @@ def test_offload_fraction_is_never_exceeded(sizes: list[int], fraction: float, i
     table = SavedTable(
         tuple(tensor(f"t{i}", at=i, mib=n, eligible=i not in ineligible, why_not="no") for i, n in enumerate(sizes))
     )
-    result = wishes_for(table, OffloadConfig(policy="offload", offload_fraction=fraction))
+    result = constraints_for(table, OffloadConfig(policy="offload", offload_fraction=fraction))
     gone = sum(table[w.name].nbytes or 0 for w in result if w.action == "offload")
     assert gone <= fraction * table.eligible_bytes
     assert [w.name for w in result] == [t.name for t in table.tensors]
@@ -271,8 +271,8 @@ def test_a_pattern_without_a_match_is_an_error_in_a_whole_graph() -> None:
     """In a fragment it may match elsewhere."""
     table, config = SavedTable((tensor("x"),)), OffloadConfig(policy={"*.mpl": "keep"})
     with pytest.raises(PatternError, match=r"'\*\.mpl' matches no module.*'\*\.mlp'"):
-        wishes_for(table, config)
-    assert wishes_for(table, config, fragment=True)[0].action is None
+        constraints_for(table, config)
+    assert constraints_for(table, config, fragment=True)[0].action is None
 
 
 def test_patterns_that_select_nothing_are_told() -> None:

@@ -181,9 +181,7 @@ def test_memory_of_results_and_operands() -> None:
     handed_through = 0
     for call in calls:
         own = {
-            storage_id(value)
-            for user in call.users
-            if user.target is operator.getitem and (value := fake(user)) is not None
+            storage_id(value) for user in call.users if user.target is operator.getitem and (value := fake(user)) is not None
         }
         operands = {storage_id(value) for node in call.args[2:] if (value := fake(node)) is not None}
         handed_through += len(own & set(inputs))

@@ -13,7 +13,7 @@ import graphoffload
 from graphoffload.analysis import saved_values, symbols
 from graphoffload.compiler import decide
 from graphoffload.compiler import device_limits as limits
-from graphoffload.compiler.constraints import wishes_for
+from graphoffload.compiler.constraints import constraints_for
 from graphoffload.errors import NotOffloadedWarning
 from graphoffload.facts import remedies
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
@@ -71,9 +71,11 @@ def test_every_cause_in_the_analysis_is_known() -> None:
     ],
 )
 def test_a_tag_to_offload(why_not: str, change: str) -> None:
-    (wish,) = wishes_for(SavedTable((tensor(tag="must_offload", eligible=False, why_not=why_not),)), OffloadConfig())
-    assert all(part in wish.warning for part in ("x (4.00 MiB) of module 'layers.0'", why_not, change)), wish.warning
-    assert "min_tensor_bytes" not in wish.warning
+    (constraint,) = constraints_for(SavedTable((tensor(tag="must_offload", eligible=False, why_not=why_not),)), OffloadConfig())
+    assert all(part in constraint.warning for part in ("x (4.00 MiB) of module 'layers.0'", why_not, change)), (
+        constraint.warning
+    )
+    assert "min_tensor_bytes" not in constraint.warning
 
 
 @pytest.mark.parametrize(
@@ -92,15 +94,15 @@ def test_a_tag_to_recompute(eligible: bool, why_not: str, change: str) -> None:
         eligible=eligible,
         why_not="" if eligible else "is empty",
     )
-    (wish,) = wishes_for(SavedTable((fact,)), OffloadConfig())
-    assert all(part in wish.warning for part in (why_not, change, "or remove the tag")), wish.warning
+    (constraint,) = constraints_for(SavedTable((fact,)), OffloadConfig())
+    assert all(part in constraint.warning for part in (why_not, change, "or remove the tag")), constraint.warning
 
 
 def nothing(*tensors: SavedTensor, **options: Any) -> list[str]:
     """Warnings of policy="offload" on these."""
     config = OffloadConfig(policy="offload", **{"min_tensor_bytes": 0, **options})
     table = SavedTable(tensors)
-    return decide._nothing_offloaded(wishes_for(table, config), table, config)
+    return decide._nothing_offloaded(constraints_for(table, config), table, config)
 
 
 def test_a_policy_that_offloads_nothing_names_what_holds_it_back() -> None:

@@ -455,9 +455,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keep_all_that_fits_says_what_a_percent_would_buy(capfd: pytest.CaptureFixture[str]) -> None:
     """A named GPU that is not there is the budget; the hint is no promise that the planner cannot keep."""
     (plan,) = explained(hardware="h200-sxm", reserve=0).plans
-    found = re.fullmatch(
-        r"predicted peak (\S+) of 139\.0 GiB: kept all; max_slowdown=0\.01 would save (\S+) MiB", plan.summary
-    )
+    found = re.fullmatch(r"predicted peak (\S+) of 139\.0 GiB: kept all; max_slowdown=0\.01 would save (\S+) MiB", plan.summary)
     assert found, plan.summary
     assert plan.summary in capfd.readouterr().err
     (paid,) = explained(hardware="h200-sxm", reserve=0, max_slowdown=0.01).plans

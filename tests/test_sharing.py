@@ -173,7 +173,7 @@ def test_a_share_of_nothing_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> N
             sharing.judge({"k": 9}, Limits(device_budget_bytes=8, static_bytes=static))
         texts.append(str(caught[0].message))
     for text, fixed in zip(texts, ("100 B", "0 B"), strict=True):
-        assert "device_budget=\"" not in text
+        assert 'device_budget="' not in text
         assert f"make the batch or the sequence smaller: {fixed} leave no share of the budget" in text
     with pytest.warns(SharedBudgetWarning, match=r'plan each for its share: device_budget="102 B"'):
         sharing.judge({"k": 9}, Limits(device_budget_bytes=120, static_bytes=100))

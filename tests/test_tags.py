@@ -164,7 +164,7 @@ def test_contradictory_wishes_are_an_error(tag: CheckpointPolicy, action: str) -
 
 
 def test_the_pattern_for_everything_contradicts_nothing() -> None:
-    """{"*": "offload"} is a default, not a wish for one tensor: tags go before it."""
+    """{"*": "offload"} is a default, not a constraint for one tensor: tags go before it."""
     _, seen = run(OnlyTanh(CheckpointPolicy.MUST_SAVE), policy={"*": "recompute"})
     assert action_of_tanh(seen) == "keep"
 

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphoffload.analysis.callers import CallersMemory, foreign, is_view
-from graphoffload.analysis.decisions import decided_on, depends_on_bits, is_input, retaken, trace_of, used_by_forward
+from graphoffload.analysis.decisions import decided_on, depends_on_bits, is_input, repeated_decisions, trace_of, used_by_forward
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.facts.saved_tensors import SavedTable
@@ -157,13 +157,13 @@ def chains_of(
     pair: GraphPair,
     table: SavedTable,
     callers: CallersMemory,
-    theirs: frozenset[str],
+    user_recomputed: frozenset[str],
     bound: frozenset[str] = frozenset(),
 ) -> dict[str, Chain]:
     """By SavedTensor name, the operations that compute it again.
 
     Args:
-        callers: what keep-all reads of the caller's memory. theirs: as in decisions.retaken.
+        callers: what keep-all reads of the caller's memory. user_recomputed: as in decisions.repeated_decisions.
         bound: operations that were bound to be saved for a decision of backward. Torch may save the decision in their place,
             where it saves less; running them again would take it anew.
     """
@@ -177,7 +177,7 @@ def chains_of(
     mutated = mutated_placeholders(pair.forward.graph, mutated_inputs(pair.forward.graph))
     used = used_by_forward(pair)
     around = _Around(owner, mutated, callers, dict(foreign(pair)), used, decided_on(pair, used), bound)
-    looked_at = retaken(pair, theirs).exact
+    looked_at = repeated_decisions(pair, user_recomputed).exact
     found: dict[str, Chain] = {}
     for tensor in table.tensors:
         what = next((looked_at[name] for name in tensor.views if name in looked_at), None)

@@ -89,7 +89,7 @@ def _cost_of_region(
     region: GraphModule, around: Fusion, hardware: HardwareProfile, measured: Callable[[Node], Measured | None] | None
 ) -> NodeCost:
     """All that one call of a region does; its temporaries are its workspace."""
-    fusion = fusion_of(region.graph, fuses=around.fuses, apart_bytes=around.apart_bytes)
+    fusion = fusion_of(region.graph, fuses=around.fuses, unfused_bytes=around.unfused_bytes)
     costs = node_costs(fusion, hardware, measured=measured)
     flops, moved, time_s = (sum(getattr(cost, name) for cost in costs) for name in ("flops", "moved_bytes", "time_s"))
     alive = [cost.workspace_bytes for cost in costs]

@@ -70,7 +70,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Retaken:
+class RepeatedDecisions:
     """What backward decides again or compares, by name, each with the operation that does so.
 
     Attributes:
@@ -82,19 +82,19 @@ class Retaken:
     exact: dict[str, str] = field(default_factory=dict)
 
 
-def retaken(pair: GraphPair, theirs: frozenset[str] = frozenset()) -> Retaken:
+def repeated_decisions(pair: GraphPair, user_recomputed: frozenset[str] = frozenset()) -> RepeatedDecisions:
     """Decisions that backward takes again on floats that it computes again.
 
     Args:
-        theirs: operations of the user's checkpoint regions, which do what the user asked for.
+        user_recomputed: operations of the user's checkpoint regions, which do what the user asked for.
     """
-    forward = {node.name for node in pair.forward.graph.nodes} - theirs
+    forward = {node.name for node in pair.forward.graph.nodes} - user_recomputed
     used = used_by_forward(pair)
     decided = decided_on(pair, used)
-    found = Retaken()
+    found = RepeatedDecisions()
     for node in pair.backward.graph.nodes:
         again = node.name in used
-        if node.op != "call_function" or node.name in theirs or not depends_on_bits(node, used, decided):
+        if node.op != "call_function" or node.name in user_recomputed or not depends_on_bits(node, used, decided):
             continue
         trace = trace_of(node, is_input)
         sources = {node} if again and trace.computed else trace.computed

@@ -90,7 +90,7 @@ class Fusion:
             its place in the graph.
         spans: first and last position in `order` of the kernel that computes a node; only for nodes that are part of one.
         readers: of each storage that exists, the nodes whose kernels read it.
-        apart_bytes: two that write this many bytes each and do not need each other are not fused.
+        unfused_bytes: two that write this many bytes each and do not need each other are not fused.
         begun: by position in the graph, how many of `order` have run when something runs that was put in front of that node;
             the last entry is for what was put at the end.
         fuses: whether a compiler fuses at all.
@@ -103,7 +103,7 @@ class Fusion:
     order: list[Node] = field(default_factory=list)
     spans: dict[Node, tuple[int, int]] = field(default_factory=dict)
     readers: dict[int, list[Node]] = field(default_factory=dict)
-    apart_bytes: int | None = None
+    unfused_bytes: int | None = None
     begun: list[int] = field(default_factory=list)
     fuses: bool = True
 
@@ -128,10 +128,10 @@ def _tensors(node: Node) -> Iterable[torch.Tensor]:
     return [one for one in values if isinstance(one, torch.Tensor) and one.layout == torch.strided]
 
 
-def fusion_of(graph: Graph, *, fuses: bool, apart_bytes: int | None = None) -> Fusion:
+def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) -> Fusion:
     """Follow a fusing compiler: a value exists when a kernel or the graph's output reads it, when it is the smaller result of a
     reduction, or when computing it where it is read would read too many others."""
-    fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, apart_bytes=apart_bytes, fuses=fuses)
+    fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, unfused_bytes=unfused_bytes, fuses=fuses)
     fusion.added = _added_to_products(graph, fusion.kinds)
     fusion.kinds.update(dict.fromkeys(fusion.added, "kernel"))
     products = set(fusion.added.values())
@@ -276,7 +276,7 @@ def _home(
             continue
         if number not in needs and shared[number] <= CRUMBS * min(sum(reads.values()) + written, sum(kernel.touched.values())):
             continue
-        if number not in needs and fusion.apart_bytes is not None and min(kernel.written, written) >= fusion.apart_bytes:
+        if number not in needs and fusion.unfused_bytes is not None and min(kernel.written, written) >= fusion.unfused_bytes:
             continue
         if runs_after(kernels, number, needs):
             continue

@@ -31,13 +31,13 @@ class Instance:
         forward_places, backward_places: for each step, and for the end, where in the graph something stands that is to run as
             late as it can before that step: in front of the node at the first such position in forward, at the last in
             backward. It may run earlier: steps can be one kernel.
-        behind: for each candidate, the position in the forward graph of the last operation whose kernel reads it. A release
-            in front of it would make a compiler compute early what it reads.
+        last_reader: for each candidate, the position in the forward graph of the last operation whose kernel reads it. A
+            release in front of it would make a compiler compute early what it reads.
         kernels: how many run in both graphs at least.
     """
 
     program: Program
-    behind: tuple[int, ...]
+    last_reader: tuple[int, ...]
     forward_places: tuple[int, ...]
     backward_places: tuple[int, ...]
     kernels: int
@@ -63,7 +63,7 @@ def build_program(
     chains: Mapping[str, Chain],
     reserve_bytes: int = 0,
     outputs_stay: bool = True,
-    apart_bytes: int | None = None,
+    unfused_bytes: int | None = None,
     measured: Callable[[Node], Measured | None] | None = None,
 ) -> Instance:
     """The planning instance of a pair.
@@ -73,15 +73,15 @@ def build_program(
         static_bytes: device bytes that live throughout: parameters, gradients, inputs, what lives outside the graph.
         reserve_bytes: device bytes to keep free.
         outputs_stay: the caller holds what the model returns until backward is over, not only until it begins.
-        apart_bytes: the compiler fuses no two operations that write so much each and do not need each other.
+        unfused_bytes: the compiler fuses no two operations that write so much each and do not need each other.
         measured: a kernel's time in seconds and its workspace in bytes where they were measured.
     """
-    runs = _runs(pair, fuses=fuses, apart_bytes=apart_bytes)
+    runs = _runs(pair, fuses=fuses, unfused_bytes=unfused_bytes)
     forward = node_costs(runs.forward, hardware, measured=measured)
     backward = node_costs(runs.backward, hardware, measured=measured)
     index = {tensor.name: at for at, tensor in enumerate(table.tensors)}
     times = {node.name: cost for node, cost in zip(runs.forward.order, forward, strict=True)}
-    lives = _behind_reads(table, chains, index, _lives(pair, table, runs))
+    lives = _reread_by_chains(table, chains, index, _lives(pair, table, runs))
     held = _held_and_saved(pair, table, chains, lives) if outputs_stay else {}
     candidates = tuple(
         _candidate(tensor, chains.get(tensor.name), index, times, life, is_held=tensor.name in held)
@@ -100,12 +100,12 @@ def build_program(
     )
     first = tuple(bisect_left(runs.forward.begun, runs.forward.begun[place]) for place in _places(runs.forward))
     kernels = runs.forward.kernels + runs.backward.kernels
-    return Instance(program, tuple(life.behind for life in lives), first, places, kernels)
+    return Instance(program, tuple(life.last_reader for life in lives), first, places, kernels)
 
 
-def _runs(pair: GraphPair, *, fuses: bool, apart_bytes: int | None) -> _Runs:
+def _runs(pair: GraphPair, *, fuses: bool, unfused_bytes: int | None) -> _Runs:
     forward, backward = (
-        fusion_of(module.graph, fuses=fuses, apart_bytes=apart_bytes) for module in (pair.forward, pair.backward)
+        fusion_of(module.graph, fuses=fuses, unfused_bytes=unfused_bytes) for module in (pair.forward, pair.backward)
     )
     return _Runs(forward, backward, made_at(forward), made_at(backward))
 
@@ -121,12 +121,12 @@ def _places(fusion: Fusion) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """When a saved activation is in use, by the kernels that make and read it; `behind`: see Instance."""
+    """When a saved activation is in use, by the kernels that make and read it; `last_reader`: see Instance."""
 
     produced_at: int
     last_forward_use: int
     backward_uses: tuple[int, ...]
-    behind: int
+    last_reader: int
 
 
 def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
@@ -143,7 +143,7 @@ def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
         made = runs.forward_at[nodes[tensor.name]]
         forward_readers = runs.forward.readers.get(storage_id(value), ())
         last = max([made, *(runs.forward.spans[node][1] for node in forward_readers)])
-        behind = max([tensor.last_forward_use, *(graph_at[node] for node in forward_readers)])
+        last_reader = max([tensor.last_forward_use, *(graph_at[node] for node in forward_readers)])
         uses: set[int] = set()
         for name in tensor.views:
             saved = fake(placeholders[name])
@@ -153,11 +153,13 @@ def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
         if tensor.backward_uses:
             wait = runs.backward.begun[min(tensor.backward_uses)]
             uses.add(min([wait, *(runs.backward_at[backward[at]] for at in tensor.backward_uses)]))
-        lives.append(_Life(made, last, tuple(sorted(uses)), behind))
+        lives.append(_Life(made, last, tuple(sorted(uses)), last_reader))
     return lives
 
 
-def _behind_reads(table: SavedTable, chains: Mapping[str, Chain], index: Mapping[str, int], lives: list[_Life]) -> list[_Life]:
+def _reread_by_chains(
+    table: SavedTable, chains: Mapping[str, Chain], index: Mapping[str, int], lives: list[_Life]
+) -> list[_Life]:
     """A kernel may store one of its results before another one that it is computed from: to the plan both are there when the
     later one is."""
     found: list[_Life] = []

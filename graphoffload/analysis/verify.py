@@ -24,7 +24,7 @@ import torch
 from torch.fx import Node
 
 from graphoffload.analysis.callers import CallersMemory, foreign
-from graphoffload.analysis.decisions import retaken
+from graphoffload.analysis.decisions import repeated_decisions
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_placeholders
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.errors import VerifyError
@@ -39,7 +39,7 @@ class _Case:
     plan: Plan
     output_names: tuple[str | None, ...]
     callers: CallersMemory | None = None
-    theirs: frozenset[str] = frozenset()
+    user_recomputed: frozenset[str] = frozenset()
     ops: dict[str, dict[int, list[Node]]] = field(default_factory=dict)
     at: dict[Node, int] = field(default_factory=dict)
 
@@ -52,19 +52,19 @@ def verify_graphs(
     plan: Plan,
     output_names: tuple[str | None, ...],
     callers: CallersMemory | None = None,
-    theirs: frozenset[str] = frozenset(),
+    user_recomputed: frozenset[str] = frozenset(),
 ) -> None:
     """Check every rule.
 
     Args:
         output_names: names of the forward's outputs before any pass; the first `num_fwd_outputs` must be unchanged.
         callers: what keep-all reads of the caller's memory; None: not known, and not checked.
-        theirs: operations of the user's checkpoint regions.
+        user_recomputed: operations of the user's checkpoint regions.
 
     Raises:
         VerifyError: with every violation of every rule.
     """
-    case = _Case(graphs, plan, output_names, callers, theirs)
+    case = _Case(graphs, plan, output_names, callers, user_recomputed)
     for graph in (graphs.forward.graph, graphs.backward.graph):
         case.at.update({node: position for position, node in enumerate(graph.nodes)})
     for name in _OPS:
@@ -213,7 +213,7 @@ def callers(case: _Case) -> Iterator[str]:
 
 def decisions(case: _Case) -> Iterator[str]:
     """No discrete decision is taken again on floats that are computed again."""
-    for name, what in retaken(case.graphs, case.theirs).inexact.items():
+    for name, what in repeated_decisions(case.graphs, case.user_recomputed).inexact.items():
         yield f"backward runs {name} again, and {what} decides by its bits"
 
 

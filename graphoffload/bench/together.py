@@ -39,7 +39,7 @@ from graphoffload.bench.patching import replaced
 from graphoffload.bench.runner import Options, Runner
 from graphoffload.bench.variants import parse
 from graphoffload.cache_files import cache_dir
-from graphoffload.compiler import draft as drafts
+from graphoffload.compiler import trial as trials
 from graphoffload.errors import ConfigError
 
 LAUNCHED_S = 3.0
@@ -162,7 +162,7 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
     runner = Runner(model, device, options, in_turns)
     (folder / str(os.getpid())).touch()
     try:
-        with replaced(drafts, kernel_times=_alone_for_new(folder, kernel_times)):
+        with replaced(trials, kernel_times=_alone_for_new(folder, kernel_times)):
             runner.start()
             for first in range(0, len(variants), given.at_once):
                 runner.run_in_turns(variants[first : first + given.at_once])

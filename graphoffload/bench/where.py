@@ -24,7 +24,7 @@ from graphoffload.bench import measure, variants
 from graphoffload.bench.models import MODELS, build
 from graphoffload.bench.options import size_change
 from graphoffload.bench.patching import replaced
-from graphoffload.compiler import draft as drafts
+from graphoffload.compiler import trial as trials
 from graphoffload.errors import ConfigError
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline
@@ -37,14 +37,14 @@ Planned = tuple[Program, list[str], Timeline]
 def watch_plans() -> Iterator[list[Planned]]:
     """The program, the actions and the timeline of everything that is scheduled meanwhile."""
     found: list[Planned] = []
-    schedule = drafts._schedule
+    schedule = trials._schedule
 
     def noting(work: Any, instance: Any, actions: dict[str, Any], decided: Any) -> Timeline:
         timeline = schedule(work, instance, actions, decided)
         found.append((instance.program, [actions[tensor.name] for tensor in work.table.tensors], timeline))
         return timeline
 
-    with replaced(drafts, _schedule=noting):
+    with replaced(trials, _schedule=noting):
         yield found
 
 

@@ -33,7 +33,7 @@ from graphoffload.monitor.shared_budget import budget_of, count_calls, is_one_of
 from graphoffload.options.config import OffloadConfig, split_options
 from graphoffload.report.offload_report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
-from graphoffload.runtime.pinned.preallocation import memory_ahead
+from graphoffload.runtime.pinned.preallocation import preallocating
 from graphoffload.torch_internals import dynamo, partitioning, releases
 
 _graphs = itertools.count()
@@ -127,7 +127,7 @@ def compile_graph(
     key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
     partitioner = _partitioner(gm, example_inputs, config, key, limits)
     before = registry.of_key(key)
-    with memory_ahead(limits.host_budget_bytes):
+    with preallocating(limits.host_budget_bytes):
         compiled = _inner(gm, example_inputs, config, partitioner)
         plan = _plan_of(base, key, config, before)
     if plan is not None:
@@ -209,7 +209,7 @@ def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
     if may_link(config):
         window = config.max_inflight_bytes
         run = registry.run_plan(plan.key)
-        run.link(window if isinstance(window, int) else None, budget_of(limits), behind=is_one_of_many(config, limits))
+        run.link(window if isinstance(window, int) else None, budget_of(limits), downstream=is_one_of_many(config, limits))
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:

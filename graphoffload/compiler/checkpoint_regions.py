@@ -6,7 +6,7 @@
     a slowdown    the smallest plan within it, as written or relaxed; its peak is never above keep-all's
 
 Every figure is relative to that one keep-all (decisions/0015), so a plan that recomputes less than the regions do has a
-negative slowdown. MUST_* tags bind in all of them. Both ways are drafted only where the better one is not known beforehand:
+negative slowdown. MUST_* tags bind in all of them. Both ways are tried only where the better one is not known beforehand:
 plans with the regions as written take at least keep-all's time.
 """
 
@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
-from graphoffload.compiler.draft import Draft, Request, Work, against, keep_all_draft
-from graphoffload.compiler.plan_search import feasible_draft
+from graphoffload.compiler.plan_search import feasible_trial
+from graphoffload.compiler.trial import Request, Trial, Work, against, keep_all_trial
 from graphoffload.errors import BudgetError
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.planner.simulator import Timeline
@@ -29,50 +29,50 @@ from graphoffload.units import format_bytes
 _SAME = 1e-9
 
 
-def draft_of(request: Request, analyse: Callable[[Request], Work]) -> Draft:
-    """The draft to take, of those with the model's checkpoint regions as written and of those with them relaxed.
+def trial_of(request: Request, analyse: Callable[[Request], Work]) -> Trial:
+    """The trial to take, of those with the model's checkpoint regions as written and of those with them relaxed.
 
     Args:
         analyse: facts about the joint graph for a request; Request.relax says whether regions are forgotten.
 
     Raises:
-        BudgetError: no draft meets the budget either way.
+        BudgetError: no trial meets the budget either way.
     """
     work = analyse(request)
     if not any(map(_advised, request.joint.graph.nodes)):
-        return _never_larger(feasible_draft(work), work)
+        return _never_larger(feasible_trial(work), work)
     work.notes.extend(_decided_by_regions(request.joint, work.table))
     relaxing = replace(request, relax=True)
     if not request.limits.explicit:
         try:
-            return feasible_draft(work)
+            return feasible_trial(work)
         except BudgetError as error:
-            return _relaxed(relaxing, analyse, keep_all_draft(work).timeline, error)
-    keep = keep_all_draft(work)
+            return _relaxed(relaxing, analyse, keep_all_trial(work).timeline, error)
+    keep = keep_all_trial(work)
     if request.config.max_slowdown is not None:
-        written = _never_larger(feasible_draft(work), work)
+        written = _never_larger(feasible_trial(work), work)
         return _better(written, _relaxed_within(relaxing, analyse, keep.timeline))
     try:
         relaxed = _relaxed(relaxing, analyse, keep.timeline, None)
     except BudgetError as error:
         try:
-            return feasible_draft(work)
+            return feasible_trial(work)
         except BudgetError as failed:
             raise min(error, failed, key=_least_named) from None
     if relaxed.excess <= 0 and relaxed.timeline.time_s <= keep.timeline.time_s * (1.0 + _SAME):
         return relaxed
     try:
-        return _better(feasible_draft(work), relaxed)
+        return _better(feasible_trial(work), relaxed)
     except BudgetError:
         return relaxed
 
 
-def hint_of(draft: Draft) -> str:
+def hint_of(trial: Trial) -> str:
     """For the one line: that regions were relaxed, or that they decide on most of what backward reads."""
-    if draft.work.request.relax:
-        faster = draft.timeline.time_s / draft.decided.keep_timeline.time_s - 1.0
+    if trial.work.request.relax:
+        faster = trial.timeline.time_s / trial.decided.keep_timeline.time_s - 1.0
         return f"checkpoint regions relaxed ({faster:+.1%} time against the step as written)".replace("%", " %")
-    return next((note for note in draft.work.notes if note.startswith(_RECOMPUTE)), "").partition(": ")[0]
+    return next((note for note in trial.work.notes if note.startswith(_RECOMPUTE)), "").partition(": ")[0]
 
 
 _RECOMPUTE = "checkpoint regions recompute "
@@ -82,38 +82,38 @@ def _advised(node: Node) -> bool:
     return node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _relaxed(request: Request, analyse: Callable[[Request], Work], keep: Timeline, instead_of: BudgetError | None) -> Draft:
+def _relaxed(request: Request, analyse: Callable[[Request], Work], keep: Timeline, instead_of: BudgetError | None) -> Trial:
     try:
-        return _against(feasible_draft(analyse(request)), request, keep)
+        return _against(feasible_trial(analyse(request)), request, keep)
     except BudgetError as error:
         raise instead_of or error from None
 
 
-def _relaxed_within(request: Request, analyse: Callable[[Request], Work], keep: Timeline) -> Draft | None:
-    """The smallest relaxed draft within a slowdown of the step as written; None where relaxing leaves no time for it."""
+def _relaxed_within(request: Request, analyse: Callable[[Request], Work], keep: Timeline) -> Trial | None:
+    """The smallest relaxed trial within a slowdown of the step as written; None where relaxing leaves no time for it."""
     work = analyse(request)
-    own = keep_all_draft(work).timeline
+    own = keep_all_trial(work).timeline
     allowed = (1.0 + (request.config.max_slowdown or 0.0)) * keep.time_s / own.time_s - 1.0
     if allowed < 0.0:
         return None
     work = replace(work, request=replace(request, config=request.config.with_slowdown(allowed)))
-    return _against(feasible_draft(work), request, keep)
+    return _against(feasible_trial(work), request, keep)
 
 
-def _against(draft: Draft, request: Request, keep: Timeline) -> Draft:
-    """The relaxed draft beside the step as written."""
-    draft = against(draft, request, keep)
+def _against(trial: Trial, request: Request, keep: Timeline) -> Trial:
+    """The relaxed trial beside the step as written."""
+    trial = against(trial, request, keep)
     note = "keep-all is the step as written, with its checkpoint regions; slowdowns are against it"
-    return replace(draft, work=replace(draft.work, notes=[*draft.work.notes, note]))
+    return replace(trial, work=replace(trial.work, notes=[*trial.work.notes, note]))
 
 
-def _better(written: Draft, relaxed: Draft | None) -> Draft:
+def _better(written: Trial, relaxed: Trial | None) -> Trial:
     """The better of both for the goal; its bounds hold for plans of both kinds."""
     if relaxed is None:
         return written
-    best = min(relaxed, written, key=lambda draft: draft.score)
-    times = [draft.decided.lower_bound_s for draft in (written, relaxed)]
-    peaks = [draft.decided.lower_bound_peak_bytes for draft in (written, relaxed)]
+    best = min(relaxed, written, key=lambda trial: trial.score)
+    times = [trial.decided.lower_bound_s for trial in (written, relaxed)]
+    peaks = [trial.decided.lower_bound_peak_bytes for trial in (written, relaxed)]
     decided = replace(
         best.decided,
         lower_bound_s=min((time for time in times if time is not None), default=None) if None not in times else None,
@@ -122,10 +122,10 @@ def _better(written: Draft, relaxed: Draft | None) -> Draft:
     return replace(best, decided=decided)
 
 
-def _never_larger(draft: Draft, work: Work) -> Draft:
-    """The draft, or for a slowdown whose plan came out above keep-all's peak, keep-all."""
-    larger = draft.timeline.peak_bytes > draft.decided.keep_timeline.peak_bytes
-    return keep_all_draft(work) if larger and draft.decided.planned and _is_slowdown(work) else draft
+def _never_larger(trial: Trial, work: Work) -> Trial:
+    """The trial, or for a slowdown whose plan came out above keep-all's peak, keep-all."""
+    larger = trial.timeline.peak_bytes > trial.decided.keep_timeline.peak_bytes
+    return keep_all_trial(work) if larger and trial.decided.planned and _is_slowdown(work) else trial
 
 
 def _is_slowdown(work: Work) -> bool:

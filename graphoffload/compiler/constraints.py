@@ -1,4 +1,4 @@
-"""From what the user said to what the planner may do: one Wish for each saved activation, each with its reason.
+"""From what the user said to what the planner may do: one Constraint for each saved activation, each with its reason.
 
     who speaks                                     how loud
     must_* tag                                     binding; against an explicit pattern it is an error
@@ -7,7 +7,7 @@
     prefer_* tag                                   advice: where nobody else speaks, and the planner may overrule it
     nobody                                         the planner decides among the allowed actions
 
-What an activation cannot become (it shares memory with an output, it draws random numbers) no wish can change. The limits
+What an activation cannot become (it shares memory with an output, it draws random numbers) no constraint can change. The limits
 (offload_modules, min_tensor_bytes, offload_fraction) hold for every offload but that of a must_offload tag.
 """
 
@@ -63,7 +63,7 @@ class Settings(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Constraint:
     """What is wanted for one saved activation.
 
     Attributes:
@@ -118,10 +118,10 @@ def resolve_table(table: SavedTable, config: Settings) -> Resolution:
     return resolve(patterns_of(config.policy, config.offload_modules), [*paths, *ops], names, ops)
 
 
-def wishes_for(
+def constraints_for(
     table: SavedTable, config: Settings, resolution: Resolution | None = None, *, fragment: bool = False
-) -> tuple[Wish, ...]:
-    """One Wish for each activation, in the table's order.
+) -> tuple[Constraint, ...]:
+    """One Constraint for each activation, in the table's order.
 
     Args:
         resolution: what the configuration's patterns mean in this graph (modules.resolve); by default from the table alone.
@@ -147,7 +147,7 @@ def check_tags(tensors: Iterable[SavedTensor], config: Settings, resolution: Res
     """Tags against patterns alone; for tagged operations of the joint graph that never become saved activations.
 
     Raises:
-        TagError: as wishes_for.
+        TagError: as constraints_for.
     """
     for tensor in tensors:
         _asked(tensor, config, resolution)
@@ -263,29 +263,29 @@ def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
     return sorted(ordered, key=lambda tensor: keys[tensor.name])
 
 
-def _told(wish: Wish, tensor: SavedTensor, barred: Mapping[str, Mapping[Action, str]]) -> Wish:
-    """The wish with the reasons for what it does not allow: a limit, the tensor itself, or its tag."""
+def _told(constraint: Constraint, tensor: SavedTensor, barred: Mapping[str, Mapping[Action, str]]) -> Constraint:
+    """The constraint with the reasons for what it does not allow: a limit, the tensor itself, or its tag."""
     why = barred[tensor.name]
     tag = f"tag {_TAG_NAMES[tensor.tag]}" if tensor.tag else ""
     return replace(
-        wish,
-        why_not_offload="" if wish.may_offload else why.get("offload", tag),
-        why_not_recompute="" if wish.may_recompute else why.get("recompute", tag),
+        constraint,
+        why_not_offload="" if constraint.may_offload else why.get("offload", tag),
+        why_not_recompute="" if constraint.may_recompute else why.get("recompute", tag),
     )
 
 
-def _wish(tensor: SavedTensor, asked: _Asked, barred: Mapping[Action, str]) -> Wish:
+def _wish(tensor: SavedTensor, asked: _Asked, barred: Mapping[Action, str]) -> Constraint:
     allowed: tuple[Action, ...] = ("keep", *(action for action in ("recompute", "offload") if action not in barred))
     if tensor.tag in _TAG_ALLOWS:
         allowed = tuple(action for action in allowed if action == "keep" or action in _TAG_ALLOWS[tensor.tag])
     if asked.action is None:
         if allowed == ("keep",):
-            return Wish(tensor.name, "keep", True, "; ".join(dict.fromkeys(barred.values())), allowed)
-        return Wish(tensor.name, None, False, asked.source, allowed)
+            return Constraint(tensor.name, "keep", True, "; ".join(dict.fromkeys(barred.values())), allowed)
+        return Constraint(tensor.name, None, False, asked.source, allowed)
     if asked.action not in barred:
-        return Wish(tensor.name, asked.action, asked.binding, asked.source, allowed)
+        return Constraint(tensor.name, asked.action, asked.binding, asked.source, allowed)
     why = barred[asked.action]
     warning = ""
     if tensor.tag in ("must_offload", "must_recompute"):
         warning = disobeyed(tensor, _TAG_NAMES[tensor.tag], why)
-    return Wish(tensor.name, "keep", asked.binding, f"{asked.source} asks to {asked.action}: {why}", allowed, warning)
+    return Constraint(tensor.name, "keep", asked.binding, f"{asked.source} asks to {asked.action}: {why}", allowed, warning)

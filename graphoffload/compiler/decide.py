@@ -1,6 +1,6 @@
-"""From wishes and limits to one action for every saved activation, each with its reason.
+"""From constraints and limits to one action for every saved activation, each with its reason.
 
-every wish given          nothing to plan: the wishes, as far as the host's memory goes
+every constraint given          nothing to plan: the constraints, as far as the host's memory goes
 a slowdown given          the planner, for the most memory it buys
 a budget, or "auto"       keep all where that fits; the planner where it does not
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from graphoffload.compiler.constraints import Wish
+from graphoffload.compiler.constraints import Constraint
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Action
 from graphoffload.facts.remedies import host_full, nothing_offloaded
@@ -43,7 +43,7 @@ _WORTH = 0.02
 class Decided:
     """Actions and reasons in the order of the table; `warnings` are texts for the user, `notes` go into the plan.
 
-    `planned`: by the planner, for a goal; else every action was wished for or everything is kept. `release_late`: sources are
+    `planned`: by the planner, for a goal; else every action was asked for or everything is kept. `release_late`: sources are
     released at the end of forward, whatever the timeline says: graphs before this one keep the link busy.
     """
 
@@ -70,7 +70,7 @@ def with_noise(config: OffloadConfig) -> OffloadConfig:
 def decide_actions(
     program: Program,
     table: SavedTable,
-    wanted: Sequence[Wish],
+    wanted: Sequence[Constraint],
     config: OffloadConfig,
     limits: Limits,
     hardware: HardwareProfile,
@@ -81,7 +81,7 @@ def decide_actions(
         BudgetError: no plan fits `limits.device_budget_bytes`.
     """
     keep = simulate(program, ["keep"] * len(program.candidates), hardware)
-    warnings = [wish.warning for wish in wanted if wish.warning]
+    warnings = [constraint.warning for constraint in wanted if constraint.warning]
     inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
     warnings += _nothing_offloaded(wanted, table, config)
     if limits.explicit:
@@ -90,23 +90,25 @@ def decide_actions(
     wanted, too_much = _within_host(wanted, table, limits.host_budget_bytes, limit)
     warnings += too_much
     free, program = program, _constrained(program, wanted)
-    if all(wish.action is not None for wish in wanted) and (
-        limits.device_budget_bytes is None or all(wish.binding for wish in wanted) or _fits(program, hardware, limits)
+    if all(constraint.action is not None for constraint in wanted) and (
+        limits.device_budget_bytes is None
+        or all(constraint.binding for constraint in wanted)
+        or _fits(program, hardware, limits)
     ):
         if config.max_inflight_bytes is None:
             inflight = _window_bytes(program, hardware)
-        wished = _as_wished(wanted, "", keep, warnings, inflight)
-        return replace(wished, notes=(_FOR_THE_NEXT,)) if is_one_of_many(config, limits) else wished
+        asked = _as_asked(wanted, "", keep, warnings, inflight)
+        return replace(asked, notes=(_FOR_THE_NEXT,)) if is_one_of_many(config, limits) else asked
     budget = limits.device_budget_bytes
     if config.max_slowdown is None and budget is None:
-        return _as_wished(wanted, "nothing to fit: no device budget on a CPU", keep, warnings, inflight)
+        return _as_asked(wanted, "nothing to fit: no device budget on a CPU", keep, warnings, inflight)
     if config.max_slowdown is None and limits.shared and _fits(program, hardware, limits):
         offered = _offload_the_rest(program, wanted, hardware)
         rest, too_much = _within_host(offered, table, limits.host_budget_bytes, limit)
         note = "device_budget is shared with the graphs before this one: from the third step on, what fits of it is not copied"
-        return replace(_as_wished(rest, "", keep, [*warnings, *too_much], inflight), notes=(note,), release_late=True)
+        return replace(_as_asked(rest, "", keep, [*warnings, *too_much], inflight), notes=(note,), release_late=True)
     if config.max_slowdown is None and _fits(program, hardware, limits):
-        kept = _as_wished(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
+        kept = _as_asked(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
         return replace(kept, hint=_hint(program, hardware, limits))
     goal = MeetBudget(budget or 0) if config.max_slowdown is None else WithinSlowdown(config.max_slowdown)
     wanted = _without_advice(wanted)
@@ -125,13 +127,18 @@ def decide_actions(
 
 
 def decide_again(
-    first: Decided, program: Program, wanted: Sequence[Wish], config: OffloadConfig, limits: Limits, hardware: HardwareProfile
+    first: Decided,
+    program: Program,
+    wanted: Sequence[Constraint],
+    config: OffloadConfig,
+    limits: Limits,
+    hardware: HardwareProfile,
 ) -> Decided:
     """Keep or offload, anew, for what is saved once others are recomputed: only now is it known what that does to memory.
 
     Args:
         first: what decided the recomputation; its time with everything kept is what a slowdown is relative to.
-        program: the instance after partitioning again. wanted: a wish for each of its candidates.
+        program: the instance after partitioning again. wanted: a constraint for each of its candidates.
 
     Raises:
         BudgetError: with this recomputation no plan fits.
@@ -144,14 +151,15 @@ def decide_again(
         limit_s = (1.0 + config.max_slowdown) * first.keep_timeline.time_s
         goal = WithinSlowdown(max(0.0, limit_s / compute_s - 1.0))
     wanted = tuple(
-        wish if wish.action or wish.why_not_recompute else replace(wish, why_not_recompute=_NO_GAIN) for wish in wanted
+        constraint if constraint.action or constraint.why_not_recompute else replace(constraint, why_not_recompute=_NO_GAIN)
+        for constraint in wanted
     )
     solution, reasons = _solve(program, wanted, goal, config, limits, hardware)
     return replace(first, actions=solution.actions, reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
 
 
 def _solve(
-    program: Program, wanted: Sequence[Wish], goal: Goal, config: OffloadConfig, limits: Limits, hardware: HardwareProfile
+    program: Program, wanted: Sequence[Constraint], goal: Goal, config: OffloadConfig, limits: Limits, hardware: HardwareProfile
 ) -> tuple[Solution, tuple[str, ...]]:
     """The planner's solution for what nobody decided, and the reason for each of its actions."""
     inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
@@ -160,15 +168,15 @@ def _solve(
     return solution, tuple(map(_reason, wanted, solution.actions, solution.reasons))
 
 
-def _reason(wish: Wish, action: Action, planners: str) -> str:
+def _reason(constraint: Constraint, action: Action, planners: str) -> str:
     """The planner's reason, where it was asked; where it had no choice, what took it."""
-    if wish.action == action:
-        return wish.reason
-    if wish.action:
-        return f"{wish.reason} asks to {wish.action}: {wish.why_not_recompute or 'impossible here'}"
+    if constraint.action == action:
+        return constraint.reason
+    if constraint.action:
+        return f"{constraint.reason} asks to {constraint.action}: {constraint.why_not_recompute or 'impossible here'}"
     if planners != NO_CHOICE:
         return planners
-    return f"{wish.why_not_offload or 'cannot be offloaded'}; {wish.why_not_recompute or 'cannot be recomputed'}"
+    return f"{constraint.why_not_offload or 'cannot be offloaded'}; {constraint.why_not_recompute or 'cannot be recomputed'}"
 
 
 def table_again(original: SavedTable, actions: Mapping[str, Action], table: SavedTable) -> SavedTable:
@@ -218,18 +226,18 @@ def saved_all_the_same(table: SavedTable, actions: Mapping[str, Action]) -> list
     ]
 
 
-def without_recomputation(wanted: Sequence[Wish], names: Collection[str] | None = None) -> tuple[Wish, ...]:
-    """The same wishes, but of these tensors (None: of all) what nobody asked to recompute is not: partitioning again can take
-    more memory than it saves."""
+def without_recomputation(wanted: Sequence[Constraint], names: Collection[str] | None = None) -> tuple[Constraint, ...]:
+    """The same constraints without recomputation that nobody asked for (of `names`; None: all): partitioning again can
+    take more memory than it saves."""
     return tuple(
         replace(
-            wish,
-            allowed=tuple(action for action in wish.allowed if action != "recompute"),
-            why_not_recompute=wish.why_not_recompute or _NO_GAIN,
+            constraint,
+            allowed=tuple(action for action in constraint.allowed if action != "recompute"),
+            why_not_recompute=constraint.why_not_recompute or _NO_GAIN,
         )
-        if wish.action is None and (names is None or wish.name in names)
-        else wish
-        for wish in wanted
+        if constraint.action is None and (names is None or constraint.name in names)
+        else constraint
+        for constraint in wanted
     )
 
 
@@ -264,30 +272,30 @@ def _window_bytes(program: Program, hardware: HardwareProfile) -> int | None:
     return best_window
 
 
-def _nothing_offloaded(wanted: Sequence[Wish], table: SavedTable, config: OffloadConfig) -> list[str]:
+def _nothing_offloaded(wanted: Sequence[Constraint], table: SavedTable, config: OffloadConfig) -> list[str]:
     """A policy that asks to offload everything, offloads nothing and keeps something says so."""
     kept = [
-        (wish.why_not_offload or "it cannot be offloaded", tensor.planned_bytes)
-        for wish, tensor in zip(wanted, table.tensors, strict=True)
-        if wish.action == "keep"
+        (constraint.why_not_offload or "it cannot be offloaded", tensor.planned_bytes)
+        for constraint, tensor in zip(wanted, table.tensors, strict=True)
+        if constraint.action == "keep"
     ]
-    if config.policy != "offload" or not kept or any(wish.action == "offload" for wish in wanted):
+    if config.policy != "offload" or not kept or any(constraint.action == "offload" for constraint in wanted):
         return []
     return [nothing_offloaded(kept, len(table))]
 
 
-def _without_advice(wanted: Sequence[Wish]) -> tuple[Wish, ...]:
-    """Wishes for a planner that has a number to meet: it may overrule what does not bind. MUST_SAVE leaves it the host."""
-    return tuple(wish if wish.binding else replace(wish, action=None) for wish in wanted)
+def _without_advice(wanted: Sequence[Constraint]) -> tuple[Constraint, ...]:
+    """Constraints for a planner that has a number to meet: it may overrule what does not bind. MUST_SAVE leaves it the host."""
+    return tuple(constraint if constraint.binding else replace(constraint, action=None) for constraint in wanted)
 
 
-def _constrained(program: Program, wanted: Sequence[Wish]) -> Program:
-    """The instance with each candidate's choices cut down to what is wished for it."""
+def _constrained(program: Program, wanted: Sequence[Constraint]) -> Program:
+    """The instance with each candidate's choices cut down to what is asked for it."""
     return replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
 
 
-def _constrain(candidate: Candidate, wish: Wish) -> Candidate:
-    action = wish.action
+def _constrain(candidate: Candidate, constraint: Constraint) -> Candidate:
+    action = constraint.action
     if action == "recompute" and candidate.recompute is None:
         action = "keep"
     if action == "offload" and not candidate.can_offload:
@@ -295,19 +303,19 @@ def _constrain(candidate: Candidate, wish: Wish) -> Candidate:
     return replace(
         candidate,
         fixed=action,
-        can_offload=candidate.can_offload and (wish.may_offload or action == "offload"),
-        recompute=candidate.recompute if wish.may_recompute or action == "recompute" else None,
+        can_offload=candidate.can_offload and (constraint.may_offload or action == "offload"),
+        recompute=candidate.recompute if constraint.may_recompute or action == "recompute" else None,
     )
 
 
-def _as_wished(wanted: Sequence[Wish], reason: str, keep: Timeline, warnings: list[str], inflight: int | None) -> Decided:
-    """What was wished for; for `reason` what nobody decided is kept."""
-    actions: tuple[Action, ...] = tuple(wish.action or "keep" for wish in wanted)
-    reasons = tuple(wish.reason if wish.action else reason for wish in wanted)
+def _as_asked(wanted: Sequence[Constraint], reason: str, keep: Timeline, warnings: list[str], inflight: int | None) -> Decided:
+    """What was asked for; for `reason` what nobody decided is kept."""
+    actions: tuple[Action, ...] = tuple(constraint.action or "keep" for constraint in wanted)
+    reasons = tuple(constraint.reason if constraint.action else reason for constraint in wanted)
     return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
 
 
-def _offload_the_rest(program: Program, wanted: Sequence[Wish], hardware: HardwareProfile) -> list[Wish]:
+def _offload_the_rest(program: Program, wanted: Sequence[Constraint], hardware: HardwareProfile) -> list[Constraint]:
     """What nobody decided goes, for the other graphs may need the memory; the runtime lets stay what fits.
 
     A row of such graphs cannot copy more than the link carries while they compute: the rest is recomputed where that is cheap.
@@ -318,23 +326,27 @@ def _offload_the_rest(program: Program, wanted: Sequence[Wish], hardware: Hardwa
         "recompute": "the budget is shared by several graphs, which together would copy more than the link carries",
     }
     result = []
-    for number, wish in enumerate(wanted):
-        if wish.action is None:
-            action: Action = "recompute" if number in again else "offload" if wish.may_offload else "keep"
-            why_kept = f"{wish.why_not_offload or 'cannot be offloaded'}; alone it fits"
-            wish = replace(wish, action=action, reason=reasons.get(action, why_kept))
-        result.append(wish)
+    for number, constraint in enumerate(wanted):
+        if constraint.action is None:
+            action: Action = "recompute" if number in again else "offload" if constraint.may_offload else "keep"
+            why_kept = f"{constraint.why_not_offload or 'cannot be offloaded'}; alone it fits"
+            constraint = replace(constraint, action=action, reason=reasons.get(action, why_kept))
+        result.append(constraint)
     return result
 
 
-def _cheaper_than_the_link(program: Program, wanted: Sequence[Wish], hardware: HardwareProfile) -> set[int]:
+def _cheaper_than_the_link(program: Program, wanted: Sequence[Constraint], hardware: HardwareProfile) -> set[int]:
     """Candidates to recompute, the cheapest by the byte first, until the link carries the others during forward."""
     carries = sum(step.time_s for step in program.forward) * hardware.copy_rate_bytes_per_s("d2h")
-    offered = sum(c.nbytes for c, wish in zip(program.candidates, wanted, strict=True) if wish.action is None and c.can_offload)
+    offered = sum(
+        c.nbytes
+        for c, constraint in zip(program.candidates, wanted, strict=True)
+        if constraint.action is None and c.can_offload
+    )
     prices = {
         number: c.recompute.time_s / c.nbytes
-        for number, (c, wish) in enumerate(zip(program.candidates, wanted, strict=True))
-        if wish.action is None and c.recompute is not None and c.nbytes
+        for number, (c, constraint) in enumerate(zip(program.candidates, wanted, strict=True))
+        if constraint.action is None and c.recompute is not None and c.nbytes
     }
     chosen: set[int] = set()
     most = _CHEAP / hardware.copy_rate_bytes_per_s("d2h")
@@ -347,22 +359,22 @@ def _cheaper_than_the_link(program: Program, wanted: Sequence[Wish], hardware: H
 
 
 def _within_host(
-    wanted: Sequence[Wish], table: SavedTable, budget: int | None, limit: str
-) -> tuple[tuple[Wish, ...], list[str]]:
-    """Offloads wished for, earliest produced first, until the host's memory is used up; the others are kept."""
+    wanted: Sequence[Constraint], table: SavedTable, budget: int | None, limit: str
+) -> tuple[tuple[Constraint, ...], list[str]]:
+    """Offloads asked for, earliest produced first, until the host's memory is used up; the others are kept."""
     if budget is None:
         return tuple(wanted), []
     used, refused, result = 0, 0, []
-    for wish, tensor in zip(wanted, table.tensors, strict=True):
+    for constraint, tensor in zip(wanted, table.tensors, strict=True):
         nbytes = tensor.planned_bytes
-        if wish.action == "offload" and used + nbytes > budget:
+        if constraint.action == "offload" and used + nbytes > budget:
             refused += nbytes
-            wish = replace(
-                wish, action="keep", reason=f"host memory: {format_bytes(budget)} are used up by what is produced earlier"
+            constraint = replace(
+                constraint, action="keep", reason=f"host memory: {format_bytes(budget)} are used up by what is produced earlier"
             )
-        elif wish.action == "offload":
+        elif constraint.action == "offload":
             used += nbytes
-        result.append(wish)
+        result.append(constraint)
     if not refused:
         return tuple(result), []
     return tuple(result), [host_full(refused, used, budget, limit)]

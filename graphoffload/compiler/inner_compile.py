@@ -59,8 +59,8 @@ def compile_as_planned(key: str | None) -> Callable[..., Any]:
         run = registry.run_plan(plan.key)
         if kwargs.get("is_backward"):
             reload_as_laid_out(gm, plan.key, run.strides)
-        settings = {**AS_PLANNED, **(APART if plan.apart_bytes is not None else {}), "disabled_passes": disabled}
-        with inductor_config.patch(settings), planned_fusions(plan.apart_bytes), noting_strides(run), direct_calls():
+        settings = {**AS_PLANNED, **(APART if plan.unfused_bytes is not None else {}), "disabled_passes": disabled}
+        with inductor_config.patch(settings), planned_fusions(plan.unfused_bytes), noting_strides(run), direct_calls():
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return compile_fx_inner(gm, example_inputs, **kwargs)
             why_not = _why_cut(plan, kwargs)
@@ -125,9 +125,9 @@ def _mutates_inputs(compiled: Any, kwargs: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def planned_fusions(apart_bytes: int | None, *, farthest: int | None = FARTHEST) -> Iterator[None]:
+def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHEST) -> Iterator[None]:
     """Operations are fused only where at most `farthest` others stand between them, and not for crumbs; two that do not need
-    each other not where each writes `apart_bytes`.
+    each other not where each writes `unfused_bytes`.
 
     Near: Inductor's own limit for two that read the same data is 64, about one transformer layer: it fused what two layers
     recompute from the same rotary table, so that the next layer's activations were needed a layer too early, before their
@@ -155,7 +155,7 @@ def planned_fusions(apart_bytes: int | None, *, farthest: int | None = FARTHEST)
         def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             if not near(node1, node2) or not own.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
                 return False
-            if apart_bytes is not None and min(node.get_write_buffer_sizes() for node in (node1, node2)) >= apart_bytes:
+            if unfused_bytes is not None and min(node.get_write_buffer_sizes() for node in (node1, node2)) >= unfused_bytes:
                 return False
             return bool(shared_data_score > CRUMBS * min(node.get_read_write_buffers_sizes() for node in (node1, node2)))
 

@@ -17,9 +17,9 @@ from torch.fx import GraphModule
 
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.device_limits import resolve_limits
-from graphoffload.compiler.draft import Request
 from graphoffload.compiler.module_names import name_modules
 from graphoffload.compiler.pipeline import Rewritten, rewrite
+from graphoffload.compiler.trial import Request
 from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
 from graphoffload.facts.limits import Limits
 from graphoffload.hardware.measurement import resolve_hardware
@@ -113,7 +113,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         if rewritten.plan.transfers and self.key is None and inductor:
             _check_inductor_settings(self.config)
         warn_of_surroundings(rewritten.plan, self.config, inductor=inductor)
-        part = limits.behind or bool(self.fragment)
+        part = limits.downstream or bool(self.fragment)
         _announce(replace(rewritten, plan=replace(rewritten.plan, part=part)), gm, self.config, limits)
         return rewritten.graphs.forward, rewritten.graphs.backward
 

@@ -1,6 +1,6 @@
 """One joint graph, from analysis to rewritten graphs: the flow of the whole package on one page.
 
-    joint ─copy─▶ min-cut ─▶ saved_table ─▶ wishes ─▶ decide ─▶ [tag, min-cut again] ─▶ schedule ─▶ passes ─▶ verify
+    joint ─copy─▶ min-cut ─▶ saved_table ─▶ constraints ─▶ decide ─▶ [tag, min-cut again] ─▶ schedule ─▶ passes ─▶ verify
                   keep-all    facts                    actions    only to recompute       Plan
 
 The joint graph that torch handed over is never written to; everything works on copies of it.
@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 from graphoffload.analysis.callers import callers_memory
 from graphoffload.analysis.chains import chains_of
-from graphoffload.analysis.decisions import retaken
+from graphoffload.analysis.decisions import repeated_decisions
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_roots
 from graphoffload.analysis.outputs import returned_by
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.verify import verify_graphs
-from graphoffload.compiler.checkpoint_regions import draft_of, hint_of
-from graphoffload.compiler.constraints import Wish, check_tags, wishes_for, without_effect
+from graphoffload.compiler.checkpoint_regions import hint_of, trial_of
+from graphoffload.compiler.constraints import Constraint, check_tags, constraints_for, without_effect
 from graphoffload.compiler.decide import Decided, with_noise
-from graphoffload.compiler.draft import Request, Work, device_name, partition
 from graphoffload.compiler.placement import PlannedPair, make_plan
+from graphoffload.compiler.trial import Request, Work, device_name, partition
 from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
@@ -62,37 +62,37 @@ def rewrite(request: Request) -> Rewritten:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
     try:
-        draft = draft_of(replace(request, config=with_noise(request.config)), _analyse)
+        trial = trial_of(replace(request, config=with_noise(request.config)), _analyse)
     except BudgetError as error:
         if not (cache := _cache_of(request)):
             raise
         told = BudgetError(f"{error} {cache}.")
         told.least_bytes = error.least_bytes
         raise told from error
-    work, decided = draft.work, draft.decided
+    work, decided = trial.work, trial.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
-    if draft.excess > 0 and request.limits.explicit:  # the planner's own plans that miss a budget are errors
-        warn(GoalMissedWarning, _goal_missed(request.config, request.limits, draft.timeline, decided), stacklevel=4)
+    if trial.excess > 0 and request.limits.explicit:  # the planner's own plans that miss a budget are errors
+        warn(GoalMissedWarning, _goal_missed(request.config, request.limits, trial.timeline, decided), stacklevel=4)
     plan = make_plan(
-        PlannedPair(work.pair, draft.original, work.table, draft.instance, draft.timeline, decided.release_late),
-        draft.actions,
-        draft.reasons,
+        PlannedPair(work.pair, trial.original, work.table, trial.instance, trial.timeline, decided.release_late),
+        trial.actions,
+        trial.reasons,
         decided,
         key=request.key,
         name=request.name,
         notes=work.notes,
         device=device_name(work.table),
         checksum=request.config.verify == "checksum",
-        apart_bytes=work.apart_bytes,
+        unfused_bytes=work.unfused_bytes,
     )
     before = _copies(work.pair) if request.config.dump_dir else None
     names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
     graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
     if request.config.verify != "off":
-        verify_graphs(graphs, plan, names, work.binding.callers, work.binding.theirs)
-    hint = "; ".join(filter(None, (hint_of(draft), returned_by(work.pair).cache_hint, decided.hint)))
-    return Rewritten(graphs, plan, before, draft.timeline, decided.keep_timeline, draft.instance.kernels, hint)
+        verify_graphs(graphs, plan, names, work.binding.callers, work.binding.user_recomputed)
+    hint = "; ".join(filter(None, (hint_of(trial), returned_by(work.pair).cache_hint, decided.hint)))
+    return Rewritten(graphs, plan, before, trial.timeline, decided.keep_timeline, trial.instance.kernels, hint)
 
 
 def _goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:
@@ -124,7 +124,7 @@ def _analyse(request: Request) -> Work:
     pair, table, binding = _keep_all(request, notes)
     notes.extend(returned_by(pair).notes(table.saved_bytes))
     assert binding.callers is not None
-    chains = chains_of(pair, table, binding.callers, binding.theirs, binding.decisions)
+    chains = chains_of(pair, table, binding.callers, binding.user_recomputed, binding.decisions)
     table = SavedTable(
         tuple(
             replace(tensor, recomputable=not chains[tensor.name].why_not, why_not_recompute=chains[tensor.name].why_not)
@@ -135,7 +135,7 @@ def _analyse(request: Request) -> Work:
     resolution, wanted = _wanted(request, table, notes)
     symbolic = sum(tensor.nbytes is None for tensor in table.tensors)
     measured_by_size = request.config.max_slowdown is not None or request.limits.device_budget_bytes is not None
-    if symbolic and measured_by_size and any(wish.action is None for wish in wanted):
+    if symbolic and measured_by_size and any(constraint.action is None for constraint in wanted):
         notes.append(f"{symbolic} of {len(table)} activations change their size: planned for the sizes of this call")
     return Work(request, hardware, pair, table, chains, wanted, resolution, notes, binding)
 
@@ -143,10 +143,10 @@ def _analyse(request: Request) -> Work:
 def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable, Binding]:
     """Torch's own partition, again and again while backward decides on floats that it computes again; and what binds others."""
     joint = tagged_copy(request.joint, relax=request.relax, notes=notes)
-    binding = Binding(theirs=users_own(joint))
+    binding = Binding(user_recomputed=users_own(joint))
     while True:
         pair, table = partition(request, joint)
-        decisions = binding.decisions.union(retaken(pair, binding.theirs).inexact)
+        decisions = binding.decisions.union(repeated_decisions(pair, binding.user_recomputed).inexact)
         if decisions == binding.decisions:
             callers = callers_memory(pair, request.joint.graph, request.parameters)
             return pair, table, replace(binding, callers=callers)
@@ -154,8 +154,8 @@ def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable
         joint = bind(tagged_copy(request.joint, relax=request.relax, notes=[]), binding)
 
 
-def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Wish, ...]]:
-    """Wishes for all activations; patterns are resolved on the joint graph, which also has the modules that save nothing."""
+def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Constraint, ...]]:
+    """Constraints for all activations. Patterns are resolved on the joint graph: it also has modules that save nothing."""
     nodes = [node for node in request.joint.graph.nodes if node.op == "call_function"]
     operations: dict[str, list[str]] = {}
     boundaries: dict[str, list[str]] = {}
@@ -172,6 +172,6 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Reso
     if request.fragment.place == "last":
         warn_of_unmatched(request.fragment.model, config.digest())
     check_tags(tagged_operations(nodes), config, resolution)
-    wanted = wishes_for(table, config, resolution, fragment=bool(request.fragment))
+    wanted = constraints_for(table, config, resolution, fragment=bool(request.fragment))
     notes.extend(without_effect(table, config, resolution))
     return resolution, wanted

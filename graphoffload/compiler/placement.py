@@ -43,13 +43,13 @@ def make_plan(
     notes: Sequence[str],
     device: str,
     checksum: bool,
-    apart_bytes: int | None = None,
+    unfused_bytes: int | None = None,
 ) -> Plan:
     """The plan of one pair of graphs.
 
     Args:
         actions, reasons: by SavedTensor name; what is only in `planned.original` is recomputed.
-        notes, device, checksum, apart_bytes: as in Plan.
+        notes, device, checksum, unfused_bytes: as in Plan.
     """
     original, table, timeline = planned.original, planned.table, planned.timeline
     places = _Places(planned)
@@ -73,7 +73,7 @@ def make_plan(
         torch_version=releases.torch_version(),
         device=device,
         checksum=checksum,
-        apart_bytes=apart_bytes,
+        unfused_bytes=unfused_bytes,
     )
 
 
@@ -110,7 +110,7 @@ def _release_after(planned: PlannedPair, places: _Places, item: Scheduled) -> st
     tensor = planned.table.tensors[item.candidate]
     instance = planned.instance
     place = instance.forward_places[item.release_at + 1] - 1
-    position = max(place, instance.behind[item.candidate], tensor.last_forward_use, tensor.produced_at)
+    position = max(place, instance.last_reader[item.candidate], tensor.last_forward_use, tensor.produced_at)
     while places.forward[position].op == "placeholder":
         position += 1
     return None if places.forward[position].op == "output" else places.forward[position].name

@@ -1,4 +1,4 @@
-"""Which drafts of a plan are made, and which of them is taken.
+"""Which trials of a plan are made, and which of them is taken.
 
     a budget     fused ──far from the bound, or above──▶ apart ──▶ outputs not held ──▶ both ──▶ tighter budgets
                    │ near the bound                                                                    │
@@ -6,7 +6,7 @@
     a slowdown   fused, apart where time is left, half the slowdown, budgets below the peak: the smallest
 
 Recomputation may hold more memory than was estimated: a compiler makes what is computed again together with something else. A
-draft that misses its budget by that is made again without recomputing what was there where memory is above it.
+trial that misses its budget by that is made again without recomputing what was there where memory is above it.
 
 A plan that is near its bound is as good as any for a tighter budget, whose bound is no lower. Where it is not, plans for
 tighter budgets are made as well: who can do with less can do with this. Their budgets lie on one grid, which neighbours share.
@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import returned_bytes
-from graphoffload.compiler import draft as drafts
+from graphoffload.compiler import trial as trials
 from graphoffload.compiler.decide import without_recomputation
-from graphoffload.compiler.draft import Draft, Work, against, instance_of, keep_all
+from graphoffload.compiler.trial import Trial, Work, against, instance_of, keep_all
 from graphoffload.errors import BudgetError
 from graphoffload.facts.limits import Limits
 from graphoffload.options.config import OffloadConfig
@@ -46,19 +46,19 @@ _RUNGS = 4
 _NAMED = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # above the least that was found, until one is met
 
 
-def feasible_draft(work: Work) -> Draft:
-    """The cheapest draft for a budget, the smallest for a slowdown.
+def feasible_trial(work: Work) -> Trial:
+    """The cheapest trial for a budget, the smallest for a slowdown.
 
     Raises:
-        BudgetError: no draft meets the budget in any way. It names the least budget that is met whatever the caller does, and
+        BudgetError: no trial meets the budget in any way. It names the least budget that is met whatever the caller does, and
             the slowdown at which it is.
     """
     patience = Patience(work.request.name)
     work = _at(work, replace(work.request.limits, patience=patience))
-    draft = _smallest(work) if work.request.config.max_slowdown is not None else _for_budget(work)
+    trial = _smallest(work) if work.request.config.max_slowdown is not None else _for_budget(work)
     if patience.ended:
-        draft.work.notes.append(patience.note())
-    return draft
+        trial.work.notes.append(patience.note())
+    return trial
 
 
 def _at(work: Work, limits: Limits) -> Work:
@@ -71,46 +71,46 @@ def _over(work: Work) -> bool:
     return patience is not None and patience.over()
 
 
-def _make(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Draft:
-    """One draft; says what is being done to whoever waits."""
+def _make(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Trial:
+    """One trial; says what is being done to whoever waits."""
     if limits.patience is not None:
         goal = f"max_slowdown={config.max_slowdown:g}" if config.max_slowdown is not None else None
-        limits.patience.doing = f"a draft for {goal or format_bytes(limits.device_budget_bytes)}"
-    return drafts.make_draft(work, instance, limits, config)
+        limits.patience.doing = f"a trial for {goal or format_bytes(limits.device_budget_bytes)}"
+    return trials.make_trial(work, instance, limits, config)
 
 
 @dataclass(slots=True)
 class _Found:
-    """What the ways to meet one budget came to: the best draft, those above the budget, and errors where there was none."""
+    """What the ways to meet one budget came to: the best trial, those above the budget, and errors where there was none."""
 
-    best: Draft | None
-    misses: list[Draft]
+    best: Trial | None
+    misses: list[Trial]
     errors: list[BudgetError]
 
 
-def _for_budget(work: Work) -> Draft:
+def _for_budget(work: Work) -> Trial:
     found = _meets(work, (work, *_other_ways(work)))
     if found.best is None:
         raise _refusal(work, found)
-    draft, keep_s = found.best, found.best.decided.keep_timeline.time_s
-    slowdown = draft.timeline.time_s / keep_s - 1.0 if keep_s else 0.0
-    if draft.decided.planned and slowdown >= _DEAR:
-        draft.work.notes.append(f"{slowdown:+.0%} time is the price of the memory {_held(draft)}")
-    return draft
+    trial, keep_s = found.best, found.best.decided.keep_timeline.time_s
+    slowdown = trial.timeline.time_s / keep_s - 1.0 if keep_s else 0.0
+    if trial.decided.planned and slowdown >= _DEAR:
+        trial.work.notes.append(f"{slowdown:+.0%} time is the price of the memory {_held(trial)}")
+    return trial
 
 
-def _held(draft: Draft) -> str:
-    """ "at mm_57, which holds logits 500 MiB, ...": where a draft's memory is highest, and what that is."""
-    program = draft.instance.program
-    actions = [draft.actions[tensor.name] for tensor in draft.work.table.tensors]
-    arrays = arrays_of(program, draft.work.hardware)
-    result = evaluate(arrays, actions, max_inflight_bytes=draft.decided.max_inflight_bytes)
+def _held(trial: Trial) -> str:
+    """ "at mm_57, which holds logits 500 MiB, ...": where a trial's memory is highest, and what that is."""
+    program = trial.instance.program
+    actions = [trial.actions[tensor.name] for tensor in trial.work.table.tensors]
+    arrays = arrays_of(program, trial.work.hardware)
+    result = evaluate(arrays, actions, max_inflight_bytes=trial.decided.max_inflight_bytes)
     held = describe(held_at(arrays, actions, result, result.peak_step))
     return f"at {program.step_name(result.peak_step)!r}, which holds {held}"
 
 
 def _meets(work: Work, ways: tuple[Work, ...]) -> _Found:
-    """The cheapest draft that meets the budget of `work`, of these ways and of tighter budgets, until one is near its bound."""
+    """The cheapest trial that meets the budget of `work`, of these ways and of tighter budgets, until one is near its bound."""
     found, start = _Found(None, [], []), (ways[0], instance_of(ways[0]))
     keep = keep_all(start[1], work)
     for way in ways:
@@ -118,44 +118,44 @@ def _meets(work: Work, ways: tuple[Work, ...]) -> _Found:
             break
         instance = start[1] if way is ways[0] else instance_of(way)
         try:
-            draft = _best_draft(way, instance)
+            trial = _best_trial(way, instance)
         except BudgetError as error:
             found.errors.append(error)
             continue
-        if not draft.decided.planned:
-            return _Found(draft, [], [])
-        draft = draft if way.apart_bytes is None else against(draft, work.request, keep)
-        if draft.excess > 0:
-            found.misses.append(draft)
-        elif found.best is None or draft.timeline.time_s < found.best.timeline.time_s - _condition_s(found.best, way):
-            found.best, start = draft, (way, instance)
+        if not trial.decided.planned:
+            return _Found(trial, [], [])
+        trial = trial if way.unfused_bytes is None else against(trial, work.request, keep)
+        if trial.excess > 0:
+            found.misses.append(trial)
+        elif found.best is None or trial.timeline.time_s < found.best.timeline.time_s - _condition_s(found.best, way):
+            found.best, start = trial, (way, instance)
     if found.best is None or _is_far(found.best):
-        for draft in _tighter(work, *start):
-            draft = draft if start[0].apart_bytes is None else against(draft, work.request, keep)
-            if draft.excess > 0:
-                found.misses.append(draft)
+        for trial in _tighter(work, *start):
+            trial = trial if start[0].unfused_bytes is None else against(trial, work.request, keep)
+            if trial.excess > 0:
+                found.misses.append(trial)
             elif found.best is None:
-                found.best = draft
-            elif draft.timeline.time_s < found.best.timeline.time_s:
-                found.best = _bounded(draft, found.best)
+                found.best = trial
+            elif trial.timeline.time_s < found.best.timeline.time_s:
+                found.best = _bounded(trial, found.best)
             if found.best is not None and not _is_far(found.best):
                 break
     return found
 
 
-def _condition_s(best: Draft, way: Work) -> float:
+def _condition_s(best: Trial, way: Work) -> float:
     """By how much a plan has to be faster to be taken instead: one that asks something of the caller, by what is called far."""
     return 0.0 if way.outputs_stay or not best.work.outputs_stay else _FAR * best.decided.keep_timeline.time_s
 
 
-def _is_far(draft: Draft) -> bool:
-    keep_s = draft.decided.keep_timeline.time_s
-    bound_s = draft.decided.lower_bound_s
-    return draft.timeline.time_s - (keep_s if bound_s is None else bound_s) > _FAR * keep_s
+def _is_far(trial: Trial) -> bool:
+    keep_s = trial.decided.keep_timeline.time_s
+    bound_s = trial.decided.lower_bound_s
+    return trial.timeline.time_s - (keep_s if bound_s is None else bound_s) > _FAR * keep_s
 
 
-def _tighter(work: Work, way: Work, instance: Instance) -> Iterator[Draft]:
-    """Drafts for budgets below that of `work`, on a grid that is the same for all budgets."""
+def _tighter(work: Work, way: Work, instance: Instance) -> Iterator[Trial]:
+    """Trials for budgets below that of `work`, on a grid that is the same for all budgets."""
     limits = work.request.limits
     budget = max(2, limits.device_budget_bytes or 0)
     step = math.ceil(math.log(budget, _RUNG)) - 1
@@ -172,8 +172,8 @@ def _refusal(work: Work, found: _Found) -> BudgetError:
     """The error that names the least budget which is met: it is planned for before it is named."""
     limits = work.request.limits
     budget = limits.device_budget_bytes or 0
-    held = [draft for draft in found.misses if draft.work.outputs_stay] or found.misses
-    known = [budget + int(draft.excess) for draft in held]
+    held = [trial for trial in found.misses if trial.work.outputs_stay] or found.misses
+    known = [budget + int(trial.excess) for trial in held]
     least = min([*known, *(error.least_bytes for error in found.errors if error.least_bytes is not None)], default=None)
     if least is None:
         return found.errors[0]
@@ -185,7 +185,7 @@ def _refusal(work: Work, found: _Found) -> BudgetError:
             return _error(budget, asked, met, _held(met))
         if _over(work):
             break
-    nearest = min(held, key=lambda draft: draft.excess, default=None)
+    nearest = min(held, key=lambda trial: trial.excess, default=None)
     return found.errors[0] if nearest is None else _error(budget, budget + int(nearest.excess), nearest, _held(nearest))
 
 
@@ -193,8 +193,8 @@ def _at_all(ways: tuple[Work, ...], budget: int) -> tuple[Work, ...]:
     return tuple(_at(way, replace(way.request.limits, device_budget_bytes=budget)) for way in ways)
 
 
-def _error(budget: int, least: int, draft: Draft, held: str) -> BudgetError:
-    slowdown = draft.timeline.time_s / draft.decided.keep_timeline.time_s - 1.0
+def _error(budget: int, least: int, trial: Trial, held: str) -> BudgetError:
+    slowdown = trial.timeline.time_s / trial.decided.keep_timeline.time_s - 1.0
     error = BudgetError(
         f"device_budget {format_bytes(budget)}: no plan was found that meets it. The least feasible one found is "
         f"{format_bytes(least)} ({least} bytes) at {slowdown:+.1%} time; its peak is {held}. Raise device_budget to that, or "
@@ -225,127 +225,127 @@ def _least(work: Work) -> int:
 def _apart(work: Work, why: str) -> Work:
     least = _least(work)
     note = f"operations that write {format_bytes(least)} or more each are not fused with each other, {why}"
-    return replace(work, apart_bytes=least, notes=[*work.notes, note])
+    return replace(work, unfused_bytes=least, notes=[*work.notes, note])
 
 
-def _best_draft(work: Work, instance: Instance) -> Draft:
-    """The best draft for the budget of `work`, above it where none meets it.
+def _best_trial(work: Work, instance: Instance) -> Trial:
+    """The best trial for the budget of `work`, above it where none meets it.
 
     Where recomputation turns out to need more memory than was planned, again without recomputing what is in memory there; then
     for as much less as it needs more, and where nothing meets that, for a half and a quarter of it; at last without
     recomputation.
 
     Raises:
-        BudgetError: there is no draft at all.
+        BudgetError: there is no trial at all.
     """
     limits, config = work.request.limits, work.request.config
     first = best = _make(work, instance, limits, config)
     barred: frozenset[str] = frozenset()
-    draft, more = first, _recomputed_where_over(work, first)
+    trial, more = first, _recomputed_where_over(work, first)
     for _ in range(_REPAIRS):
         if best.excess <= 0 or not best.decided.planned or more <= barred or _over(work):
             break
         barred |= more
         try:
-            draft = _make(replace(work, wanted=without_recomputation(work.wanted, barred)), instance, limits, config)
+            trial = _make(replace(work, wanted=without_recomputation(work.wanted, barred)), instance, limits, config)
         except BudgetError:
             break
-        best = min(best, _bounded(draft, first), key=lambda draft: draft.score)
-        more = _recomputed_where_over(work, draft)
+        best = min(best, _bounded(trial, first), key=lambda trial: trial.score)
+        more = _recomputed_where_over(work, trial)
     less_bytes = int(first.excess) + 1
     for _ in range(_ATTEMPTS - 1):
         if best.excess <= 0 or not best.decided.planned or limits.device_budget_bytes is None or _over(work):
             break
         try:
-            draft = _make(work, instance, replace(limits, device_budget_bytes=limits.device_budget_bytes - less_bytes), config)
+            trial = _make(work, instance, replace(limits, device_budget_bytes=limits.device_budget_bytes - less_bytes), config)
         except BudgetError:
             less_bytes //= 2
             continue
-        best = min(best, _bounded(draft, first), key=lambda draft: draft.score)
-        less_bytes += max(0, int(draft.excess)) + 1
+        best = min(best, _bounded(trial, first), key=lambda trial: trial.score)
+        less_bytes += max(0, int(trial.excess)) + 1
     if best.decided.planned and best.excess > 0 and not _over(work):
         best = _bounded(_or_without_recomputation(work, instance, best), first)
     return best
 
 
-def _bounded(draft: Draft, first: Draft) -> Draft:
-    """A draft for a tighter budget or with fewer choices, with the bound of what was asked, which is lower."""
-    return replace(draft, decided=replace(draft.decided, lower_bound_s=first.decided.lower_bound_s))
+def _bounded(trial: Trial, first: Trial) -> Trial:
+    """A trial for a tighter budget or with fewer choices, with the bound of what was asked, which is lower."""
+    return replace(trial, decided=replace(trial.decided, lower_bound_s=first.decided.lower_bound_s))
 
 
-def _recomputed_where_over(work: Work, draft: Draft) -> frozenset[str]:
-    """What a draft of `work` computes again and has in memory at steps of backward where that is above the budget."""
-    limits, timeline = work.request.limits, draft.timeline
+def _recomputed_where_over(work: Work, trial: Trial) -> frozenset[str]:
+    """What a trial of `work` computes again and has in memory at steps of backward where that is above the budget."""
+    limits, timeline = work.request.limits, trial.timeline
     most = (limits.device_budget_bytes or 0) - limits.reserve_bytes
     over = [step for step in range(timeline.forward_steps, len(timeline.memory)) if timeline.memory[step] > most]
-    alive = {b.name for b in draft.instance.program.buffers if any(b.first <= step <= b.last for step in over)}
-    saved = {tensor.name for tensor in draft.work.table.tensors}
-    gone = [tensor for tensor in draft.original.tensors if tensor.name not in saved]
+    alive = {b.name for b in trial.instance.program.buffers if any(b.first <= step <= b.last for step in over)}
+    saved = {tensor.name for tensor in trial.work.table.tensors}
+    gone = [tensor for tensor in trial.original.tensors if tensor.name not in saved]
     return frozenset(t.name for t in gone if not alive.isdisjoint((t.name, *t.views, *work.chains[t.name].nodes)))
 
 
-def _within(work: Work, instance: Instance) -> Draft:
-    """The best draft for the slowdown of `work`: one that turns out too slow is made again for a smaller one."""
+def _within(work: Work, instance: Instance) -> Trial:
+    """The best trial for the slowdown of `work`: one that turns out too slow is made again for a smaller one."""
     limits, config = work.request.limits, work.request.config
-    best: Draft | None = None
+    best: Trial | None = None
     for _ in range(_ATTEMPTS):
-        draft = _make(work, instance, limits, config)
-        best = draft if best is None or draft.score < best.score else best
-        if draft.excess <= 0 or not draft.decided.planned or _over(work):
+        trial = _make(work, instance, limits, config)
+        best = trial if best is None or trial.score < best.score else best
+        if trial.excess <= 0 or not trial.decided.planned or _over(work):
             break
-        over = draft.excess / draft.decided.keep_timeline.time_s
+        over = trial.excess / trial.decided.keep_timeline.time_s
         config = config.with_slowdown(max(0.0, (config.max_slowdown or 0.0) - 1.1 * over))
     assert best is not None
     return best
 
 
-def _smallest(work: Work) -> Draft:
-    """The best draft for a slowdown: of fused operations, or where those leave time unused, of operations apart."""
+def _smallest(work: Work) -> Trial:
+    """The best trial for a slowdown: of fused operations, or where those leave time unused, of operations apart."""
     instance = instance_of(work)
     fused = _within(work, instance)
     if not fused.decided.planned or _over(work):
         return fused
-    apart = _smallest_apart(work, instance, fused)
-    return _smaller(work, instance, fused) if apart is None else min(fused, apart, key=lambda draft: draft.score)
+    apart = _smallest_unfused(work, instance, fused)
+    return _smaller(work, instance, fused) if apart is None else min(fused, apart, key=lambda trial: trial.score)
 
 
-def _smallest_apart(work: Work, instance: Instance, fused: Draft) -> Draft | None:
-    """The smallest draft of operations apart; None where there is no time for that, nothing to take apart, or no memory to
-    gain. Their slowdown is against their own keep-all, which is slower, until they are drafts."""
+def _smallest_unfused(work: Work, instance: Instance, fused: Trial) -> Trial | None:
+    """The smallest trial of operations apart; None where there is no time for that, nothing to take apart, or no memory to
+    gain. Their slowdown is against their own keep-all, which is slower, until they are trials."""
     keep = fused.decided.keep_timeline
     if not work.fuses or -fused.excess < _UNUSED * keep.time_s:
         return None
     apart = _apart(work, "which leaves less in memory at once")
-    instance_apart = instance_of(apart)
-    if instance_apart.program == instance.program:
+    unfused_instance = instance_of(apart)
+    if unfused_instance.program == instance.program:
         return None
-    ratio = keep.time_s / keep_all(instance_apart, apart).time_s
+    ratio = keep.time_s / keep_all(unfused_instance, apart).time_s
     allowed = (1.0 + (work.request.config.max_slowdown or 0.0)) * ratio - 1.0
     if allowed <= 0.0:
         return None
     apart = replace(apart, request=replace(work.request, config=work.request.config.with_slowdown(allowed)))
-    draft = _within(apart, instance_apart)
-    if (draft.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
+    trial = _within(apart, unfused_instance)
+    if (trial.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
         return None
-    return against(_smaller(apart, instance_apart, draft), work.request, keep)
+    return against(_smaller(apart, unfused_instance, trial), work.request, keep)
 
 
-def _or_without_recomputation(work: Work, instance: Instance, best: Draft) -> Draft:
-    """`best`, or a draft in which nothing is recomputed that nobody asked to, if that is better."""
+def _or_without_recomputation(work: Work, instance: Instance, best: Trial) -> Trial:
+    """`best`, or a trial in which nothing is recomputed that nobody asked to, if that is better."""
     with contextlib.suppress(BudgetError):
         kept = replace(work, wanted=without_recomputation(work.wanted))
-        return min(best, _make(kept, instance, work.request.limits, work.request.config), key=lambda draft: draft.score)
+        return min(best, _make(kept, instance, work.request.limits, work.request.config), key=lambda trial: trial.score)
     return best
 
 
-def _smaller(work: Work, instance: Instance, best: Draft) -> Draft:
-    """A smaller plan within the slowdown, or one as small and faster, of drafts for half the slowdown and for budgets below
+def _smaller(work: Work, instance: Instance, best: Trial) -> Trial:
+    """A smaller plan within the slowdown, or one as small and faster, of trials for half the slowdown and for budgets below
     `best`'s peak: what was recomputed for the least peak as it was estimated need not give the least once torch has partitioned
     again."""
     bound = best.decided.lower_bound_peak_bytes or 0
     if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
         half = work.request.config.with_slowdown((work.request.config.max_slowdown or 0.0) / 2)
-        best = min(best, _make(work, instance, work.request.limits, half), key=lambda draft: draft.score)
+        best = min(best, _make(work, instance, work.request.limits, half), key=lambda trial: trial.score)
         best = _or_without_recomputation(work, instance, best)
     low, peak = bound, best.timeline.peak_bytes
     for _ in range(_SEARCHES):
@@ -356,9 +356,9 @@ def _smaller(work: Work, instance: Instance, best: Draft) -> Draft:
         limits = replace(work.request.limits, device_budget_bytes=budget)
         config = replace(work.request.config, max_slowdown=None, device_budget=budget)
         with contextlib.suppress(BudgetError):
-            draft = _make(work, instance, limits, config)
-            if draft.score < best.score:
-                decided = replace(draft.decided, lower_bound_s=None, lower_bound_peak_bytes=bound)
-                low = bound if draft.score[:2] < best.score[:2] else low
-                best, peak = replace(draft, decided=decided), draft.timeline.peak_bytes
+            trial = _make(work, instance, limits, config)
+            if trial.score < best.score:
+                decided = replace(trial.decided, lower_bound_s=None, lower_bound_peak_bytes=bound)
+                low = bound if trial.score[:2] < best.score[:2] else low
+                best, peak = replace(trial, decided=decided), trial.timeline.peak_bytes
     return best

@@ -15,7 +15,7 @@ class Limits:
     explicit: the user gave a budget or a slowdown. device_budget_bytes: None where there is nothing to fit (a CPU).
     static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free. shared: the budget is
     for several graphs, of which this one is not the first, and the runtime lets stay what fits of what they offload together.
-    behind: the graph runs behind others that are trained. host_locked: the host budget is what this user may lock.
+    downstream: the graph reads what other trained graphs compute. host_locked: the host budget is what this user may lock.
     patience: how long planning may take; None: as long as it does.
     """
 
@@ -25,7 +25,7 @@ class Limits:
     reserve_bytes: int = 0
     host_budget_bytes: int | None = None
     shared: bool = False
-    behind: bool = False
+    downstream: bool = False
     host_locked: bool = False
     patience: Patience | None = field(default=None, compare=False, repr=False)
 

@@ -91,7 +91,7 @@ class Prediction:
 class Plan:
     """Decisions for one graph. `key` identifies graph, module names, annotations and configuration together.
 
-    `apart_bytes`: two operations that write so much each and do not need each other are not fused; None: they may be.
+    `unfused_bytes`: two operations that write so much each and do not need each other are not fused; None: they may be.
     `device`: that of the tensors; `hardware`: name of the profile that was planned for, "" where it is this device's own.
     `part`: other graphs are trained with this one, and what they keep is in none of its figures.
     """
@@ -108,7 +108,7 @@ class Plan:
     checksum: bool = False
     summary: str = ""
     hardware: str = ""
-    apart_bytes: int | None = None
+    unfused_bytes: int | None = None
     part: bool = False
 
     def action(self, name: str) -> Action:

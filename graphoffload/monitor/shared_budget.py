@@ -3,7 +3,7 @@
     for block in model.layers: block.compile(backend=...)       one plan, made for the first block, runs for every one of them
 
 Each graph is planned with what is allocated when it is compiled as static: on a GPU, in the first forward, that includes what
-the graphs before it keep. What comes behind it is unknown then, other blocks that run the same compiled code included. So the
+the graphs before it keep. What comes after it is unknown then, other blocks that run the same compiled code included. So the
 first forward is counted: which plans ran, how often; when its backward begins the sum is known.
 """
 
@@ -100,12 +100,12 @@ def may_link(config: OffloadConfig) -> bool:
 
 
 def may_share_budget(config: OffloadConfig) -> bool:
-    """Whether a graph that runs behind others draws on the same explicit budget."""
+    """Whether a graph after others draws on the same explicit budget."""
     return config.device_budget != "auto" and config.max_slowdown is None and may_link(config)
 
 
-def runs_behind(inputs: Iterable[Any]) -> bool:
-    """Whether a graph with these inputs runs behind something that is trained: an input that is not a leaf needs a gradient."""
+def is_downstream(inputs: Iterable[Any]) -> bool:
+    """Whether a graph reads what something trained has computed: an input that is not a leaf needs a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
 
 
@@ -115,9 +115,9 @@ def where_it_runs(limits: Limits, gm: GraphModule, inputs: Sequence[Any], config
     Equal blocks share one compile. Where the first one's input is a leaf that needs a gradient (hidden states of a frozen
     embedding), the plan of a graph that runs alone would be that of all others as well.
     """
-    behind = runs_behind(inputs)
-    found = replace(limits, shared=behind and may_share_budget(config), behind=behind)
-    if may_share_budget(config) or is_one_of_many(config, replace(limits, behind=True)):
+    downstream = is_downstream(inputs)
+    found = replace(limits, shared=downstream and may_share_budget(config), downstream=downstream)
+    if may_share_budget(config) or is_one_of_many(config, replace(limits, downstream=True)):
         dynamo.guard_leaves(gm.graph, [x if not isinstance(x, torch.nn.Parameter) else None for x in inputs])
     return found
 
@@ -133,7 +133,7 @@ _FORWARDS: dict[str, _Forward] = {}
 
 
 def count_calls(compiled: Callable[..., Any], key: str, config: OffloadConfig, limits: Limits) -> Callable[..., Any]:
-    """`compiled`, counted in the first forward behind it; itself where no budget was given."""
+    """`compiled`, counted in the first forward after it; itself where no budget was given."""
     if config.device_budget == "auto" or config.max_slowdown is not None or limits.device_budget_bytes is None:
         return compiled
     digest = config.digest()
@@ -152,5 +152,5 @@ def count_calls(compiled: Callable[..., Any], key: str, config: OffloadConfig, l
 
 
 def is_one_of_many(config: OffloadConfig, limits: Limits) -> bool:
-    """Whether a graph offloads without a goal behind others: the link is theirs as well, and no number counts on its copies."""
-    return limits.behind and not limits.explicit and config.policy == "offload"
+    """Whether a graph offloads without a goal and after others: they share the link, and no number counts on its copies."""
+    return limits.downstream and not limits.explicit and config.policy == "offload"

@@ -1,7 +1,7 @@
 """Policies: what a user may say about each saved activation, checked, and made into values.
 
-    policy "auto"                          no wish: the planner decides
-    policy "keep" | "offload" | "recompute"   the same wish for every activation that may have it
+    policy "auto"                          no constraint: the planner decides
+    policy "keep" | "offload" | "recompute"   the same constraint for every activation that may have it
     policy {"*.mlp": "recompute", ...}     first match wins, the rest is planned; `modules.py` says what a pattern matches
     policy MyPolicy(...) or my_function    called with each SavedTensor; returns an action, or None to let the planner decide
 

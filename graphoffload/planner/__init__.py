@@ -2,7 +2,7 @@
 
 program: the instance, steps with times, buffers and candidates. arrays: the same as arrays, made once.
 simulator: instance and actions to Timeline, the referee of every solver. held: what holds the memory at one step.
-judge: what a goal asks, and how two proposals compare. bound: LP relaxation, which no plan undercuts.
-exact, greedy, relax, local: solvers; each proposes actions, the judge decides.
+evaluator: what a goal asks, and how two proposals compare. bound: LP relaxation, which no plan undercuts.
+exact, greedy, relax, local: solvers; each proposes actions, the evaluator decides.
 solvers: solve(), from a goal to the best proposal with its bound and reasons.
 """

@@ -1,4 +1,4 @@
-"""What a goal asks of a plan, and how two proposals compare. Every solver sees instances through a Judge only."""
+"""What a goal asks of a plan, and how two proposals compare. Every solver sees instances through an Evaluator only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Proposal:
         return self.score[0] <= 0.0
 
 
-class Judge:
+class Evaluator:
     """Evaluates proposals for one goal, remembers them, and counts: `budget` evaluations are what a solver may spend.
 
     lost: nothing that meets the budget is known. Where the peak is over it, time does not count, but at how many steps memory
@@ -81,9 +81,9 @@ class Judge:
         self._smallest_bytes = 1 << 62
         self._known: dict[tuple[tuple[Action, ...], int | None], tuple[Evaluation, Score]] = {}
 
-    def at(self, goal: MeetBudget) -> Judge:
-        """A judge of the same instance for another budget, with as many evaluations."""
-        return Judge(
+    def at(self, goal: MeetBudget) -> Evaluator:
+        """An evaluator of the same instance for another budget, with as many evaluations."""
+        return Evaluator(
             self.arrays,
             goal,
             host_budget_bytes=self.host_budget_bytes,
@@ -97,9 +97,9 @@ class Judge:
         """No time."""
         return self.patience is not None and self.patience.over()
 
-    def lost_at(self, goal: MeetBudget) -> Judge:
-        """A judge of the same instance for another budget, with three times the evaluations that this one was given."""
-        return Judge(
+    def lost_at(self, goal: MeetBudget) -> Evaluator:
+        """An evaluator of the same instance for another budget, with three times the evaluations that this one was given."""
+        return Evaluator(
             self.arrays,
             goal,
             host_budget_bytes=self.host_budget_bytes,
@@ -121,7 +121,7 @@ class Judge:
         """No evaluations left, or no time."""
         return self.count >= self.budget or self.hurried
 
-    def look(self, actions: Sequence[Action], window_bytes: int | None = None) -> tuple[Evaluation, Score]:
+    def evaluate(self, actions: Sequence[Action], window_bytes: int | None = None) -> tuple[Evaluation, Score]:
         """Evaluation and score; a window given for the whole solve wins."""
         window_bytes = self.window_bytes if self.window_bytes is not None else window_bytes
         key = (tuple(actions), window_bytes)
@@ -139,7 +139,7 @@ class Judge:
     def propose(self, actions: Sequence[Action], solver: str, window_bytes: int | None = None) -> Proposal:
         """Actions with their score."""
         window_bytes = self.window_bytes if self.window_bytes is not None else window_bytes
-        return Proposal(tuple(actions), window_bytes, self.look(actions, window_bytes)[1], solver)
+        return Proposal(tuple(actions), window_bytes, self.evaluate(actions, window_bytes)[1], solver)
 
     def _score(self, result: Evaluation) -> Score:
         broken = max(0.0, result.host_bytes - self.host_budget_bytes) if self.host_budget_bytes is not None else 0.0

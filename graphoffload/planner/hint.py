@@ -6,7 +6,7 @@ import time
 
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.arrays import arrays_of
-from graphoffload.planner.goals import Judge, WithinSlowdown
+from graphoffload.planner.goals import Evaluator, WithinSlowdown
 from graphoffload.planner.problem import Program
 from graphoffload.planner.strategies.greedy import greedy_moves
 
@@ -27,24 +27,24 @@ def saved_within(
     The whole planner finds at least as much: greedy is where it starts. Stops between two simulations once `patience_s` is
     over, so it takes one simulation longer at most.
     """
-    judge = _Hurried(program, hardware, WithinSlowdown(max_slowdown), host_budget_bytes, time.perf_counter() + patience_s)
-    keep_bytes = best_bytes = judge.look(judge.keep)[0].peak_bytes
+    evaluator = _Hurried(program, hardware, WithinSlowdown(max_slowdown), host_budget_bytes, time.perf_counter() + patience_s)
+    keep_bytes = best_bytes = evaluator.evaluate(evaluator.keep)[0].peak_bytes
     low, high = 0, keep_bytes
     for _ in range(_TARGETS):
         middle = (low + high) // 2
-        actions = greedy_moves(judge, judge.keep, middle, limit_s=judge.limit_s)
-        if judge.exhausted:
+        actions = greedy_moves(evaluator, evaluator.keep, middle, limit_s=evaluator.limit_s)
+        if evaluator.exhausted:
             return None
-        found = judge.propose(actions, "greedy")
-        peak_bytes = judge.look(actions)[0].peak_bytes
+        found = evaluator.propose(actions, "greedy")
+        peak_bytes = evaluator.evaluate(actions)[0].peak_bytes
         if found.feasible:
             best_bytes = min(best_bytes, peak_bytes)
         low, high = (low, min(middle, peak_bytes)) if peak_bytes <= middle else (middle, high)
     return keep_bytes - best_bytes
 
 
-class _Hurried(Judge):
-    """A judge that stops solvers at a moment, not after a number of evaluations."""
+class _Hurried(Evaluator):
+    """An evaluator that stops solvers at a moment, not after a number of evaluations."""
 
     def __init__(
         self, program: Program, hardware: HardwareProfile, goal: WithinSlowdown, host_bytes: int | None, deadline_s: float

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.arrays import arrays_of
-from graphoffload.planner.goals import Judge, MeetBudget, WithinSlowdown
+from graphoffload.planner.goals import Evaluator, MeetBudget, WithinSlowdown
 from graphoffload.planner.problem import Program
 from graphoffload.planner.strategies.relaxation import Relaxation
 
@@ -32,5 +32,5 @@ def lower_bound_peak_bytes(
     """Peak bytes, without the reserve, that every plan within (1 + max_slowdown) times keep-all's time has at least."""
     arrays = arrays_of(program, hardware)
     goal = WithinSlowdown(min(max_slowdown, 1e6))
-    found = Relaxation(arrays, goal, host_budget_bytes, Judge(arrays, goal).limit_s).solve()
+    found = Relaxation(arrays, goal, host_budget_bytes, Evaluator(arrays, goal).limit_s).solve()
     return int(found.value or 0.0)

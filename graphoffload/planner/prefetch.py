@@ -1,8 +1,8 @@
 """Reloads a little earlier and releases a little later than just in time, where memory is free: predictions are off by a few
 percent, and links share.
 
-    just in time   |==x==|use          ahead   |==x==|....|use       as far as `AHEAD` of the step, and the memory limit, allow
-                   |==x==|release      later   |==x==|....|release
+    just in time   |==x==|use          earlier |==x==|....|use       as far as `PREFETCH_SHARES` of the step and the memory
+                   |==x==|release      later   |==x==|....|release   limit allow
 
 What is planned does not change, nor does its predicted time; a copy that runs late in truth is still in time. A compiler may
 run a reload a few kernels before its place, so room for two of the largest is left: without it, measured peaks of some plans
@@ -20,7 +20,7 @@ import numpy as np
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline
 
-AHEAD = (0.02, 0.01, 0.005)
+PREFETCH_SHARES = (0.02, 0.01, 0.005)
 """Shares of keep-all's time that reloads are put ahead by: the first that costs nothing is taken. Releases use the first."""
 _FREE = 1.0005
 _DISPLACED = 2
@@ -32,17 +32,17 @@ Again = Callable[[Mapping[int, int]], Timeline]
 
 def with_slack(program: Program, just_in_time: Timeline, again: Again, *, limit_bytes: int, late: bool = True) -> Timeline:
     """Both, at a peak of at most `limit_bytes`; releases stay where they are unless `late`."""
-    ahead = reload_ahead(program, just_in_time, again, limit_bytes=limit_bytes)
+    ahead = prefetch_reloads(program, just_in_time, again, limit_bytes=limit_bytes)
     return release_later(program, ahead, limit_bytes=limit_bytes) if late else ahead
 
 
-def reload_ahead(program: Program, just_in_time: Timeline, again: Again, *, limit_bytes: int) -> Timeline:
+def prefetch_reloads(program: Program, just_in_time: Timeline, again: Again, *, limit_bytes: int) -> Timeline:
     """The timeline of the same actions with reloads ahead, at a peak of at most `limit_bytes` and without costing time."""
     if not just_in_time.schedule:
         return just_in_time
     limit_bytes = _less_displaced(program, just_in_time, limit_bytes)
     highest = max(limit_bytes, just_in_time.peak_bytes)
-    for share in AHEAD:
+    for share in PREFETCH_SHARES:
         found = again(_places(program, just_in_time, share * just_in_time.keep_time_s, limit_bytes))
         if found.peak_bytes <= highest and found.time_s <= just_in_time.time_s * _FREE:
             return found
@@ -65,7 +65,7 @@ def release_later(program: Program, timeline: Timeline, *, limit_bytes: int) -> 
         if item.release_at is None:
             continue
         nbytes, at = program.candidates[item.candidate].nbytes, item.release_at
-        wanted = bisect_left(forward_ends_s, forward_ends_s[at] + AHEAD[0] * timeline.keep_time_s, at)
+        wanted = bisect_left(forward_ends_s, forward_ends_s[at] + PREFETCH_SHARES[0] * timeline.keep_time_s, at)
         wanted = min(wanted, len(forward_ends_s) - 1)
         full = np.flatnonzero(memory[at + 1 : wanted + 1] + nbytes > limit_bytes)
         later[item.candidate] = at + int(full[0]) if len(full) else wanted

@@ -4,7 +4,7 @@
         │ no
     exact (few assignments)   greedy: all actions, recompute only, offload only   LP rounding ──▶ greedy repairs
         └──────────────┬───────────────────┴──────────────┘
-                    the judge ──▶ local search from the best two ──▶ Solution
+                    the evaluator ──▶ local search from the best two ──▶ Solution
                         └─ none meets the budget ──▶ again, scored by where memory is over, for lower budgets ──▶ or BudgetError
 
 Every proposal is scored by the simulator, so a bad estimate in a solver costs quality, never truth. The gap to the lower bound
@@ -23,7 +23,7 @@ from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.patience import Patience
 from graphoffload.planner.arrays import Arrays, arrays_of
 from graphoffload.planner.bottleneck import describe, held_at
-from graphoffload.planner.goals import Goal, Judge, MeetBudget, Proposal, WithinSlowdown
+from graphoffload.planner.goals import Evaluator, Goal, MeetBudget, Proposal, WithinSlowdown
 from graphoffload.planner.problem import Program
 from graphoffload.planner.reasons import reasons_for
 from graphoffload.planner.simulator import Timeline, timeline_of
@@ -94,7 +94,7 @@ def solve(
     """
     arrays = arrays_of(program, hardware)
     small = len(program.candidates) <= _SMALL
-    judge = Judge(
+    evaluator = Evaluator(
         arrays,
         goal,
         host_budget_bytes=host_budget_bytes,
@@ -102,95 +102,95 @@ def solve(
         budget=6000 if small else _evaluations(program),
         patience=patience,
     )
-    keep = judge.propose(judge.keep, "fits")
-    fixed_bytes = judge.look(judge.keep)[0].host_bytes
+    keep = evaluator.propose(evaluator.keep, "fits")
+    fixed_bytes = evaluator.evaluate(evaluator.keep)[0].host_bytes
     if host_budget_bytes is not None and fixed_bytes > host_budget_bytes:
         raise BudgetError(
             f"host_budget {format_bytes(host_budget_bytes)}: what is fixed to offload needs {format_bytes(fixed_bytes)}. "
             f"Raise host_budget to that, or fix fewer tensors."
         )
     if isinstance(goal, MeetBudget) and keep.feasible:
-        return _solution(judge, keep, None)
-    relaxed = Relaxation(arrays, goal, host_budget_bytes, judge.limit_s).solve()
-    best = _search(judge, keep, relaxed)
+        return _solution(evaluator, keep, None)
+    relaxed = Relaxation(arrays, goal, host_budget_bytes, evaluator.limit_s).solve()
+    best = _search(evaluator, keep, relaxed)
     if isinstance(goal, MeetBudget):
         if not best.feasible:
-            best = min((best, *_where_lost(judge, goal)), key=lambda p: p.score)
-        if not best.feasible or _is_far(judge, best, relaxed):
-            least = _least(judge)
-            best = min((best, *_from_below(judge, least)), key=lambda p: p.score)
+            best = min((best, *_where_lost(evaluator, goal)), key=lambda p: p.score)
+        if not best.feasible or _is_far(evaluator, best, relaxed):
+            least = _least(evaluator)
+            best = min((best, *_from_below(evaluator, least)), key=lambda p: p.score)
             if not best.feasible:
-                raise _infeasible(judge, goal, relaxed, least)
-    return _solution(judge, best, relaxed)
+                raise _infeasible(evaluator, goal, relaxed, least)
+    return _solution(evaluator, best, relaxed)
 
 
-def _is_far(judge: Judge, best: Proposal, relaxed: Relaxed) -> bool:
+def _is_far(evaluator: Evaluator, best: Proposal, relaxed: Relaxed) -> bool:
     """Whether a plan may be much slower than it has to be. One that is not is as good as any for a tighter budget, too: the
     bound of that is no lower."""
-    compute_s = judge.arrays.compute_s
+    compute_s = evaluator.arrays.compute_s
     return best.score[1] - (compute_s if relaxed.value is None else relaxed.value) > _FAR * compute_s
 
 
-def _from_below(judge: Judge, least: Proposal) -> Iterator[Proposal]:
+def _from_below(evaluator: Evaluator, least: Proposal) -> Iterator[Proposal]:
     """Plans for tighter budgets, which meet this one as well, and what local search makes of them here: the one with the least
     peak, and those for budgets on a grid that is the same for all budgets, so that neighbours look at the same ones."""
-    program = judge.arrays.program
-    least_bytes = judge.look(least.actions, least.window_bytes)[0].peak_bytes
+    program = evaluator.arrays.program
+    least_bytes = evaluator.evaluate(least.actions, least.window_bytes)[0].peak_bytes
     starts = [least]
-    rung = math.ceil(math.log(max(2, judge.limit_bytes), _RUNG)) - 1
+    rung = math.ceil(math.log(max(2, evaluator.limit_bytes), _RUNG)) - 1
     for bytes_below in (int(_RUNG ** (rung - step)) for step in range(_RUNGS)):
-        if bytes_below < least_bytes or judge.hurried:
+        if bytes_below < least_bytes or evaluator.hurried:
             break
-        other = judge.at(MeetBudget(bytes_below + program.reserve_bytes))
-        relaxed = Relaxation(judge.arrays, other.goal, judge.host_budget_bytes, judge.limit_s).solve()
+        other = evaluator.at(MeetBudget(bytes_below + program.reserve_bytes))
+        relaxed = Relaxation(evaluator.arrays, other.goal, evaluator.host_budget_bytes, evaluator.limit_s).solve()
         starts.append(_search(other, other.propose(other.keep, "fits"), relaxed))
     for found in starts:
-        start = judge.propose(found.actions, found.solver, found.window_bytes)
+        start = evaluator.propose(found.actions, found.solver, found.window_bytes)
         if start.feasible:
-            judge.budget = judge.count + _FEWEST
-            yield improve(judge, start, small=False)
+            evaluator.budget = evaluator.count + _FEWEST
+            yield improve(evaluator, start, small=False)
 
 
-def _search(judge: Judge, keep: Proposal, relaxed: Relaxed) -> Proposal:
+def _search(evaluator: Evaluator, keep: Proposal, relaxed: Relaxed) -> Proposal:
     """The best proposal of all solvers, and of local search from them."""
-    small, goal = len(judge.arrays.program.candidates) <= _SMALL, judge.goal
-    best, proven = search_exactly(judge)
+    small, goal = len(evaluator.arrays.program.candidates) <= _SMALL, evaluator.goal
+    best, proven = search_exactly(evaluator)
     searched: Sequence[Proposal] = ()
     if best is None or not proven or "offload" in best.actions:  # the search knows copies that run freely, no windows
-        found = [windows(judge, start) for start in (keep, best) if start is not None]
-        tight = _tight(judge, max(0, judge.limit_bytes)) if small and isinstance(goal, MeetBudget) else ()
-        found = sorted([*found, *_proposals(judge, relaxed), *tight], key=lambda p: p.score)
-        best = min(_improved(judge, found, small=small), key=lambda p: p.score)
-        searched = found[:_TURNS] if small and not judge.exhausted else ()
-        best = kicks(judge, best) if small else best
-    best = windows(judge, best)
+        found = [windows(evaluator, start) for start in (keep, best) if start is not None]
+        tight = _tight(evaluator, max(0, evaluator.limit_bytes)) if small and isinstance(goal, MeetBudget) else ()
+        found = sorted([*found, *_proposals(evaluator, relaxed), *tight], key=lambda p: p.score)
+        best = min(_improved(evaluator, found, small=small), key=lambda p: p.score)
+        searched = found[:_TURNS] if small and not evaluator.exhausted else ()
+        best = kicks(evaluator, best) if small else best
+    best = windows(evaluator, best)
     if not best.feasible and isinstance(goal, MeetBudget):
-        judge.budget += judge.count
-        aimed = _aiming_lower(judge, goal) if judge.lost else ()
-        starts = [*aimed, *_tight(judge, max(0, judge.limit_bytes))]
+        evaluator.budget += evaluator.count
+        aimed = _aiming_lower(evaluator, goal) if evaluator.lost else ()
+        starts = [*aimed, *_tight(evaluator, max(0, evaluator.limit_bytes))]
         start = min(starts, key=lambda p: p.score)
-        best = best if start in searched else improve(judge, start, small=small)
+        best = best if start in searched else improve(evaluator, start, small=small)
     return best
 
 
-def _where_lost(judge: Judge, goal: MeetBudget) -> Iterator[Proposal]:
+def _where_lost(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
     """What is found by other scores, and for budgets a little lower, where something was found a little above: the solvers lose
     their way at one budget and not at the next, and who can do with less can do with this."""
-    near_bytes = judge.limit_bytes * _NEAR
+    near_bytes = evaluator.limit_bytes * _NEAR
     for share in _LOWER:
-        if judge.smallest is None or judge.look(*judge.smallest)[0].peak_bytes > near_bytes:
+        if evaluator.smallest is None or evaluator.evaluate(*evaluator.smallest)[0].peak_bytes > near_bytes:
             return
-        lower = MeetBudget(goal.device_budget_bytes - int(judge.limit_bytes * (1.0 - share)))
-        other = judge.lost_at(lower)
-        relaxed = Relaxation(judge.arrays, lower, judge.host_budget_bytes, judge.limit_s).solve()
+        lower = MeetBudget(goal.device_budget_bytes - int(evaluator.limit_bytes * (1.0 - share)))
+        other = evaluator.lost_at(lower)
+        relaxed = Relaxation(evaluator.arrays, lower, evaluator.host_budget_bytes, evaluator.limit_s).solve()
         if relaxed.value is None:
             return
         found = _search(other, other.propose(other.keep, "fits"), relaxed)
         for actions, window in filter(None, ((found.actions, found.window_bytes), other.smallest)):
-            same = judge.propose(actions, found.solver, window)
+            same = evaluator.propose(actions, found.solver, window)
             if same.feasible:
-                judge.budget = judge.count + _FEWEST
-                yield improve(judge, same, small=False)
+                evaluator.budget = evaluator.count + _FEWEST
+                yield improve(evaluator, same, small=False)
                 return
 
 
@@ -200,72 +200,74 @@ def _evaluations(program: Program) -> int:
     return max(_FEWEST, min(_MOST, _WORK // size))
 
 
-def _improved(judge: Judge, found: Sequence[Proposal], *, small: bool) -> Iterator[Proposal]:
+def _improved(evaluator: Evaluator, found: Sequence[Proposal], *, small: bool) -> Iterator[Proposal]:
     """Local search from the best proposal, and where simulations are cheap from greedy's and the LP's, each with its share.
 
     A proposal that meets the budget by waiting for copies may be far from every good one, and one a little above it near.
     """
     if small:
-        yield from (improve(judge, start, small=True) for start in found[:_TURNS])
+        yield from (improve(evaluator, start, small=True) for start in found[:_TURNS])
         return
     starts = [found[0], *(p for p in found[1:] if p.solver in ("greedy", "lp"))]
-    starts = starts[: min(_TURNS, max(1, judge.budget // _FEWEST))]
-    total = judge.budget
+    starts = starts[: min(_TURNS, max(1, evaluator.budget // _FEWEST))]
+    total = evaluator.budget
     for turn, start in enumerate(starts):
-        judge.budget = judge.count + (total - judge.count) // (len(starts) - turn)
-        yield improve(judge, start, small=False)
+        evaluator.budget = evaluator.count + (total - evaluator.count) // (len(starts) - turn)
+        yield improve(evaluator, start, small=False)
 
 
-def _proposals(judge: Judge, relaxed: Relaxed) -> Iterator[Proposal]:
+def _proposals(evaluator: Evaluator, relaxed: Relaxed) -> Iterator[Proposal]:
     """What each solver makes of the goal."""
-    if isinstance(judge.goal, MeetBudget):
-        target_bytes = max(0, judge.limit_bytes)
+    if isinstance(evaluator.goal, MeetBudget):
+        target_bytes = max(0, evaluator.limit_bytes)
         for name, allowed in _STARTS.items():
-            start = round_down(judge, relaxed) if name == "lp" else judge.keep
-            yield windows(judge, judge.propose(greedy_moves(judge, start, target_bytes, allowed=allowed), name))
+            start = round_down(evaluator, relaxed) if name == "lp" else evaluator.keep
+            yield windows(evaluator, evaluator.propose(greedy_moves(evaluator, start, target_bytes, allowed=allowed), name))
         return
     if "lp" in _STARTS:
-        yield judge.propose(round_down(judge, relaxed), "lp")
-    yield from _tight(judge, 0)
-    yield from _halving(judge)
+        yield evaluator.propose(round_down(evaluator, relaxed), "lp")
+    yield from _tight(evaluator, 0)
+    yield from _halving(evaluator)
 
 
-def _halving(judge: Judge) -> Iterator[Proposal]:
+def _halving(evaluator: Evaluator) -> Iterator[Proposal]:
     """Greedy for a slowdown: budgets between nothing and the peak of keep-all, halved until the limit of time is met."""
-    low, high = 0, judge.look(judge.keep)[0].peak_bytes
+    low, high = 0, evaluator.evaluate(evaluator.keep)[0].peak_bytes
     for _ in range(6):
         middle = (low + high) // 2
-        actions = greedy_moves(judge, judge.keep, middle, limit_s=judge.limit_s)
-        yield judge.propose(actions, "greedy")
-        peak = judge.look(actions)[0].peak_bytes
+        actions = greedy_moves(evaluator, evaluator.keep, middle, limit_s=evaluator.limit_s)
+        yield evaluator.propose(actions, "greedy")
+        peak = evaluator.evaluate(actions)[0].peak_bytes
         low, high = (low, min(middle, peak)) if peak <= middle else (middle, high)
 
 
-def _tight(judge: Judge, target_bytes: int) -> Iterator[Proposal]:
+def _tight(evaluator: Evaluator, target_bytes: int) -> Iterator[Proposal]:
     """Where memory falls only if compute waits for copies early: greedy on timelines that do, and everything offloaded."""
-    sizes = [c.nbytes for c in judge.arrays.program.candidates if len(c.actions) > 1]
+    sizes = [c.nbytes for c in evaluator.arrays.program.candidates if len(c.actions) > 1]
     for window in (share * max(sizes, default=0) for share in _WAITS):
-        actions = greedy_moves(judge, judge.keep, target_bytes, limit_s=judge.limit_s, window_bytes=window)
-        yield windows(judge, judge.propose(actions, "greedy", window))
+        actions = greedy_moves(evaluator, evaluator.keep, target_bytes, limit_s=evaluator.limit_s, window_bytes=window)
+        yield windows(evaluator, evaluator.propose(actions, "greedy", window))
     for cheap in _CHEAP:  # recomputation that takes less than this share of the copies
-        yield windows(judge, judge.propose(_nothing_kept(judge.arrays, cheap), "all"))
+        yield windows(evaluator, evaluator.propose(_nothing_kept(evaluator.arrays, cheap), "all"))
 
 
-def _aiming_lower(judge: Judge, goal: MeetBudget) -> Iterator[Proposal]:
+def _aiming_lower(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
     """The LP for limits that are lower by what its rounding broke: whole tensors are larger than the room that it leaves."""
-    device_bytes, host_bytes = goal.device_budget_bytes, judge.host_budget_bytes
+    device_bytes, host_bytes = goal.device_budget_bytes, evaluator.host_budget_bytes
     for _ in range(_AIMS):
-        relaxed = Relaxation(judge.arrays, MeetBudget(device_bytes), host_bytes, judge.limit_s).solve()
+        relaxed = Relaxation(evaluator.arrays, MeetBudget(device_bytes), host_bytes, evaluator.limit_s).solve()
         if relaxed.value is None:
             return
-        found = windows(judge, judge.propose(greedy_moves(judge, round_down(judge, relaxed), judge.limit_bytes), "lp"))
+        found = windows(
+            evaluator, evaluator.propose(greedy_moves(evaluator, round_down(evaluator, relaxed), evaluator.limit_bytes), "lp")
+        )
         yield found
         if found.feasible:
             return
-        result = judge.look(found.actions, found.window_bytes)[0]
-        device_bytes -= max(0, result.peak_bytes - judge.limit_bytes)
-        if host_bytes is not None and judge.host_budget_bytes is not None:
-            host_bytes -= max(0, result.host_bytes - judge.host_budget_bytes)
+        result = evaluator.evaluate(found.actions, found.window_bytes)[0]
+        device_bytes -= max(0, result.peak_bytes - evaluator.limit_bytes)
+        if host_bytes is not None and evaluator.host_budget_bytes is not None:
+            host_bytes -= max(0, result.host_bytes - evaluator.host_budget_bytes)
 
 
 def _nothing_kept(arrays: Arrays, cheap: float) -> tuple[Action, ...]:
@@ -281,37 +283,37 @@ def _nothing_kept(arrays: Arrays, cheap: float) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def round_down(judge: Judge, relaxed: Relaxed) -> tuple[Action, ...]:
+def round_down(evaluator: Evaluator, relaxed: Relaxed) -> tuple[Action, ...]:
     """Whole numbers from the relaxation's fractions, per class: earliest layers offload, the next recompute, the last keep.
 
     Rounded to the nearest whole, so limits may be broken a little; greedy and local search repair.
     """
-    actions = list(judge.keep)
+    actions = list(evaluator.keep)
     for index, fold in enumerate(relaxed.classes):
         offload = min(fold.count, int(relaxed.offload[index] + 0.5))
         recompute = min(fold.count - offload, int(relaxed.recompute[index] + relaxed.offload[index] + 0.5) - offload)
         for rank, member in enumerate(fold.members):
-            choices = judge.arrays.program.candidates[member].actions
+            choices = evaluator.arrays.program.candidates[member].actions
             if len(choices) > 1:
                 wanted: Action = "offload" if rank < offload else "recompute" if rank < offload + recompute else "keep"
                 actions[member] = wanted if wanted in choices else "keep"
     return tuple(actions)
 
 
-def _solution(judge: Judge, best: Proposal, relaxed: Relaxed | None) -> Solution:
-    result = judge.look(best.actions, best.window_bytes)[0]
-    timeline = timeline_of(judge.arrays, result)
+def _solution(evaluator: Evaluator, best: Proposal, relaxed: Relaxed | None) -> Solution:
+    result = evaluator.evaluate(best.actions, best.window_bytes)[0]
+    timeline = timeline_of(evaluator.arrays, result)
     bound = relaxed.value if relaxed is not None else None
-    budget_goal = isinstance(judge.goal, MeetBudget)
+    budget_goal = isinstance(evaluator.goal, MeetBudget)
     return Solution(
         actions=best.actions,
         timeline=timeline,
         solver=best.solver,
-        reasons=reasons_for(judge.arrays, best.actions, result, fits=best.solver == "fits"),
+        reasons=reasons_for(evaluator.arrays, best.actions, result, fits=best.solver == "fits"),
         max_inflight_bytes=best.window_bytes,
-        lower_bound_s=(judge.arrays.compute_s if bound is None else min(bound, timeline.time_s)) if budget_goal else None,
+        lower_bound_s=(evaluator.arrays.compute_s if bound is None else min(bound, timeline.time_s)) if budget_goal else None,
         lower_bound_peak_bytes=None if budget_goal else min(int(bound or 0.0), timeline.peak_bytes),
-        evaluations=judge.count,
+        evaluations=evaluator.count,
     )
 
 
@@ -328,20 +330,20 @@ def least_budget_bytes(
     return solve(program, hardware, WithinSlowdown(1e6), **given, patience=patience)
 
 
-def _least(judge: Judge) -> Proposal:
+def _least(evaluator: Evaluator) -> Proposal:
     """The plan with the least peak that is found at any time, as fast as it is found for that peak; the same whatever the
-    budget of `judge`, so that it may be named: who asks for its peak gets it or a faster one."""
-    program = judge.arrays.program
+    budget of `evaluator`, so that it may be named: who asks for its peak gets it or a faster one."""
+    program = evaluator.arrays.program
     found = least_budget_bytes(
         program,
-        judge.arrays.hardware,
-        host_budget_bytes=judge.host_budget_bytes,
-        max_inflight_bytes=judge.window_bytes,
-        patience=judge.patience,
+        evaluator.arrays.hardware,
+        host_budget_bytes=evaluator.host_budget_bytes,
+        max_inflight_bytes=evaluator.window_bytes,
+        patience=evaluator.patience,
     )
-    other = judge.at(MeetBudget(found.timeline.peak_bytes + program.reserve_bytes))
+    other = evaluator.at(MeetBudget(found.timeline.peak_bytes + program.reserve_bytes))
     start = other.propose(found.actions, found.solver, found.max_inflight_bytes)
-    relaxed = Relaxation(judge.arrays, other.goal, judge.host_budget_bytes, judge.limit_s).solve()
+    relaxed = Relaxation(evaluator.arrays, other.goal, evaluator.host_budget_bytes, evaluator.limit_s).solve()
     searched = _search(other, other.propose(other.keep, "fits"), relaxed)
     if searched.score <= start.score:
         return searched
@@ -349,10 +351,10 @@ def _least(judge: Judge) -> Proposal:
     return improve(other, start, small=False)
 
 
-def _infeasible(judge: Judge, goal: MeetBudget, relaxed: Relaxed, least: Proposal) -> BudgetError:
+def _infeasible(evaluator: Evaluator, goal: MeetBudget, relaxed: Relaxed, least: Proposal) -> BudgetError:
     """The error for a budget that nothing meets, with the least one that is met."""
-    arrays, program = judge.arrays, judge.arrays.program
-    result = judge.look(least.actions, least.window_bytes)[0]
+    arrays, program = evaluator.arrays, evaluator.arrays.program
+    result = evaluator.evaluate(least.actions, least.window_bytes)[0]
     timeline = timeline_of(arrays, result)
     held = describe(held_at(arrays, least.actions, result, result.peak_step))
     reserve = f" and {format_bytes(program.reserve_bytes)} in reserve" if program.reserve_bytes else ""

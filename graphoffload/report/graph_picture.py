@@ -78,14 +78,14 @@ def drawn_nodes(
     """
     nodes: list[DrawnNode] = []
     edges: list[Edge] = []
-    behind: set[str] = set()
+    in_backward: set[str] = set()
     for node in graph_module.graph.nodes:
         inputs = [source.name for source in node.all_input_nodes]
-        if (node.op == "placeholder" and node.name.startswith("tangents")) or not behind.isdisjoint(inputs):
-            behind.add(node.name)
+        if (node.op == "placeholder" and node.name.startswith("tangents")) or not in_backward.isdisjoint(inputs):
+            in_backward.add(node.name)
         shape, nbytes = _shape_and_bytes(node.meta.get("val"))
         op = str(node.target) if node.op == "call_function" else node.op
-        where = side or ("backward" if node.name in behind and node.op != "output" else "forward")
+        where = side or ("backward" if node.name in in_backward and node.op != "output" else "forward")
         module = (modules or {}).get(node.name) or _module_of(node)
         nodes.append(DrawnNode(node.name, op, module, nbytes, _role(node.name, op, actions), where, shape))
         edges += [(name, node.name) for name in inputs]

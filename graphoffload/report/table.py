@@ -75,7 +75,7 @@ class Row:
         return "~" * bool(self.about) + format_bytes(self.nbytes) + "+" * bool(self.symbolic)
 
     @property
-    def hides_behind(self) -> str:
+    def overlaps_with(self) -> str:
         """Nodes between the ends of the first storage's copies; "e.g." where the others have other ones."""
         return self.hides[0] if len(set(self.hides)) == 1 else f"e.g. {self.hides[0]}"
 
@@ -105,7 +105,7 @@ def folded_rows(plans: Sequence[Plan]) -> list[Row]:
             row = rows.setdefault(key, Row(action, tensor.op, shape, dtype, why))
             row.paths.append(tensor.module)
             row.tensors.append(tensor.name)
-            row.hides.append(_hides_behind(transfers.get(tensor.name)) if action == "offload" else "")
+            row.hides.append(_overlaps_with(transfers.get(tensor.name)) if action == "offload" else "")
             row.nbytes += tensor.planned_bytes
             row.about += tensor.nbytes is None and tensor.example_bytes > 0
             row.symbolic += tensor.nbytes is None and not tensor.example_bytes
@@ -210,7 +210,7 @@ def _rich_table(rows: Sequence[Row], width: int) -> Table:
         "size": [row.size for row in rows],
         "decision": [str(row.action) for row in rows],
         "why": [row.why for row in rows],
-        "hides behind": [row.hides_behind for row in rows],
+        "hides behind": [row.overlaps_with for row in rows],
     }
     widths = _widths(columns, width)
     table = Table(box=_BOX, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
@@ -312,7 +312,7 @@ def _dtype(dtype: str) -> str:
     return name
 
 
-def _hides_behind(transfer: Transfer | None) -> str:
+def _overlaps_with(transfer: Transfer | None) -> str:
     """What runs while the copies do: forward from the producer (or a node named) to release, backward from reload to wait."""
     if transfer is None:
         return "no transfer planned"

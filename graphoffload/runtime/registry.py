@@ -26,14 +26,26 @@ class RunPlan:
 
     at_end: ids that are released at the end of forward. asked: size, stride and type that backward reloads an id with.
     order: ids in the order in which backward reloads them. capturable: forward was compiled to be captured with its copies.
-    behind: this graph runs behind others, and for no goal: all its releases may be left to the next one, and where its call is
-    the last of a forward, what it offloads stays on the device (see step/between_graphs.py).
+    downstream: this graph reads what other graphs compute, and has no goal: all its releases may be left to the next graph.
+    Where its call is the last of a forward, what it offloads stays on the device (see step/between_graphs.py).
     strides: what the compiler lays an id's source out as, where that is known.
     """
 
     __slots__ = (
-        "_names", "asked", "at_end", "behind", "budget", "capturable", "checksum", "key", "layouts", "linked", "order",
-        "strides", "transfers", "window_bytes",
+        "_names",
+        "asked",
+        "at_end",
+        "budget",
+        "capturable",
+        "checksum",
+        "downstream",
+        "key",
+        "layouts",
+        "linked",
+        "order",
+        "strides",
+        "transfers",
+        "window_bytes",
     )  # fmt: skip
 
     def __init__(self, plan: Plan | None, key: str) -> None:
@@ -44,20 +56,20 @@ class RunPlan:
         self.checksum = plan.checksum if plan is not None else False
         self.transfers = len(transfers)
         self.at_end = frozenset(t.id for t in transfers if t.release_after is None)
-        self.linked = self.capturable = self.behind = False
+        self.linked = self.capturable = self.downstream = False
         self.window_bytes: int | None = None
         self.budget: Budget | None = None
         self.asked: dict[int, tuple[Sequence[int], Sequence[int], torch.dtype]] = {}
         self.order: tuple[int, ...] = ()
         self.strides: dict[int, tuple[int, ...]] = {}
 
-    def link(self, window_bytes: int | None, budget: Budget | None = None, *, behind: bool = False) -> None:
+    def link(self, window_bytes: int | None, budget: Budget | None = None, *, downstream: bool = False) -> None:
         """Let this plan's copies outlive its graphs (step/between_graphs.py): nothing in them reuses a released source.
 
         `window_bytes`: what may be outstanding across graphs; None: what the largest of them offloads. `budget`: shared with
-        other graphs; what it has room for stays on the device. `behind`: as the attribute.
+        other graphs; what it has room for stays on the device. `downstream`: as the attribute.
         """
-        self.linked, self.window_bytes, self.budget, self.behind = True, window_bytes, budget, behind
+        self.linked, self.window_bytes, self.budget, self.downstream = True, window_bytes, budget, downstream
 
     def name(self, id: int) -> str:
         """A transfer's tensor and module, for messages."""

@@ -96,7 +96,7 @@ def strategies() -> list[Strategy]:
         return Strategy(name, module, attribute, value, (solver if used_by == "windows" else module, used_by))
 
     return [
-        Strategy("exact", solver, "search_exactly", lambda judge: (None, False), (exact, "_assignments")),
+        Strategy("exact", solver, "search_exactly", lambda evaluator: (None, False), (exact, "_assignments")),
         *(_without(name) for name in solver._STARTS),
         call("greedy, halving", "_halving", _nothing),
         constant("tight: all offloaded", "_CHEAP", (1.0,), "_tight"),

@@ -85,17 +85,17 @@ def _text(name: str) -> str:
 def record(name: str, model: Any, *args: Any, hardware: str, **named: Any) -> Path:
     """Trace one step of a model, which may be on the meta device, and record the Program of its largest graph."""
     import graphoffload
-    from graphoffload.compiler import draft as drafts
+    from graphoffload.compiler import trial as trials
 
     found: list[Program] = []
-    build = drafts.build_program
+    build = trials.build_program
 
     def noting(*given: Any, **options: Any) -> Any:
         instance = build(*given, **options)
         found.append(instance.program)
         return instance
 
-    with mock.patch.object(drafts, "build_program", noting):
+    with mock.patch.object(trials, "build_program", noting):
         graphoffload.explain(model, hardware=hardware, device_budget="100TiB", host_budget="100TiB")(*args, **named)
     program = max(found, key=lambda program: len(program.backward))
     return write(name, program, hardware)

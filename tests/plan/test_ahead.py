@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import PROFILES, HardwareProfile
-from graphoffload.planner.prefetch import Again, release_later, reload_ahead, with_slack
+from graphoffload.planner.prefetch import Again, prefetch_reloads, release_later, with_slack
 from graphoffload.planner.problem import Candidate, Program, Step
 from graphoffload.planner.simulator import Timeline, simulate
 
@@ -43,7 +43,7 @@ def both(limit_bytes: int | None = None) -> tuple[Timeline, Timeline]:
     actions = offload_most(program)
     late = simulate(program, actions, LINK)
     limit = late.peak_bytes if limit_bytes is None else limit_bytes
-    return late, reload_ahead(program, late, again(program, actions), limit_bytes=limit)
+    return late, prefetch_reloads(program, late, again(program, actions), limit_bytes=limit)
 
 
 def reloads(timeline: Timeline) -> dict[int, int]:
@@ -76,7 +76,7 @@ def test_both(late: bool) -> None:
     actions = offload_most(program)
     just_in_time = simulate(program, actions, LINK)
     found = with_slack(program, just_in_time, again(program, actions), limit_bytes=10**6, late=late)
-    ahead = reload_ahead(program, just_in_time, again(program, actions), limit_bytes=10**6)
+    ahead = prefetch_reloads(program, just_in_time, again(program, actions), limit_bytes=10**6)
     assert found == (release_later(program, ahead, limit_bytes=10**6) if late else ahead)
     assert (releases(found) != releases(just_in_time)) == late
 
@@ -84,7 +84,7 @@ def test_both(late: bool) -> None:
 def test_nothing_to_reload_is_left_alone() -> None:
     program = chain(3)
     late = simulate(program, ["keep"] * 3, LINK)
-    assert reload_ahead(program, late, again(program, ["keep"] * 3), limit_bytes=0) is late
+    assert prefetch_reloads(program, late, again(program, ["keep"] * 3), limit_bytes=0) is late
 
 
 def test_what_would_cost_time_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_limits_and_order_hold_for_any_sizes(sizes: list[tuple[int, bool]], slac
     actions: list[Action] = ["offload" if goes else "keep" for _, goes in sizes]
     for hardware in (LINK, PROFILES["h200-sxm"]):
         late = simulate(program, actions, hardware)
-        ahead = reload_ahead(program, late, again(program, actions, hardware), limit_bytes=late.peak_bytes + slack)
+        ahead = prefetch_reloads(program, late, again(program, actions, hardware), limit_bytes=late.peak_bytes + slack)
         assert ahead.peak_bytes <= late.peak_bytes + slack
         assert ahead.time_s <= late.time_s * 1.001
         assert all(reloads(ahead)[k] <= reloads(late)[k] for k in reloads(late))

@@ -11,7 +11,7 @@ from graphoffload.errors import BudgetError
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.planner import solver as solvers
 from graphoffload.planner.arrays import arrays_of
-from graphoffload.planner.goals import Judge, Proposal
+from graphoffload.planner.goals import Evaluator, Proposal
 from graphoffload.planner.lower_bound import lower_bound_peak_bytes, lower_bound_s
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.planner.simulator import simulate
@@ -90,8 +90,8 @@ def test_greedy_pays_for_no_more_bytes_than_are_needed(need: int, moved: set[str
     program = small_and_large()
     arrays = arrays_of(program, toy())
     target = simulate(program, program.keep_actions(), toy()).peak_bytes - need
-    judge = Judge(arrays, MeetBudget(target))
-    actions = greedy_moves(judge, program.keep_actions(), target)
+    evaluator = Evaluator(arrays, MeetBudget(target))
+    actions = greedy_moves(evaluator, program.keep_actions(), target)
     assert {c.name[:5].rstrip("0123456789") for c, a in zip(program.candidates, actions, strict=True) if a != "keep"} == moved
 
 
@@ -101,20 +101,20 @@ def test_what_compute_waits_for_is_replaced() -> None:
     backward = tuple(Step(f"b{i}", 4.0) for i in range(12))
     small = [Candidate(f"x{i}", 2, i, i, (11 - i,)) for i in range(10)]
     program = Program(forward, backward, (), (*small, Candidate("large", 20, 9, 9, (1,))), static_bytes=1)
-    judge = Judge(arrays_of(program, toy()), MeetBudget(36), budget=500)
-    start = judge.propose(["keep"] * 10 + ["offload"], "start")
-    assert judge.look(start.actions)[0].stalls
-    (move,) = without_stalled(judge, start)
+    evaluator = Evaluator(arrays_of(program, toy()), MeetBudget(36), budget=500)
+    start = evaluator.propose(["keep"] * 10 + ["offload"], "start")
+    assert evaluator.evaluate(start.actions)[0].stalls
+    (move,) = without_stalled(evaluator, start)
     actions = list(start.actions)
     for index, action in move:
         actions[index] = action
     assert actions[-1] == "keep"
     assert actions.count("offload") == 3
-    found = judge.propose(actions, "moved")
+    found = evaluator.propose(actions, "moved")
     assert found.feasible
     assert found.score < start.score
-    assert not judge.look(actions)[0].stalls
-    assert list(without_stalled(judge, found)) == []
+    assert not evaluator.evaluate(actions)[0].stalls
+    assert list(without_stalled(evaluator, found)) == []
 
 
 def test_a_budget_that_cannot_be_met_names_the_least_and_what_holds_it() -> None:
@@ -192,12 +192,12 @@ def test_fixed_actions_and_the_host_budget_bind() -> None:
 def test_before_an_error_nothing_is_searched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits early for memory was among the first proposals of a small instance; another start is still tried."""
     starts: list[tuple[int, Proposal]] = []
-    judges: list[Judge] = []  # alive, so that no two have one identity
+    judges: list[Evaluator] = []  # alive, so that no two have one identity
 
-    def counting(judge: Judge, start: Proposal, *, small: bool) -> Proposal:
-        judges.append(judge)
-        starts.append((id(judge), start))
-        return improve(judge, start, small=small)
+    def counting(evaluator: Evaluator, start: Proposal, *, small: bool) -> Proposal:
+        judges.append(evaluator)
+        starts.append((id(evaluator), start))
+        return improve(evaluator, start, small=small)
 
     monkeypatch.setattr(solvers, "improve", counting)
     for budget in (12, 14):

@@ -13,15 +13,15 @@ import numpy as np
 
 from graphoffload.facts.plan import Action
 from graphoffload.planner.arrays import Arrays, Floats, Ints
-from graphoffload.planner.goals import Judge, MeetBudget, Proposal
+from graphoffload.planner.goals import Evaluator, MeetBudget, Proposal
 
 _MOST = 60_000
 _SHARE = 0.7
 
 
-def search_exactly(judge: Judge) -> tuple[Proposal | None, bool]:
+def search_exactly(evaluator: Evaluator) -> tuple[Proposal | None, bool]:
     """The best assignment and whether that is proven; (None, False) where there are too many."""
-    arrays = judge.arrays
+    arrays = evaluator.arrays
     choices = [candidate.actions for candidate in arrays.program.candidates]
     count = 1
     for choice in choices:
@@ -30,10 +30,10 @@ def search_exactly(judge: Judge) -> tuple[Proposal | None, bool]:
             return None, False
     index = _assignments([len(choice) for choice in choices], count)
     seconds, peaks, hosts = _bounds(arrays, choices, index)
-    budget_goal = isinstance(judge.goal, MeetBudget)
-    possible = peaks <= judge.limit_bytes if budget_goal else seconds <= judge.limit_s
-    if judge.host_budget_bytes is not None:
-        possible &= hosts <= judge.host_budget_bytes
+    budget_goal = isinstance(evaluator.goal, MeetBudget)
+    possible = peaks <= evaluator.limit_bytes if budget_goal else seconds <= evaluator.limit_s
+    if evaluator.host_budget_bytes is not None:
+        possible &= hosts <= evaluator.host_budget_bytes
     bound = seconds if budget_goal else peaks.astype(np.float64)
     wanted = np.flatnonzero(possible)
     wanted = wanted[np.lexsort((peaks[wanted] if budget_goal else seconds[wanted], bound[wanted]))]
@@ -41,9 +41,9 @@ def search_exactly(judge: Judge) -> tuple[Proposal | None, bool]:
     for position in wanted.tolist():
         if best is not None and best.feasible and bound[position] > best.score[1] * (1.0 + 1e-9):
             return best, True
-        if judge.count > judge.budget * _SHARE:
+        if evaluator.count > evaluator.budget * _SHARE:
             return best, False
-        found = judge.propose([choice[int(i)] for choice, i in zip(choices, index[:, position], strict=True)], "exact")
+        found = evaluator.propose([choice[int(i)] for choice, i in zip(choices, index[:, position], strict=True)], "exact")
         if best is None or found.score < best.score:
             best = found
     return best, best is not None and best.feasible

@@ -19,7 +19,7 @@ import numpy as np
 
 from graphoffload.facts.plan import Action
 from graphoffload.planner.arrays import Arrays, Floats
-from graphoffload.planner.goals import Judge
+from graphoffload.planner.goals import Evaluator
 from graphoffload.planner.simulator import Evaluation
 
 _FINE = 48
@@ -44,11 +44,11 @@ class Prices:
 
     def _slacks(self) -> None:
         arrays, first = self.arrays, self.result.first
-        ahead, behind = np.zeros(arrays.forward_steps + 1), np.zeros(arrays.backward_steps + 1)
+        copies_out_s, copies_in_s = np.zeros(arrays.forward_steps + 1), np.zeros(arrays.backward_steps + 1)
         for index, _, need in self.result.loads:
-            ahead[arrays.produced_at[index]] += arrays.d2h_s[index]
-            behind[need] += arrays.h2d_s[index]
-        queue = np.cumsum(ahead[::-1])[::-1][:-1]
+            copies_out_s[arrays.produced_at[index]] += arrays.d2h_s[index]
+            copies_in_s[need] += arrays.h2d_s[index]
+        queue = np.cumsum(copies_out_s[::-1])[::-1][:-1]
         room = self.forward_sum[-1] - self.forward_sum[1:] - queue
         self.slack_d2h: list[float] = np.minimum.accumulate(room).tolist() if len(room) else []
         extra = np.zeros(arrays.backward_steps + 1)
@@ -56,7 +56,7 @@ class Prices:
             if self.actions[index] == "recompute" and first[index] < arrays.backward_steps:
                 extra[first[index] + 1 :][:1] += arrays.recompute_s[index]
         start = self.backward_sum + np.cumsum(extra)
-        late = start[:-1] - np.cumsum(behind)[:-1]
+        late = start[:-1] - np.cumsum(copies_in_s)[:-1]
         self.slack_h2d: list[float] = np.minimum.accumulate(late[::-1])[::-1].tolist()
 
     def _vacated(self, size: float, begin: int, end: int) -> float:
@@ -108,7 +108,7 @@ class Prices:
 
 
 def greedy_moves(
-    judge: Judge,
+    evaluator: Evaluator,
     actions: Sequence[Action],
     target_bytes: int,
     *,
@@ -121,19 +121,19 @@ def greedy_moves(
 
     `barred`: candidates that stay as they are. `window_bytes`: the window of outstanding copies that it is looked at in.
     """
-    arrays = judge.arrays
+    arrays = evaluator.arrays
     state = list(actions)
     fine = len(state) <= _FINE
     best: tuple[Action, ...] = tuple(state)
-    best_peak = judge.look(state, window_bytes)[0].peak_bytes
+    best_peak = evaluator.evaluate(state, window_bytes)[0].peak_bytes
     for _ in range(4 * _FINE if fine else _ROUNDS):
-        result = judge.look(state, window_bytes)[0]
+        result = evaluator.evaluate(state, window_bytes)[0]
         if result.peak_bytes <= best_peak and result.time_s <= limit_s:
             best, best_peak = tuple(state), result.peak_bytes
-        if result.peak_bytes <= target_bytes or result.time_s > limit_s or judge.exhausted:
+        if result.peak_bytes <= target_bytes or result.time_s > limit_s or evaluator.exhausted:
             break
         most = 1 if fine else len(state)
-        if not _batch(arrays, state, result, target_bytes, allowed, most, judge.host_budget_bytes, barred):
+        if not _batch(arrays, state, result, target_bytes, allowed, most, evaluator.host_budget_bytes, barred):
             break
     return best
 

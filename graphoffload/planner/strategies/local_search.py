@@ -3,7 +3,7 @@ first improvement wins.
 
 For few candidates every single and every pair of changes is tried until none helps, so the result is 2-optimal; that is not
 optimal: three changes that pay only together are missed. For many, moves are per group of repeated layers (earliest or
-latest members, one or a share) and end with the judge's evaluations. Why the ends: the layers of a group have equal
+latest members, one or a share) and end with the evaluator's evaluations. Why the ends: the layers of a group have equal
 sizes and costs, so which of them moves matters only through time, and the ends are the extremes of that.
 """
 
@@ -14,7 +14,7 @@ from itertools import combinations
 from random import Random
 
 from graphoffload.facts.plan import Action
-from graphoffload.planner.goals import Judge, MeetBudget, Proposal
+from graphoffload.planner.goals import Evaluator, MeetBudget, Proposal
 from graphoffload.planner.problem import Program
 from graphoffload.planner.strategies.greedy import greedy_moves
 
@@ -90,23 +90,23 @@ def _exchanges(program: Program, groups: dict[str, list[int]], actions: Sequence
                 yield one + two
 
 
-def without_stalled(judge: Judge, best: Proposal) -> Iterator[Move]:
+def without_stalled(evaluator: Evaluator, best: Proposal) -> Iterator[Move]:
     """A tensor that compute waits for is kept, and greedy finds others for it, such as several small ones for a large one."""
     waits: dict[int, float] = {}
-    for index, _, seconds in judge.look(best.actions, best.window_bytes)[0].stalls:
+    for index, _, seconds in evaluator.evaluate(best.actions, best.window_bytes)[0].stalls:
         waits[index] = waits.get(index, 0.0) + seconds
     for index in sorted(waits, key=lambda k: -waits[k])[:_STALLED]:
-        if "keep" not in judge.arrays.program.candidates[index].actions:
+        if "keep" not in evaluator.arrays.program.candidates[index].actions:
             continue
         start: list[Action] = list(best.actions)
         start[index] = "keep"
-        found = greedy_moves(judge, start, judge.limit_bytes, barred=frozenset({index}))
+        found = greedy_moves(evaluator, start, evaluator.limit_bytes, barred=frozenset({index}))
         yield tuple((k, action) for k, (action, old) in enumerate(zip(found, best.actions, strict=True)) if action != old)
 
 
-def improve(judge: Judge, start: Proposal, *, small: bool) -> Proposal:
-    """The best proposal that moves reach from `start` before the judge's evaluations run out."""
-    program = judge.arrays.program
+def improve(evaluator: Evaluator, start: Proposal, *, small: bool) -> Proposal:
+    """The best proposal that moves reach from `start` before the evaluator's evaluations run out."""
+    program = evaluator.arrays.program
     groups = groups_of(program)
     kinds: list[Callable[[Proposal], Iterator[Move]]] = [lambda p: _small_moves(program, p.actions)]
     if not small:
@@ -114,50 +114,50 @@ def improve(judge: Judge, start: Proposal, *, small: bool) -> Proposal:
             lambda p: _folded_moves(program, groups, p.actions),
             lambda p: _exchanges(program, groups, p.actions),
         ]
-        if isinstance(judge.goal, MeetBudget):
-            kinds.insert(0, lambda p: without_stalled(judge, p))
-    best = windows(judge, start)
+        if isinstance(evaluator.goal, MeetBudget):
+            kinds.insert(0, lambda p: without_stalled(evaluator, p))
+    best = windows(evaluator, start)
     improved = True
-    while improved and not judge.exhausted:
+    while improved and not evaluator.exhausted:
         improved = False
         for kind in kinds:
             for move in kind(best):
-                if judge.exhausted:
+                if evaluator.exhausted:
                     break
                 actions = list(best.actions)
                 for index, action in move:
                     actions[index] = action
-                found = judge.propose(actions, start.solver + "+local", best.window_bytes)
+                found = evaluator.propose(actions, start.solver + "+local", best.window_bytes)
                 if found.score < best.score:
                     best, improved = found, True
                     break
             if improved:
                 break
         if improved and best.window_bytes is None and not best.feasible:
-            best = windows(judge, best)
-    return windows(judge, best)
+            best = windows(evaluator, best)
+    return windows(evaluator, best)
 
 
-def kicks(judge: Judge, start: Proposal, *, rounds: int = 12, width: int = 3) -> Proposal:
+def kicks(evaluator: Evaluator, start: Proposal, *, rounds: int = 12, width: int = 3) -> Proposal:
     """Iterated local search: change a few at random (always the same random numbers), improve, keep what is better."""
-    program, random, best = judge.arrays.program, Random(0), start
+    program, random, best = evaluator.arrays.program, Random(0), start
     movable = [k for k, candidate in enumerate(program.candidates) if len(candidate.actions) > 1]
     for _ in range(rounds if len(movable) > width else 0):
-        if judge.exhausted:
+        if evaluator.exhausted:
             break
         actions = list(best.actions)
         for index in random.sample(movable, width):
             actions[index] = random.choice(program.candidates[index].actions)
-        found = improve(judge, judge.propose(actions, "kick", best.window_bytes), small=True)
+        found = improve(evaluator, evaluator.propose(actions, "kick", best.window_bytes), small=True)
         best = min(best, found, key=lambda p: p.score)
     return best
 
 
-def windows(judge: Judge, start: Proposal) -> Proposal:
+def windows(evaluator: Evaluator, start: Proposal) -> Proposal:
     """The same actions with a bounded window of outstanding copies, where waiting early for memory is what meets the limits."""
-    if judge.window_bytes is not None or "offload" not in start.actions:
+    if evaluator.window_bytes is not None or "offload" not in start.actions:
         return start
-    peak = judge.look(start.actions)[0].inflight_peak_bytes
+    peak = evaluator.evaluate(start.actions)[0].inflight_peak_bytes
     choices: list[int | None] = [None, *(int(peak * share) for share in _WINDOWS)]
-    options = (judge.propose(start.actions, start.solver, window) for window in choices)
+    options = (evaluator.propose(start.actions, start.solver, window) for window in choices)
     return min(options, key=lambda p: p.score)

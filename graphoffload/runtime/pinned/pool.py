@@ -218,8 +218,8 @@ class HostPool:
         kind = (pin, device)
         with self._lock:
             wanted = Counter[Key]((nbytes, pin, device) for nbytes in sizes if nbytes)
-            made_ahead = sum(buffer.nbytes for idle in self._idle.values() for buffer in idle if buffer.fresh)
-            promised = self._in_use_bytes + made_ahead + sum(key[0] * count for key, count in wanted.items())
+            preallocated = sum(buffer.nbytes for idle in self._idle.values() for buffer in idle if buffer.fresh)
+            promised = self._in_use_bytes + preallocated + sum(key[0] * count for key, count in wanted.items())
             missing = wanted - Counter({key: sum(not buffer.fresh for buffer in idle) for key, idle in self._idle.items()})
             if missing:
                 self._melt(kind, everything=False, keep=wanted)

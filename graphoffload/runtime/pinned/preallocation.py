@@ -16,7 +16,7 @@ _prepared: set[str] = set()
 
 
 @contextlib.contextmanager
-def memory_ahead(host_budget_bytes: int | None) -> Iterator[None]:
+def preallocating(host_budget_bytes: int | None) -> Iterator[None]:
     """Plans that are registered inside are going to run, within this budget of the process (the largest of all counts)."""
     if host_budget_bytes is not None:
         POOL.budget_bytes = max(host_budget_bytes, POOL.budget_bytes or 0)

@@ -195,7 +195,7 @@ def offloaded(entry: OffloadedTensor) -> None:
 def stays(entry: OffloadedTensor) -> bool:
     """Whether an offload is left out: a budget that several graphs share has room for its source, or it is needed at once."""
     call, nbytes = entry.call, entry.layout.nbytes
-    if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.room and call.run.behind)):
+    if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.room and call.run.downstream)):
         return False
     streams = entry.streams
     if streams is None or streams.capturing():
@@ -215,7 +215,7 @@ def stays(entry: OffloadedTensor) -> bool:
 def defers(entry: OffloadedTensor) -> bool:
     """Whether a release is left to the graphs that follow; if so, it is pending from now on."""
     call = entry.call
-    if call is None or not call.followed or not (entry.id in entry.run.at_end or entry.run.behind):
+    if call is None or not call.followed or not (entry.id in entry.run.at_end or entry.run.downstream):
         return False
     if entry.host is None or entry.host.written is None:
         return False

@@ -36,7 +36,7 @@ _IN_C = {name: method for name in ("record", "wait") if (method := getattr(torch
 Event: Any = type("Event", (torch.cuda.Event,), {**_IN_C, "seen_by": None, "raw": 0})
 """torch.cuda.Event without the Python around its two methods, which here are always given their stream.
 
-seen_by: a compute stream that waits for what was recorded last; what that stream issues afterwards comes behind it. raw: the
+seen_by: a compute stream that waits for what was recorded last; what that stream issues afterwards comes after it. raw: the
 driver's own event, where the compiled copy uses it.
 """
 
@@ -105,7 +105,7 @@ class DeviceStreams:
     ) -> Any:
         """Copy on the side stream of `direction` once compute so far and the events `after` are done; gives the copy's event.
 
-        An event that this compute stream has waited for is behind it already: the driver's call costs as much as all of Python.
+        An event that this compute stream has waited for is over for it: the driver's call costs as much as all of Python.
 
         `block` says that the copy is of one block of bytes; `run` does the same by torch's means, with the side stream current.
         `first` comes before either, with the side stream current. If anything is raised no copy is under way any more.
@@ -117,13 +117,13 @@ class DeviceStreams:
         if torch.cuda.is_current_stream_capturing() and not self.captured:
             raise CaptureError(_CAPTURED.format(direction=direction, name=entry.name))
         issued, compute = self.event(), self.compute()
-        behind = [event for event in after if event is not None and event.seen_by is not compute]
+        waits = [event for event in after if event is not None and event.seen_by is not compute]
         watched = ACTIVE.copy is not None or torch._C._autograd._profiler_enabled() or log.isEnabledFor(logging.DEBUG)
         whole = None if watched or first is not None or torch._C._cuda_getDevice() != self.index else self._whole
         try:
             if whole is not None and block is not None:
                 done, raw = self.event(), self._raw[direction]
-                events = (issued.raw, done.raw, *[event.raw for event in behind])
+                events = (issued.raw, done.raw, *[event.raw for event in waits])
                 if code := whole(*block, KINDS[direction], compute.cuda_stream, raw, *events):
                     raise self._refused(direction, side, entry, block[2], code)
                 self._events.append(issued)
@@ -131,7 +131,7 @@ class DeviceStreams:
                 issued.record(compute)
                 issued.wait(side)
                 self._events.append(issued)
-                for event in behind:
+                for event in waits:
                     event.wait(side)
                 self._start(direction, side, entry, run, block, first)
                 done = self.event()

@@ -1,4 +1,4 @@
-"""Plans that recompute are drafts until torch has partitioned again: what misses its goal then is planned for less."""
+"""Plans that recompute are trials until torch has partitioned again: what misses its goal then is planned for less."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import nn
 import graphoffload
 from graphoffload import patience
 from graphoffload.compiler import decide as decide_module
-from graphoffload.compiler import draft as drafts
 from graphoffload.compiler import plan_search as search
-from graphoffload.compiler.constraints import Wish
+from graphoffload.compiler import trial as trials
+from graphoffload.compiler.constraints import Constraint
 from graphoffload.compiler.decide import actions_again, saved_all_the_same, table_again, without_recomputation
 from graphoffload.errors import BudgetError, GoalMissedWarning
 from graphoffload.facts.limits import Limits
@@ -49,16 +49,16 @@ def explained(**options: Any) -> graphoffload.OffloadReport:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, float | None, float]]:
-    """Budget, slowdown and excess of every draft."""
+    """Budget, slowdown and excess of every trial."""
     seen: list[tuple[int | None, float | None, float]] = []
-    draft = drafts.make_draft
+    trial = trials.make_trial
 
     def noting(work: Any, program: Any, limits: Limits, config: Any) -> Any:
-        made = draft(work, program, limits, config)
+        made = trial(work, program, limits, config)
         seen.append((limits.device_budget_bytes, config.max_slowdown, made.excess))
         return made
 
-    monkeypatch.setattr(drafts, "make_draft", noting)
+    monkeypatch.setattr(trials, "make_trial", noting)
     return seen
 
 
@@ -76,12 +76,12 @@ def test_a_budget_is_kept_on_the_graph_that_runs() -> None:
 
 
 def test_a_draft_above_the_budget_is_made_again_for_as_much_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget, seen, excess = middle(), watch(monkeypatch), drafts.excess_of
+    budget, seen, excess = middle(), watch(monkeypatch), trials.excess_of
 
     def once_too_much(request: Any, decided: Any, timeline: Any) -> float:
         return 1000.0 if not seen else excess(request, decided, timeline)
 
-    monkeypatch.setattr(drafts, "excess_of", once_too_much)
+    monkeypatch.setattr(trials, "excess_of", once_too_much)
     monkeypatch.setattr(search, "_recomputed_where_over", lambda *_: frozenset())
     report = explained(device_budget=budget)
     assert [limit for limit, _, _ in seen] == [budget, budget - 1001]
@@ -89,15 +89,15 @@ def test_a_draft_above_the_budget_is_made_again_for_as_much_less(monkeypatch: py
 
 
 def test_a_draft_that_is_too_slow_is_made_again_for_a_smaller_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, excess = watch(monkeypatch), drafts.excess_of
-    monkeypatch.setattr(drafts, "excess_of", lambda r, d, t: 0.01 * d.keep_timeline.time_s if not seen else excess(r, d, t))
+    seen, excess = watch(monkeypatch), trials.excess_of
+    monkeypatch.setattr(trials, "excess_of", lambda r, d, t: 0.01 * d.keep_timeline.time_s if not seen else excess(r, d, t))
     explained(max_slowdown=0.05)
     assert [slowdown for _, slowdown, _ in seen][:2] == [0.05, pytest.approx(0.039)]
 
 
 def test_what_torch_saves_all_the_same_is_noted_as_what_becomes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved though it was to be recomputed, it may still be offloaded: no note may say that it is kept then."""
-    budget, decide, chosen = int(0.65 * explained(policy="keep").keep_peak_bytes), drafts.decide_actions, []
+    budget, decide, chosen = int(0.65 * explained(policy="keep").keep_peak_bytes), trials.decide_actions, []
 
     def recomputes(program: Any, table: SavedTable, *rest: Any) -> Any:
         decided = decide(program, table, *rest)
@@ -105,12 +105,12 @@ def test_what_torch_saves_all_the_same_is_noted_as_what_becomes_of_it(monkeypatc
         chosen.append([tensor.name for tensor, action in zip(table.tensors, actions, strict=True) if action == "recompute"])
         return replace(decided, actions=actions)
 
-    monkeypatch.setattr(drafts, "decide_actions", recomputes)
-    monkeypatch.setattr(drafts, "tag_joint", lambda joint, **_: joint)  # torch saves what it would without us
+    monkeypatch.setattr(trials, "decide_actions", recomputes)
+    monkeypatch.setattr(trials, "tag_joint", lambda joint, **_: joint)  # torch saves what it would without us
     (plan,) = explained(device_budget=budget, host_budget="1GiB").plans
     noted = [note for note in plan.notes if "could not be recomputed" in note]
     names = [note.split()[0] for note in noted]
-    assert names in chosen, "of one of the drafts"
+    assert names in chosen, "of one of the trials"
     became = {"keep": "is kept", "offload": "is offloaded"}
     assert all(became[plan.action(name)] in note for name, note in zip(names, noted, strict=True)), noted
     assert "offload" in {plan.action(name) for name in names}
@@ -127,7 +127,7 @@ def test_no_slowdown_is_what_nobody_can_measure(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_no_draft_meets_is_an_error_with_the_least_found(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = middle()
-    monkeypatch.setattr(drafts, "excess_of", lambda *_: 1000.0)
+    monkeypatch.setattr(trials, "excess_of", lambda *_: 1000.0)
     with pytest.raises(
         BudgetError, match=rf"no plan was found that meets it\. The least feasible one .*\({budget + 1000} bytes\)"
     ):
@@ -142,7 +142,7 @@ def of_mlps(**options: Any) -> graphoffload.OffloadReport:
 
 
 def test_what_a_smaller_budget_can_do_a_larger_one_can() -> None:
-    """Where no draft that recomputes meets a budget, one that only offloads may: it was an error between two that were met."""
+    """Where no trial that recomputes meets a budget, one that only offloads may: it was an error between two that were met."""
     keep = of_mlps(policy="keep").keep_peak_bytes
     for share in (0.56, 0.6, 0.63, 0.66):
         assert of_mlps(device_budget=int(share * keep)).predicted_peak_bytes <= share * keep
@@ -236,7 +236,7 @@ def decisions(**options: Any) -> tuple[SavedTable, dict[str, Decision]]:
     return plan.saved, {decision.name: decision for decision in plan.decisions}
 
 
-@pytest.mark.parametrize(("others", "options"), [("keep", {}), (None, {"max_slowdown": 0.0})], ids=["wished", "planned"])
+@pytest.mark.parametrize(("others", "options"), [("keep", {}), (None, {"max_slowdown": 0.0})], ids=["asked", "planned"])
 def test_what_torch_recomputes_though_nobody_chose_it_says_so(others: Action | None, options: dict[str, Any]) -> None:
     """A norm's statistics go with what it makes, whatever was decided for them: no reason for keeping stands beside that."""
     table, _ = decisions(policy="keep")
@@ -260,9 +260,9 @@ def test_a_tensor_without_a_choice_says_what_took_it() -> None:
 
 def test_recomputation_that_was_given_up_is_not_impossible() -> None:
     """What is barred so that a plan without recomputation is tried says that it would not pay; what a user asked for stays."""
-    free, asked = without_recomputation([Wish("a", None, False, "auto"), Wish("b", "recompute", True, "policy")])
+    free, asked = without_recomputation([Constraint("a", None, False, "auto"), Constraint("b", "recompute", True, "policy")])
     assert (free.allowed, free.why_not_recompute) == (("keep", "offload"), "recomputing it would not pay")
-    assert asked == Wish("b", "recompute", True, "policy")
+    assert asked == Constraint("b", "recompute", True, "policy")
 
 
 def saved(name: str, **facts: Any) -> SavedTensor:
@@ -336,15 +336,15 @@ def test_what_an_error_names_is_met_at_the_slowdown_it_names() -> None:
 
 def test_what_is_computed_again_where_memory_is_above_the_budget_is_not_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same budget once more, with fewer choices, before a smaller one."""
-    budget, seen, excess, barred = middle(), watch(monkeypatch), drafts.excess_of, search._recomputed_where_over
+    budget, seen, excess, barred = middle(), watch(monkeypatch), trials.excess_of, search._recomputed_where_over
     asked: list[frozenset[str]] = []
 
-    def at_a_lower_budget(work: Any, draft: Any) -> frozenset[str]:
-        limits = replace(work.request.limits, device_budget_bytes=draft.timeline.peak_bytes // 2)
-        asked.append(barred(replace(work, request=replace(work.request, limits=limits)), draft))
+    def at_a_lower_budget(work: Any, trial: Any) -> frozenset[str]:
+        limits = replace(work.request.limits, device_budget_bytes=trial.timeline.peak_bytes // 2)
+        asked.append(barred(replace(work, request=replace(work.request, limits=limits)), trial))
         return asked[-1]
 
-    monkeypatch.setattr(drafts, "excess_of", lambda r, d, t: 1000.0 if not seen else excess(r, d, t))
+    monkeypatch.setattr(trials, "excess_of", lambda r, d, t: 1000.0 if not seen else excess(r, d, t))
     monkeypatch.setattr(search, "_recomputed_where_over", at_a_lower_budget)
     (plan,) = explained(device_budget=budget).plans
     assert [limit for limit, _, _ in seen][:2] == [budget, budget]
@@ -353,15 +353,15 @@ def test_what_is_computed_again_where_memory_is_above_the_budget_is_not_any_more
 
 
 def test_the_clock_ends_planning_with_the_best_plan_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = drafts.make_draft
+    trial = trials.make_trial
     monkeypatch.setattr(search, "Patience", lambda name: patience.Patience(name, 0.0))
     made: list[Any] = []
 
     def counting(*given: Any) -> Any:
-        made.append(draft(*given))
+        made.append(trial(*given))
         return made[-1]
 
-    monkeypatch.setattr(drafts, "make_draft", counting)
+    monkeypatch.setattr(trials, "make_trial", counting)
     report = explained(max_slowdown=0.5)
     assert len(made) == 1
     assert any("planning was ended after 0 s: this is the best plan so far" in note for note in report.plans[0].notes)
@@ -370,10 +370,10 @@ def test_the_clock_ends_planning_with_the_best_plan_and_says_so(monkeypatch: pyt
 def test_a_line_says_how_far_planning_is(capsys: pytest.CaptureFixture[str]) -> None:
     moments = iter([0.0, 1.0, 8.5, 9.0, 16.0, 17.5, 400.0])
     waiting = patience.Patience("graph3", clock=lambda: next(moments))
-    waiting.doing = "a draft for 9.05 GiB"
+    waiting.doing = "a trial for 9.05 GiB"
     assert [waiting.over() for _ in range(6)] == [False, False, False, False, False, True]
     lines = [line for line in capsys.readouterr().err.splitlines() if "planning" in line]
     assert lines[:2] == [
-        "graphoffload: graph3: planning, 8 s so far: a draft for 9.05 GiB",
-        "graphoffload: graph3: planning, 18 s so far: a draft for 9.05 GiB",
+        "graphoffload: graph3: planning, 8 s so far: a trial for 9.05 GiB",
+        "graphoffload: graph3: planning, 18 s so far: a trial for 9.05 GiB",
     ]

@@ -1,10 +1,10 @@
-"""A draft of a plan: one way to decide, partitioned again and simulated; search.py makes several.
+"""A trial of a plan: one way to decide, partitioned again and simulated; search.py makes several.
 
     decide for a goal ──▶ partition again where something is recomputed ──▶ decide keep or offload ──▶ simulate ──▶ score
           ▲                                                                                              │
           └──────────────── a smaller budget or slowdown, or without recomputation, where it misses ─────┘
 
-What recomputation does to memory and time is known once torch has partitioned with it; a decision is a draft until then.
+What recomputation does to memory and time is known once torch has partitioned with it; a decision is a trial until then.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.fx import GraphModule, Node
 
 from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured
-from graphoffload.analysis.decisions import retaken
+from graphoffload.analysis.decisions import repeated_decisions
 from graphoffload.analysis.program import Instance, build_program
 from graphoffload.analysis.regions import with_regions
 from graphoffload.analysis.saved_values import GraphPair, saved_table
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.cache_files import cache_dir
-from graphoffload.compiler.constraints import Wish, wishes_for
+from graphoffload.compiler.constraints import Constraint, constraints_for
 from graphoffload.compiler.decide import Decided, actions_again, decide_actions, decide_again, saved_all_the_same, table_again
 from graphoffload.errors import BudgetError
 from graphoffload.facts.limits import Limits
@@ -76,12 +76,12 @@ class Work:
     pair: GraphPair
     table: SavedTable
     chains: dict[str, Chain]
-    wanted: tuple[Wish, ...]
+    wanted: tuple[Constraint, ...]
     resolution: Resolution
     notes: list[str]
     binding: Binding
     outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
-    apart_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
+    unfused_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
 
     @property
     def fuses(self) -> bool:
@@ -90,7 +90,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class Trial:
     """One way to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
 
     work: Work
@@ -111,12 +111,12 @@ class Draft:
         return max(0.0, self.excess), size, self.timeline.time_s
 
 
-def keep_all_draft(work: Work) -> Draft:
+def keep_all_trial(work: Work) -> Trial:
     """Everything that nobody decided is kept."""
     reason = "the step as it is: what was planned for the goal needs more memory, or none was asked for"
     keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in work.wanted)
     work = replace(work, wanted=keep, notes=[*work.notes])
-    return make_draft(work, instance_of(work), work.request.limits, work.request.config)
+    return make_trial(work, instance_of(work), work.request.limits, work.request.config)
 
 
 def keep_all(instance: Instance, work: Work) -> Timeline:
@@ -124,15 +124,15 @@ def keep_all(instance: Instance, work: Work) -> Timeline:
     return simulate(instance.program, instance.program.keep_actions(), work.hardware)
 
 
-def against(draft: Draft, request: Request, keep: Timeline) -> Draft:
-    """The draft beside another keep-all, of fused operations or of regions as written: plans of that kind take its time."""
-    bound_s = None if draft.decided.lower_bound_s is None else min(draft.decided.lower_bound_s, keep.time_s)
-    decided = replace(draft.decided, keep_timeline=keep, lower_bound_s=bound_s)
-    excess = excess_of(request, decided, draft.timeline)
-    return replace(draft, work=replace(draft.work, request=request), decided=decided, excess=excess)
+def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
+    """The trial beside another keep-all, of fused operations or of regions as written: plans of that kind take its time."""
+    bound_s = None if trial.decided.lower_bound_s is None else min(trial.decided.lower_bound_s, keep.time_s)
+    decided = replace(trial.decided, keep_timeline=keep, lower_bound_s=bound_s)
+    excess = excess_of(request, decided, trial.timeline)
+    return replace(trial, work=replace(trial.work, request=request), decided=decided, excess=excess)
 
 
-def make_draft(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Draft:
+def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Trial:
     """Decide for `limits` and `config`; what is left after partitioning again is decided for the request's own."""
     request = work.request
     decided = decide_actions(instance.program, work.table, work.wanted, config, limits, work.hardware)
@@ -144,7 +144,7 @@ def make_draft(work: Work, instance: Instance, limits: Limits, config: OffloadCo
         actions, reasons = _partition_again(work, actions, reasons)
         instance = instance_of(work)
         if decided.planned:
-            wanted = wishes_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
+            wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
                 decided = decide_again(decided, instance.program, wanted, request.config, request.limits, work.hardware)
                 names = [tensor.name for tensor in work.table.tensors]
@@ -152,7 +152,7 @@ def make_draft(work: Work, instance: Instance, limits: Limits, config: OffloadCo
                 reasons.update(zip(names, decided.reasons, strict=True))
         work.notes.extend(saved_all_the_same(work.table, actions))
     timeline = _schedule(work, instance, actions, decided)
-    return Draft(work, original, actions, reasons, decided, instance, timeline, excess_of(request, decided, timeline))
+    return Trial(work, original, actions, reasons, decided, instance, timeline, excess_of(request, decided, timeline))
 
 
 def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
@@ -198,7 +198,7 @@ def instance_of(work: Work) -> Instance:
         chains=work.chains,
         reserve_bytes=work.request.limits.reserve_bytes,
         outputs_stay=work.outputs_stay,
-        apart_bytes=work.apart_bytes,
+        unfused_bytes=work.unfused_bytes,
         measured=measured,
     )
 
@@ -220,7 +220,7 @@ def _partition_again(
         save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute
         tag_joint(joint, save=save, recompute=recompute)
         work.pair, table = partition(work.request, joint)
-        found = retaken(work.pair, work.binding.theirs).inexact
+        found = repeated_decisions(work.pair, work.binding.user_recomputed).inexact
         if found.keys() <= work.binding.decisions:
             break
         work.binding = replace(work.binding, decisions=work.binding.decisions.union(found))
