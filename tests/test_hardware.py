@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import errno
 import fcntl
+import json
 import os
 import re
 import threading
@@ -83,9 +83,7 @@ def test_every_figure_has_a_unit_and_a_source() -> None:
     assert rows(mine)["link shared with"] == "2 GPUs, as given"
 
 
-@pytest.mark.parametrize(
-    "change", [{"d2h_bytes_per_s": 0.0}, {"copy_latency_s": -1.0}, {"links_shared_by": 0}]
-)
+@pytest.mark.parametrize("change", [{"d2h_bytes_per_s": 0.0}, {"copy_latency_s": -1.0}, {"links_shared_by": 0}])
 def test_numbers_that_no_device_has_are_refused(change: dict[str, float]) -> None:
     numbers: dict[str, float] = {"memory_bytes": 1, "d2h_bytes_per_s": 1.0, "h2d_bytes_per_s": 1.0} | change
     with pytest.raises(ConfigError, match=next(iter(change))):

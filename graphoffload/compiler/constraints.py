@@ -252,7 +252,7 @@ def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
     """Fewer, larger transfers take less of the host's time; of about the same size (a factor of two) the earliest have most of
     forward to hide behind. What has none, as less is produced behind it than it holds itself, comes last.
     """
-    ordered = sorted(tensors, key=lambda tensor: tensor.produced_at)
+    ordered = sorted(tensors, key=lambda tensor: tensor.produced_position)
     behind = sum(tensor.planned_bytes for tensor in ordered)
     largest = max((tensor.planned_bytes for tensor in ordered), default=0)
     keys: dict[str, tuple[bool, int]] = {}

@@ -189,7 +189,8 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
 def _predicted(rewritten: Rewritten, limits: Limits, hardware: str, slowdown: float | None) -> Predicted:
     budget = limits.device_budget_bytes if slowdown is None else None  # what is planned for a slowdown is to meet no budget
     limit_bytes = None if budget is None else max(0, budget - limits.reserve_bytes)
-    return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware)
+    candidates = {candidate.name: candidate for candidate in rewritten.candidates}
+    return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware, candidates)
 
 
 def _check_torch_settings() -> None:

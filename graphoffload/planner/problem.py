@@ -16,14 +16,18 @@ costs nothing until a chain reads it, and then keeping, offloading or recomputin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NewType
 
 from graphoffload.errors import PlanError
 from graphoffload.facts.plan import Action
 
+StepIndex = NewType("StepIndex", int)
+"""Index of a step in the order in which the forward or the backward runs. It is no position in a graph (GraphPosition)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One graph node at its position. `workspace_bytes` live only while it runs, its own candidate outputs not included."""
+    """One graph node where it runs. `workspace_bytes` live only while it runs, its own candidate outputs not included."""
 
     name: str
     time_s: float
@@ -54,13 +58,13 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One storage with a choice. `backward_uses` are backward-local, sorted; `group` folds repeated layers."""
+    """One storage with a choice. `backward_uses` are steps of the backward, sorted; `group` folds repeated layers."""
 
     name: str
     nbytes: int
-    produced_at: int
-    last_forward_use: int
-    backward_uses: tuple[int, ...]
+    produced_at: StepIndex
+    last_forward_use: StepIndex
+    backward_uses: tuple[StepIndex, ...]
     can_offload: bool = True
     recompute: Recompute | None = None
     fixed: Action | None = None

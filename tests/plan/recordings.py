@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +19,8 @@ from graphoffload.hardware.profile import PROFILES, HardwareProfile
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 
 FOLDER = Path(__file__).with_name("recorded")
+
+
 def to_json(program: Program) -> str:
     """A Program as JSON, a list for each kind of part."""
 
