@@ -1,4 +1,4 @@
-"""What holds the memory at one step: the lines of a message that says why a budget cannot be met."""
+"""The tensors that hold the memory at one step: a message names them where a budget cannot be met."""
 
 from __future__ import annotations
 

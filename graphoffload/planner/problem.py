@@ -1,16 +1,20 @@
-"""The instance a plan is made for: times, bytes and uses by position, without tensors or graphs.
+"""The instance that is planned: times, bytes and uses by step, without tensors or graphs.
 
     global step    0 .......... F-1 | F ............. F+B-1
     program order  forward[0..F-1]  | backward[0..B-1]
 
-A candidate is one storage that backward may need. What each action makes of its life (= on the device):
+Steps are graph nodes in the order in which their kernels run, which is not the order of the graph. The objective is time and
+the limit is memory at every step, as in Checkmate (Jain et al., MLSys 2020); offloading is the third action, as in Capuchin
+(Peng et al., ASPLOS 2020) and POFO (Beaumont et al., NeurIPS 2021).
+
+A candidate is one storage that backward may need. Each action gives it another life (= on the device):
 
     keep       produced_at ==================================== last backward use
     offload    produced_at ==== release          reload ======= last backward use
     recompute  produced_at == last forward use       first use = last backward use
 
-Candidates need not have backward uses of their own: a block's input that only recompute chains read is one as well. It
-costs nothing until a chain reads it, and then keeping, offloading or recomputing it are the choices that there are.
+A candidate need not have backward uses of its own: a block's input that only recompute chains read is one as well. It
+costs nothing until a chain reads it. Then it is kept, offloaded or recomputed itself.
 """
 
 from __future__ import annotations
@@ -46,9 +50,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What producing a candidate again costs. `reads` are indices of candidates the chain starts from: they must be resident.
+    """The cost of producing a candidate again. `reads` are indices of the candidates that the chain starts from.
 
-    `temp_bytes` are the chain's intermediates, live only while it runs.
+    Those must be resident. `temp_bytes` are the chain's intermediates, live only while it runs.
     """
 
     time_s: float
@@ -89,8 +93,8 @@ class Program:
 
     Attributes:
         static_bytes: live throughout. reserve_bytes: come off every budget.
-        reload_steps: for each backward step, the one before which a reload really runs that is put as late as it can be to run
-            before that step: nothing gets between the operations of one kernel. Empty: the step itself.
+        reload_steps: for each backward step, the step before which a reload for it really runs at the latest. It is an earlier
+            one inside a kernel of several steps, which nothing can interrupt. Empty: the step itself.
     """
 
     forward: tuple[Step, ...]
@@ -116,7 +120,7 @@ class Program:
         issued = self.reload_steps
         if issued and (len(issued) != len(self.backward) or any(not 0 <= at <= step for step, at in enumerate(issued))):
             count = f"{len(issued)} reload_steps of {len(self.backward)} backward steps"
-            raise PlanError(f"{count}: there must be one each, none behind its step.")
+            raise PlanError(f"{count}: there must be one each, none after its step.")
         for index in range(len(self.candidates)):
             self._check_candidate(index)
 
@@ -145,7 +149,7 @@ class Program:
         return [candidate.fixed or "keep" for candidate in self.candidates]
 
     def step_name(self, index: int) -> str:
-        """Name of a global step; "end of forward" and "end of backward" for the positions behind."""
+        """Name of a global step; "end of forward" and "end of backward" for the indices after the last."""
         if index < len(self.forward):
             return self.forward[index].name
         index -= len(self.forward)
