@@ -2,7 +2,7 @@
 
     keep-all fits? ── yes ──▶ keep all
         │ no
-    exact (few assignments)   greedy: all actions, recompute only, offload only   LP rounding ──▶ greedy repairs
+    greedy: all actions, offload only   LP rounding ──▶ greedy repairs   everything offloaded
         └──────────────┬───────────────────┴──────────────┘
                     the evaluator ──▶ local search from the best two ──▶ Solution
                         └─ none meets the budget ──▶ again, scored by where memory is over, for lower budgets ──▶ or BudgetError
@@ -13,7 +13,6 @@ says how much can be lost at most.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,9 +26,8 @@ from graphoffload.planner.goals import Evaluator, Goal, MeetBudget, Proposal, Wi
 from graphoffload.planner.problem import Program
 from graphoffload.planner.reasons import reasons_for
 from graphoffload.planner.simulator import Timeline, timeline_of
-from graphoffload.planner.strategies.exact import search_exactly
 from graphoffload.planner.strategies.greedy import greedy_moves
-from graphoffload.planner.strategies.local_search import improve, kicks, windows
+from graphoffload.planner.strategies.local_search import improve, windows
 from graphoffload.planner.strategies.relaxation import Relaxation, Relaxed
 from graphoffload.units import format_bytes
 
@@ -44,16 +42,12 @@ _AIMS = 8
 _LOWER = (1.0, 0.97, 0.93)
 _NEAR = 1.2
 _FAR = 0.015
-_RUNG = 1.02
-_RUNGS = 2
+_LEAST_KEPT: tuple[Action, ...] = ("offload", "recompute", "keep")
 _STARTS: dict[str, tuple[Action, ...]] = {
     "greedy": ("offload", "recompute"),
-    "greedy recompute": ("recompute",),
     "greedy offload": ("offload",),
     "lp": ("offload", "recompute"),
 }
-_WAITS = (2, 0)
-_CHEAP = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +112,7 @@ def solve(
             best = min((best, *_where_lost(evaluator, goal)), key=lambda p: p.score)
         if not best.feasible or _is_far(evaluator, best, relaxed):
             least = _least(evaluator)
-            best = min((best, *_from_below(evaluator, least)), key=lambda p: p.score)
+            best = min((best, _from_least(evaluator, least)), key=lambda p: p.score)
             if not best.feasible:
                 raise _infeasible(evaluator, goal, relaxed, least)
     return _solution(evaluator, best, relaxed)
@@ -131,44 +125,28 @@ def _is_far(evaluator: Evaluator, best: Proposal, relaxed: Relaxed) -> bool:
     return best.score[1] - (compute_s if relaxed.value is None else relaxed.value) > _FAR * compute_s
 
 
-def _from_below(evaluator: Evaluator, least: Proposal) -> Iterator[Proposal]:
-    """Plans for tighter budgets, which meet this one as well, and what local search makes of them here: the one with the least
-    peak, and those for budgets on a grid that is the same for all budgets, so that neighbours look at the same ones."""
-    program = evaluator.arrays.program
-    least_bytes = evaluator.evaluate(least.actions, least.window_bytes)[0].peak_bytes
-    starts = [least]
-    rung = math.ceil(math.log(max(2, evaluator.limit_bytes), _RUNG)) - 1
-    for bytes_below in (int(_RUNG ** (rung - step)) for step in range(_RUNGS)):
-        if bytes_below < least_bytes or evaluator.hurried:
-            break
-        other = evaluator.at(MeetBudget(bytes_below + program.reserve_bytes))
-        relaxed = Relaxation(evaluator.arrays, other.goal, evaluator.host_budget_bytes, evaluator.limit_s).solve()
-        starts.append(_search(other, other.propose(other.keep, "fits"), relaxed))
-    for found in starts:
-        start = evaluator.propose(found.actions, found.solver, found.window_bytes)
-        if start.feasible:
-            evaluator.budget = evaluator.count + _FEWEST
-            yield improve(evaluator, start, small=False)
+def _from_least(evaluator: Evaluator, least: Proposal) -> Proposal:
+    """Local search from the plan with the least peak, which meets this budget as well if any plan that was found does."""
+    start = evaluator.propose(least.actions, least.solver, least.window_bytes)
+    if not start.feasible:
+        return start
+    evaluator.budget = evaluator.count + _FEWEST
+    return improve(evaluator, start, small=False)
 
 
 def _search(evaluator: Evaluator, keep: Proposal, relaxed: Relaxed) -> Proposal:
-    """The best proposal of all solvers, and of local search from them."""
+    """The best proposal of all strategies, and of local search from them."""
     small, goal = len(evaluator.arrays.program.candidates) <= _SMALL, evaluator.goal
-    best, proven = search_exactly(evaluator)
-    searched: Sequence[Proposal] = ()
-    if best is None or not proven or "offload" in best.actions:  # the search knows copies that run freely, no windows
-        found = [windows(evaluator, start) for start in (keep, best) if start is not None]
-        tight = _tight(evaluator, max(0, evaluator.limit_bytes)) if small and isinstance(goal, MeetBudget) else ()
-        found = sorted([*found, *_proposals(evaluator, relaxed), *tight], key=lambda p: p.score)
-        best = min(_improved(evaluator, found, small=small), key=lambda p: p.score)
-        searched = found[:_TURNS] if small and not evaluator.exhausted else ()
-        best = kicks(evaluator, best) if small else best
-    best = windows(evaluator, best)
+    found = [windows(evaluator, keep), *_proposals(evaluator, relaxed)]
+    if small and isinstance(goal, MeetBudget):
+        found.append(_all_offloaded(evaluator))
+    found = sorted(dict.fromkeys(found) if small else found, key=lambda p: p.score)
+    best = min(_improved(evaluator, found, small=small), key=lambda p: p.score)
     if not best.feasible and isinstance(goal, MeetBudget):
+        searched = found[:_TURNS] if small and not evaluator.exhausted else ()
         evaluator.budget += evaluator.count
         aimed = _aiming_lower(evaluator, goal) if evaluator.lost else ()
-        starts = [*aimed, *_tight(evaluator, max(0, evaluator.limit_bytes))]
-        start = min(starts, key=lambda p: p.score)
+        start = min((*aimed, _all_offloaded(evaluator)), key=lambda p: p.score)
         best = best if start in searched else improve(evaluator, start, small=small)
     return best
 
@@ -226,7 +204,7 @@ def _proposals(evaluator: Evaluator, relaxed: Relaxed) -> Iterator[Proposal]:
         return
     if "lp" in _STARTS:
         yield evaluator.propose(round_down(evaluator, relaxed), "lp")
-    yield from _tight(evaluator, 0)
+    yield _all_offloaded(evaluator)
     yield from _halving(evaluator)
 
 
@@ -241,14 +219,9 @@ def _halving(evaluator: Evaluator) -> Iterator[Proposal]:
         low, high = (low, min(middle, peak)) if peak <= middle else (middle, high)
 
 
-def _tight(evaluator: Evaluator, target_bytes: int) -> Iterator[Proposal]:
-    """Where memory falls only if compute waits for copies early: greedy on timelines that do, and everything offloaded."""
-    sizes = [c.nbytes for c in evaluator.arrays.program.candidates if len(c.actions) > 1]
-    for window in (share * max(sizes, default=0) for share in _WAITS):
-        actions = greedy_moves(evaluator, evaluator.keep, target_bytes, limit_s=evaluator.limit_s, window_bytes=window)
-        yield windows(evaluator, evaluator.propose(actions, "greedy", window))
-    for cheap in _CHEAP:  # recomputation that takes less than this share of the copies
-        yield windows(evaluator, evaluator.propose(_nothing_kept(evaluator.arrays, cheap), "all"))
+def _all_offloaded(evaluator: Evaluator) -> Proposal:
+    """Everything offloaded, in the best window: where memory falls only if compute waits for copies early."""
+    return windows(evaluator, evaluator.propose(_nothing_kept(evaluator.arrays), "all"))
 
 
 def _aiming_lower(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
@@ -270,17 +243,10 @@ def _aiming_lower(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
             host_bytes -= max(0, result.host_bytes - evaluator.host_budget_bytes)
 
 
-def _nothing_kept(arrays: Arrays, cheap: float) -> tuple[Action, ...]:
-    """Everything offloaded, but what cannot be, or is recomputed in less than `cheap` times its copies' time."""
-    actions: list[Action] = []
-    for index, candidate in enumerate(arrays.program.candidates):
-        copies_s = arrays.d2h_s[index] + arrays.h2d_s[index]
-        recompute = "recompute" in candidate.actions
-        if recompute and ("offload" not in candidate.actions or arrays.recompute_s[index] < cheap * copies_s):
-            actions.append("recompute")
-        else:
-            actions.append("offload" if "offload" in candidate.actions else candidate.actions[0])
-    return tuple(actions)
+def _nothing_kept(arrays: Arrays) -> tuple[Action, ...]:
+    """Everything offloaded; what cannot be offloaded is recomputed, and what cannot be recomputed either is kept."""
+    choices = (candidate.actions for candidate in arrays.program.candidates)
+    return tuple(next(action for action in _LEAST_KEPT if action in allowed) for allowed in choices)
 
 
 def round_down(evaluator: Evaluator, relaxed: Relaxed) -> tuple[Action, ...]:

@@ -27,7 +27,7 @@ from graphoffload.planner.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import simulate
 from graphoffload.planner.solver import least_budget_bytes, solve
-from graphoffload.planner.strategies import exact, local_search
+from graphoffload.planner.strategies import local_search
 from tests.plan import recordings
 
 WORTH = 0.1
@@ -86,6 +86,10 @@ def _same(_: Any, start: Any, **__: Any) -> Any:
     return start
 
 
+def _keep_all(evaluator: Any) -> Any:
+    return evaluator.propose(evaluator.keep, "keep")
+
+
 def strategies() -> list[Strategy]:
     """All that can be left out."""
 
@@ -96,22 +100,15 @@ def strategies() -> list[Strategy]:
         return Strategy(name, module, attribute, value, (solver if used_by == "windows" else module, used_by))
 
     return [
-        Strategy("exact", solver, "search_exactly", lambda evaluator: (None, False), (exact, "_assignments")),
         *(_without(name) for name in solver._STARTS),
         call("greedy, halving", "_halving", _nothing),
-        constant("tight: all offloaded", "_CHEAP", (1.0,), "_tight"),
-        constant("tight: all offloaded, or recomputed where cheaper", "_CHEAP", (0.0,), "_tight"),
-        constant("tight: greedy, window of 2", "_WAITS", (0,), "_tight"),
-        constant("tight: greedy, window of 0", "_WAITS", (2,), "_tight"),
         call("LP aimed lower", "_aiming_lower", _nothing),
         call("where lost", "_where_lost", _nothing),
         constant("where lost: lower budgets", "_LOWER", (1.0,), "_where_lost"),
-        call("from below", "_from_below", _nothing),
-        constant("from below: tighter budgets", "_RUNGS", 0, "_from_below"),
+        call("from the least", "_from_least", lambda evaluator, least: _keep_all(evaluator)),
+        call("all offloaded", "_all_offloaded", _keep_all),
         constant("several starts", "_TURNS", 1, "_improved"),
         call("local search", "improve", _same),
-        call("kicks", "kicks", _same),
-        call("local search: pairs", "_pairs", _nothing, local_search),
         call("local search: shares of groups", "_folded_moves", _nothing, local_search),
         constant("local search: more than one of a group", "_SHARES", (1_000_000,), "_folded_moves", local_search),
         call("local search: exchanges", "_exchanges", _nothing, local_search),

@@ -116,19 +116,18 @@ def greedy_moves(
     allowed: Sequence[Action] = ("offload", "recompute"),
     limit_s: float = float("inf"),
     barred: frozenset[int] = frozenset(),
-    window_bytes: int | None = None,
 ) -> tuple[Action, ...]:
     """Actions with a peak of at most `target_bytes`, or as near as single moves get at a time of at most `limit_s`.
 
-    `barred`: candidates that stay as they are. `window_bytes`: the window of outstanding copies that it is looked at in.
+    `barred`: candidates that stay as they are.
     """
     arrays = evaluator.arrays
     state = list(actions)
     fine = len(state) <= _FINE
     best: tuple[Action, ...] = tuple(state)
-    best_peak = evaluator.evaluate(state, window_bytes)[0].peak_bytes
+    best_peak = evaluator.evaluate(state)[0].peak_bytes
     for _ in range(4 * _FINE if fine else _ROUNDS):
-        result = evaluator.evaluate(state, window_bytes)[0]
+        result = evaluator.evaluate(state)[0]
         if result.peak_bytes <= best_peak and result.time_s <= limit_s:
             best, best_peak = tuple(state), result.peak_bytes
         if result.peak_bytes <= target_bytes or result.time_s > limit_s or evaluator.exhausted:
