@@ -2,7 +2,7 @@
 
     keep-all fits? ── yes ──▶ keep all
         │ no
-    greedy: all actions, offload only   LP rounding ──▶ greedy repairs   everything offloaded
+    exact (few assignments)   greedy: all actions, offload only   LP rounding ──▶ greedy repairs   everything offloaded
         └──────────────┬───────────────────┴──────────────┘
                     the evaluator ──▶ local search from the best two ──▶ Solution
                         └─ none meets the budget ──▶ again, scored by where memory is over, for lower budgets ──▶ or BudgetError
@@ -26,6 +26,7 @@ from graphoffload.planner.goals import Evaluator, Goal, MeetBudget, Proposal, Wi
 from graphoffload.planner.problem import Program
 from graphoffload.planner.reasons import reasons_for
 from graphoffload.planner.simulator import Timeline, timeline_of
+from graphoffload.planner.strategies.exact import search_exactly
 from graphoffload.planner.strategies.greedy import greedy_moves
 from graphoffload.planner.strategies.local_search import improve, windows
 from graphoffload.planner.strategies.relaxation import Relaxation, Relaxed
@@ -137,7 +138,11 @@ def _from_least(evaluator: Evaluator, least: Proposal) -> Proposal:
 def _search(evaluator: Evaluator, keep: Proposal, relaxed: Relaxed) -> Proposal:
     """The best proposal of all strategies, and of local search from them."""
     small, goal = len(evaluator.arrays.program.candidates) <= _SMALL, evaluator.goal
-    found = [windows(evaluator, keep), *_proposals(evaluator, relaxed)]
+    best, proven = search_exactly(evaluator)
+    if best is not None and proven and "offload" not in best.actions:  # the search knows copies that run freely, no windows
+        return best
+    found = [windows(evaluator, start) for start in (keep, best) if start is not None]
+    found += _proposals(evaluator, relaxed)
     if small and isinstance(goal, MeetBudget):
         found.append(_all_offloaded(evaluator))
     found = sorted(dict.fromkeys(found) if small else found, key=lambda p: p.score)

@@ -1,7 +1,8 @@
 """What each strategy of the solver is worth: every recorded Program is solved for several goals with all of them and without
 each one.
 
-    python -m tests.plan.ablation docs/results/<folder>       # planner-ablation.json and the table in docs/plan.md
+    python -m tests.plan.ablation FILE [model ...]      # solves, and writes a result file; about an hour for all models
+    python -m tests.plan.ablation page docs/results/planner-ablation.json       # writes its table into docs/plan.md
 
 A figure is, in points: for a budget, the slowdown; for a slowdown, the peak as a share of keep-all's. A strategy stays where
 leaving it out costs 0.1 points or a plan somewhere. A search that starts elsewhere ends elsewhere: so leaving a strategy out
@@ -27,7 +28,7 @@ from graphoffload.planner.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import simulate
 from graphoffload.planner.solver import least_budget_bytes, solve
-from graphoffload.planner.strategies import local_search
+from graphoffload.planner.strategies import exact, local_search
 from tests.plan import recordings
 
 WORTH = 0.1
@@ -101,6 +102,7 @@ def strategies() -> list[Strategy]:
 
     return [
         *(_without(name) for name in solver._STARTS),
+        Strategy("exact", solver, "search_exactly", lambda evaluator: (None, False), (exact, "_assignments")),
         call("greedy, halving", "_halving", _nothing),
         call("LP aimed lower", "_aiming_lower", _nothing),
         call("where lost", "_where_lost", _nothing),
@@ -192,13 +194,13 @@ def without_each(case: Case, every: list[Strategy], report: Callable[[str], None
     }
 
 
-def table(results: list[dict[str, Any]], names: list[str]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """The rows of docs/plan.md."""
     lines = [
         "| left out | cases that use it | worse by 0.1 points | no plan | worst | better by 0.1 points | mean | time |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in names:
+    for name in dict.fromkeys(name for item in results for name in item["without"]):
         used = [item for item in results if name in item["without"]]
         pairs = [(item["without"][name], item["points"]) for item in used]
         lost = [without - points for without, points in pairs if without is not None and points is not None]
@@ -211,19 +213,24 @@ def table(results: list[dict[str, Any]], names: list[str]) -> str:
     return "\n".join(lines)
 
 
-def main(folder: Path, names: list[str]) -> None:
-    """Solve everything, write the result file and the table."""
+def main(path: Path, names: list[str]) -> None:
+    """Solve everything and write the result file, after each model."""
     every, results = strategies(), []
-    folder.mkdir(parents=True, exist_ok=True)
     for name in names or recordings.names():
         results += [without_each(case, every, lambda line: print(line, flush=True)) for case in cases_of(name)]
-        (folder / "planner-ablation.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = table(results, [item.name for item in every])
-    print(text)
-    if not names and BEGIN in PAGE.read_text():
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results))
+
+
+def write_page(path: Path) -> None:
+    """The table of a result file into docs/plan.md."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(json.loads(path.read_text()))}\n{END}{after}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    if sys.argv[1] == "page":
+        write_page(Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:])

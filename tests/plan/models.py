@@ -144,12 +144,10 @@ MODELS: dict[str, tuple[str, Callable[[], Built]]] = {
         n_groups=1)),
     "bert": (A100, lambda: language_model(
         "Bert", 32, 512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)),
-    "t5": (A100, lambda: sequence_to_sequence(16, 512, 256, d_model=1024, d_ff=2816, d_kv=64, num_heads=16, num_layers=4)),
     "whisper": (H100, lambda: speech(
         16, d_model=1024, encoder_layers=4, decoder_layers=4, encoder_attention_heads=16, decoder_attention_heads=16,
         encoder_ffn_dim=4096, decoder_ffn_dim=4096)),
     "resnet50": (A100, lambda: with_pixels("ResNet", (256, 3, 224, 224))),
     "convnext": (A100, lambda: with_pixels("ConvNext", (64, 3, 224, 224))),
-    "swin": (A100, lambda: with_pixels("Swin", (64, 3, 224, 224))),
 }  # fmt: skip
 """By name, the hardware profile whose times are recorded, and the model."""

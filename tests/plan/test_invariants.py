@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphoffload.errors import BudgetError
@@ -17,6 +17,7 @@ from graphoffload.planner.lower_bound import lower_bound_peak_bytes, lower_bound
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline, evaluate, needs, simulate
 from graphoffload.planner.solver import MeetBudget, WithinSlowdown, solve
+from graphoffload.planner.strategies import exact
 from tests.plan.instances import hardwares, programs
 
 TIME_TOLERANCE = 1e-9
@@ -149,6 +150,19 @@ def test_solver_is_within_two_percent_of_exhaustive_search(
 @given(programs(most=10, free=True), hardwares(), st.floats(0.1, 0.9))
 @settings(max_examples=12, derandomize=True)
 def test_so_it_is_with_up_to_ten_tensors(program: Program, hardware: HardwareProfile, share: float) -> None:
+    compare_with_exhaustive(program, hardware, share, None)
+
+
+@given(programs(most=6, free=True), hardwares(), st.sampled_from([0.2, 0.5, 0.8]))
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_heuristics_alone_are_within_two_percent_too(
+    monkeypatch: pytest.MonkeyPatch, program: Program, hardware: HardwareProfile, share: float
+) -> None:
+    """Few candidates are solved exactly; with that switched off greedy, LP rounding and local search stand alone.
+
+    The same instances every time: at the very least feasible budget about 1 in 100 instances has a plan that they miss.
+    """
+    monkeypatch.setattr(exact, "_MOST", 0)
     compare_with_exhaustive(program, hardware, share, None)
 
 

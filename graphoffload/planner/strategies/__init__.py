@@ -1,1 +1,1 @@
-"""Ways to solve one instance: greedy, rounding of the LP relaxation, local search. docs/plan.md says what each is worth."""
+"""Ways to solve one instance: exact search, greedy, LP rounding, local search. docs/plan.md says what each is worth."""
