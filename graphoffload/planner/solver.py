@@ -2,7 +2,7 @@
 
     keep-all fits? ── yes ──▶ keep all
         │ no
-    exact (few assignments)   greedy: all actions, offload only   LP rounding ──▶ greedy repairs   everything offloaded
+    exact (few assignments)   greedy: all actions, recompute only, offload only   LP rounding ──▶ greedy repairs   everything offloaded
         └──────────────┬───────────────────┴──────────────┘
                     the evaluator ──▶ local search from the best two ──▶ Solution
                         └─ none meets the budget ──▶ again, scored by where memory is over, for lower budgets ──▶ or BudgetError
@@ -13,6 +13,7 @@ says how much can be lost at most.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,9 +44,12 @@ _AIMS = 8
 _LOWER = (1.0, 0.97, 0.93)
 _NEAR = 1.2
 _FAR = 0.015
+_RUNG = 1.02
+_RUNGS = 2
 _LEAST_KEPT: tuple[Action, ...] = ("offload", "recompute", "keep")
 _STARTS: dict[str, tuple[Action, ...]] = {
     "greedy": ("offload", "recompute"),
+    "greedy recompute": ("recompute",),
     "greedy offload": ("offload",),
     "lp": ("offload", "recompute"),
 }
@@ -113,7 +117,7 @@ def solve(
             best = min((best, *_where_lost(evaluator, goal)), key=lambda p: p.score)
         if not best.feasible or _is_far(evaluator, best, relaxed):
             least = _least(evaluator)
-            best = min((best, _from_least(evaluator, least)), key=lambda p: p.score)
+            best = min((best, *_from_below(evaluator, least)), key=lambda p: p.score)
             if not best.feasible:
                 raise _infeasible(evaluator, goal, relaxed, least)
     return _solution(evaluator, best, relaxed)
@@ -126,13 +130,24 @@ def _is_far(evaluator: Evaluator, best: Proposal, relaxed: Relaxed) -> bool:
     return best.score[1] - (compute_s if relaxed.value is None else relaxed.value) > _FAR * compute_s
 
 
-def _from_least(evaluator: Evaluator, least: Proposal) -> Proposal:
-    """Local search from the plan with the least peak, which meets this budget as well if any plan that was found does."""
-    start = evaluator.propose(least.actions, least.solver, least.window_bytes)
-    if not start.feasible:
-        return start
-    evaluator.budget = evaluator.count + _FEWEST
-    return improve(evaluator, start, small=False)
+def _from_below(evaluator: Evaluator, least: Proposal) -> Iterator[Proposal]:
+    """Plans for tighter budgets, which meet this one as well, and what local search makes of them here: the one with the least
+    peak, and those for budgets on a grid that is the same for all budgets, so that neighbours look at the same ones."""
+    program = evaluator.arrays.program
+    least_bytes = evaluator.evaluate(least.actions, least.window_bytes)[0].peak_bytes
+    starts = [least]
+    rung = math.ceil(math.log(max(2, evaluator.limit_bytes), _RUNG)) - 1
+    for bytes_below in (int(_RUNG ** (rung - step)) for step in range(_RUNGS)):
+        if bytes_below < least_bytes or evaluator.hurried:
+            break
+        other = evaluator.at(MeetBudget(bytes_below + program.reserve_bytes))
+        relaxed = Relaxation(evaluator.arrays, other.goal, evaluator.host_budget_bytes, evaluator.limit_s).solve()
+        starts.append(_search(other, other.propose(other.keep, "fits"), relaxed))
+    for found in starts:
+        start = evaluator.propose(found.actions, found.solver, found.window_bytes)
+        if start.feasible:
+            evaluator.budget = evaluator.count + _FEWEST
+            yield improve(evaluator, start, small=False)
 
 
 def _search(evaluator: Evaluator, keep: Proposal, relaxed: Relaxed) -> Proposal:
