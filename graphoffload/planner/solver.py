@@ -2,7 +2,7 @@
 
     keep-all fits? ── yes ──▶ keep all
         │ no
-    exact (few assignments)   greedy: all actions, recompute only, offload only   LP rounding ──▶ greedy repairs   everything offloaded
+    exact (few assignments)   greedy: all actions, recompute only, offload only  LP ──▶ greedy repairs   everything offloaded
         └──────────────┬───────────────────┴──────────────┘
                     the evaluator ──▶ local search from the best two ──▶ Solution
                         └─ none meets the budget ──▶ again, scored by where memory is over, for lower budgets ──▶ or BudgetError
