@@ -3,7 +3,7 @@
 # make lint   ruff and mypy alone
 # make net    train every architecture of tests/net that docs/results/net.json lacks, and write docs/models.md (hours)
 #
-# The first target run makes .venv and installs into it; that is repeated only when pyproject.toml changes.
+# The first target run makes .venv and installs into it; that is repeated only when what is installed or compiled changes.
 
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
@@ -38,7 +38,7 @@ net: $(STAMP)
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(PY) -m net.runner $(NET); status=$$?; PYTHONPATH=.:tests $(PY) -m net.page; exit $$status
 
 # torch first and pinned, then held by a constraint: nothing that follows may bring another torch along.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py graphoffload/runtime/streams/copy.c
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet "$(TORCH)"
 	echo "$(TORCH)" > $(VENV)/constraints.txt

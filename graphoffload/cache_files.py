@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 
 def cache_dir() -> Path:
@@ -30,3 +33,28 @@ def write_whole(path: Path, text: str) -> Path:
         aside.unlink(missing_ok=True)
         raise
     return path
+
+
+def keep_newest(folder: Path, *, files: int, nbytes: int) -> None:
+    """Delete the files of a folder that were written longest ago until it has at most so many files and bytes.
+
+    One process at a time; the others pass. What cannot be read or deleted stays: nothing is raised.
+    """
+    with contextlib.suppress(OSError, NotImplementedError, Timeout), FileLock(folder.with_suffix(".lock"), blocking=False):
+        for path in _too_old(folder, files, nbytes):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _too_old(folder: Path, files: int, nbytes: int) -> list[Path]:
+    found: list[tuple[int, int, Path]] = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process deleted it
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size, path))
+    kept_bytes, old = 0, []
+    for number, (_, size, path) in enumerate(sorted(found, reverse=True), start=1):
+        kept_bytes += size
+        if number > files or kept_bytes > nbytes:
+            old.append(path)
+    return old

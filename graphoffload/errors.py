@@ -84,7 +84,7 @@ class PageableMemoryWarning(GraphOffloadWarning):
 
 
 class NoStreamsWarning(GraphOffloadWarning):
-    """The device has no side streams: copies are synchronous and hide behind nothing."""
+    """The device has no side streams: copies are synchronous and overlap with nothing."""
 
 
 class FallbackWarning(GraphOffloadWarning):

@@ -16,7 +16,7 @@ from graphoffload.runtime.captured import NAMES
 
 
 def make_capturable(module: GraphModule) -> int:
-    """Exchange the ops of a forward or backward graph, in place; returns how many there were."""
+    """Replace the ops of a forward or backward graph, in place; returns how many were replaced."""
     ours = torch.ops.graphoffload
     instead = {getattr(ours, name).default: getattr(ours, f"{name}_captured").default for name in NAMES}
     nodes = [node for node in module.graph.nodes if node.target in instead]

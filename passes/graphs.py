@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from graphoffload.analysis.storages import fake
 from graphoffload.errors import PlanError
 
-# Metadata that says where an operation comes from; "val" is never shared, since torch finds donated buffers by its identity.
+# Metadata about the origin of an operation; "val" is never shared, since torch finds donated buffers by its identity.
 _ORIGIN_KEYS = (
     "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "fwd_source_fn_stack", "custom", "seq_nr",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def finish(module: torch.fx.GraphModule) -> None:
 
 
 def placeholders_first(graph: Graph) -> None:
-    """Move what torch computes between a backward graph's inputs behind them."""
+    """Move operations that torch places between a backward graph's inputs to after the inputs."""
     placeholders = graph.find_nodes(op="placeholder")
     after: Node = placeholders[-1]
     early = [node for node in graph.nodes if node.op != "placeholder"]

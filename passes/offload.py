@@ -21,9 +21,10 @@ from graphoffload.runtime.ops import HANDLE_DTYPE
 
 
 def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:
-    """Insert offload and release for every transfer, and save the handle in the activation's place.
+    """Insert offload and release for every transfer, and save the handle instead of the activation.
 
-    Several saved views of one storage are saved as one handle: the first keeps its place, the others leave the outputs.
+    Several saved views of one storage are saved as one handle: it takes the place of the first, and the others leave the
+    outputs.
     """
     if not plan.transfers:
         return graphs
@@ -40,7 +41,7 @@ def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:
         describe(handle, source, fresh_fake(source, (1,), (1,), HANDLE_DTYPE))
         if transfer.release_after is None:
             before = output
-        else:  # where that is the producer, the offload stands between
+        else:  # if that is the producer, the offload comes in between
             before = max(find(nodes, transfer.release_after, plan.key), handle).next
         with graph.inserting_before(before):
             release = graph.call_function(torch.ops.graphoffload.release.default, (source, handle, *arguments))
@@ -55,7 +56,7 @@ def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:
 
 
 def _erase_unread_views(graph: Graph, sources: list[Node]) -> None:
-    """Views that were made to be saved: torch takes them at the end of forward, behind the release."""
+    """Views that were made to be saved: torch makes them at the end of forward, after the release."""
     members = group_by_storage(graph.nodes)
     for source in sources:
         value = fake(source)

@@ -7,9 +7,9 @@
     b = reader(transpose)                  slice = slice(x, ...)
                                            ...
 
-torch counts every saved value that is no alias of an input or an output as donated, one by one: Inductor then writes over x
-behind the last reader of x, while a reader of the transpose is still to come. Min-cut saves views of one storage side by side
-on its own, and more often under recompute tags. What is offloaded is saved as one handle already.
+torch counts every saved value that is not an alias of an input or an output as donated, one by one. Inductor then overwrites x
+after the last reader of x, while a reader of the transpose is still to come. Min-cut by itself saves several views of one
+storage, and does so more often under recompute tags. An offloaded storage is already saved as one handle.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _NO_CHECK = "saved_tensor_with_no_vc_check"  # torch keeps these last among the 
 
 
 def save_memory_once(graphs: GraphPair, plan: Plan) -> GraphPair:
-    """Of several saved values that share memory one is saved, and backward takes the others as views of it.
+    """Save one of several saved values that share memory; backward takes the others as views of it.
 
-    Where backward cannot take a view, as a size in it is unknown there, forward saves a copy instead. The plan has no say.
+    If backward cannot take a view, since a size in it is unknown there, forward saves a copy instead. The plan does not matter
+    here.
     """
     groups = shared_memory(graphs)
     if not groups:
@@ -52,7 +53,7 @@ def save_memory_once(graphs: GraphPair, plan: Plan) -> GraphPair:
 def shared_memory(graphs: GraphPair) -> list[tuple[Node, list[Pair]]]:
     """(first value in it, [(forward node, backward placeholder), …]) of each storage that is saved more than once.
 
-    Memory of inputs and of model outputs is never donated, so it may be saved as often as torch likes.
+    Memory of inputs and of model outputs is never donated, so torch may save it more than once.
     """
     members = group_by_storage(graphs.forward.graph.nodes)
     outputs = graph_outputs(graphs.forward)[: graphs.num_fwd_outputs]
@@ -70,7 +71,7 @@ def shared_memory(graphs: GraphPair) -> list[tuple[Node, list[Pair]]]:
 
 
 def _save_one(graphs: GraphPair, root: Node, pairs: list[Pair], sizes: Sizes) -> bool:
-    """Save the first value that all others are views of, one of `pairs` or else `root`; False when there is none."""
+    """Save the first value that all others are views of, one of `pairs` or else `root`; False if there is none."""
     graph = graphs.backward.graph
     known = set(symbol_sources(graph))
     for source in dict.fromkeys((*(node for node, _ in pairs), root)):
@@ -104,7 +105,7 @@ def _save_one(graphs: GraphPair, root: Node, pairs: list[Pair], sizes: Sizes) ->
 
 
 def _views(source: Node, node: Node, root: Node) -> list[Node] | None:
-    """Operations that take `node` of `source`, in order; None when it is no view of it."""
+    """Operations that make `node` from `source`, in order; None if it is not a view of it."""
     chain: list[Node] = []
     while node is not source:
         tensors = [other for other in node.all_input_nodes if not isinstance(other.meta.get("val"), (int, torch.SymInt))]

@@ -1,4 +1,4 @@
-"""Copies of the joint graph, and the tags on them by which torch's partitioner is told what must be saved."""
+"""Copies of the joint graph, and the tags on them that tell torch's partitioner what must be saved."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def copy_graph(module: GraphModule) -> GraphModule:
 
 
 def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str]) -> GraphModule:
-    """A copy to partition: tags of the user's as torch's partitioner understands them, and what must be saved at any rate.
+    """A copy to partition, with the user's tags in the form of torch's partitioner, and with tags for what must be saved.
 
     Args:
-        relax: forget advice to recompute. notes: gets a line that says so.
+        relax: ignore advice to recompute. notes: gets a line that says so.
     """
     copied = copy_graph(joint)
     give_own_memory(copied)
@@ -42,7 +42,7 @@ def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str]) -> GraphMo
 
 
 def _apply_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
-    """Make torch's partitioner save what is tagged for the host, and forget advice to recompute where it is relaxed."""
+    """Make torch's partitioner save activations tagged for the host, and ignore advice to recompute if it is relaxed."""
     relaxed = 0
     for node in joint.graph.nodes:
         policy = node.meta.get("recompute")
@@ -61,7 +61,7 @@ def _apply_tags(joint: GraphModule, *, relax: bool, notes: list[str]) -> None:
 
 
 def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
-    """Running an operation again after its input was written to would compute something else."""
+    """Tag operations whose input is written to later: running them again would compute another value."""
     mutated = mutated_placeholders(joint.graph, partitioning.mutated_inputs(joint.graph))
     for placeholder in mutated:
         if fake(placeholder) is None:
@@ -73,11 +73,11 @@ def _save_what_reads_mutated_inputs(joint: GraphModule) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What every partition of one joint graph must hold to.
+    """Requirements on every partition of one joint graph.
 
     Attributes:
-        decisions: operations that must not run again, since a discrete decision hangs on their bits (analysis/decisions.py).
-        callers: what may be read of the caller's memory (analysis/callers.py); None: not known yet.
+        decisions: operations that must not run again, since a discrete decision depends on their bits (analysis/decisions.py).
+        callers: reads of the caller's memory that are allowed (analysis/callers.py); None: not known yet.
         user_recomputed: operations of the user's checkpoint regions, which run again as the user asked.
     """
 
@@ -87,7 +87,7 @@ class Binding:
 
 
 def bind(joint: GraphModule, binding: Binding) -> GraphModule:
-    """Tag a copy of the joint graph with what must not run again, and with the outputs that must not be read instead."""
+    """Tag a copy of the joint graph with operations that must not run again, and with outputs that must not be read instead."""
     callers = binding.callers or CallersMemory()
     unread = frozenset(node.name for node in readers_of_unread(joint.graph, callers)) if binding.callers else frozenset()
     for node in joint.graph.nodes:
@@ -106,7 +106,7 @@ def users_own(joint: GraphModule) -> frozenset[str]:
 
 
 def tagged_operations(nodes: Iterable[Node]) -> list[SavedTensor]:
-    """Operations with a binding tag, as far as patterns look at them; they need not be saved activations."""
+    """Operations with a binding tag, in the form that patterns match; they need not be saved activations."""
     return [
         SavedTensor(
             name=node.name,

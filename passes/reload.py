@@ -7,8 +7,8 @@
     b = reader(view(x))                    wait(y, handle)                      the first reader
                                            b = reader(view(y))
 
-y has the strides that this graph was compiled for. Saved views are taken of y by size, stride and offset. View operations that
-stood before the wait move behind it: they read nothing, but a compiler may fold a reader into them.
+y has the strides that this graph was compiled for. Saved views are taken of y by size, stride and offset. View operations
+before the wait move to after it: they read nothing, but a compiler may fold a reader into them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphoffload.runtime.ops import HANDLE_DTYPE
 
 
 def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:
-    """Insert reload and wait for every transfer, and read the reloaded tensor in the placeholder's place."""
+    """Insert reload and wait for every transfer, and read the reloaded tensor instead of the placeholder."""
     if not plan.transfers:
         return graphs
     graph = graphs.backward.graph
@@ -36,7 +36,7 @@ def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:
     at = {node: position for position, node in enumerate(graph.nodes)}
 
     def deadline(transfer: Transfer) -> tuple[int, int, int]:
-        """Reloads that are issued at one place queue on one stream: the one that is needed first goes first."""
+        """Reloads that are issued at one place queue on one stream: the one with the earliest reader is issued first."""
         issued, needed = (find(nodes, name, plan.key) for name in (transfer.reload_before, transfer.wait_before))
         return at[issued], at[needed], transfer.id
 
@@ -87,7 +87,7 @@ def _reload_one(nodes: dict[str, Node], transfer: Transfer, plan: Plan, source: 
 
 
 def _strides(value: torch.Tensor) -> tuple[int | torch.SymInt, ...]:
-    """Strides of the copy: the value's own where its elements fill one block, row-major otherwise; symbolic ones its own."""
+    """Strides of the copy: the value's own if its elements fill one block, else row-major; symbolic ones stay as they are."""
     if isinstance(value.numel(), int) and not is_dense(value.shape, value.stride()):
         return contiguous_strides(value.shape)
     return tuple(value.stride())
@@ -107,7 +107,7 @@ def _offset(view: torch.Tensor, source: torch.Tensor) -> int | torch.SymInt:
 
 
 def _views_behind(new: Node, wait: Node, after: Node) -> Node:
-    """Move views of `new` that stand before the wait to right behind `after`; returns the last node moved."""
+    """Move views of `new` that come before the wait to right after `after`; returns the last node moved."""
     pending, views = [new], set()
     while pending:
         for user in pending.pop().users:

@@ -1,11 +1,11 @@
-"""Backward asks for activations as forward really lays them out.
+"""Reloads return the strides that forward's code really gives an activation.
 
     y = reload(handle, size, stride of the graph)   ──▶   y = reload(handle, size, stride of forward's code)
 
-A compiler may give a tensor other strides than the graph says, and torch tells backward's compile of those of what forward
-returns. Forward returns handles, so backward would be compiled for the graph's strides, and every reload would lay the bytes
-out anew on the device: on an H200, 14 of a ViT's 19 reloads. Where strides are not known (a forward from torch's cache,
-another compiler) the graph's stay, and runtime.layouts sees to the difference.
+A compiler may give a tensor other strides than the graph says, and torch tells backward's compile the strides of forward's
+results. Forward returns handles, so backward would be compiled for the graph's strides, and every reload would copy the bytes
+into them on the device: on an H200, 14 of a ViT's 19 reloads. If strides are not known (a forward from torch's cache, another
+compiler) the graph's stay, and runtime.layouts handles the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphoffload.runtime.layouts import is_dense
 
 
 def reload_as_laid_out(module: GraphModule, key: str, strides: Mapping[int, Sequence[int]]) -> int:
-    """Change the reloads of a plan's backward graph, in place, to the strides by id that are known; returns how many."""
+    """Change the reloads of a plan's backward graph, in place, to the known strides by id; returns how many changed."""
     changed = 0
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.graphoffload.reload.default):
         handle, plan, id, size, stride, dtype = node.args

@@ -1,4 +1,4 @@
-"""Symbolic sizes in the backward graph: expressions over its symbol inputs, written out as nodes."""
+"""Symbolic sizes in the backward graph: expressions over its symbol inputs, inserted as nodes."""
 
 from __future__ import annotations
 

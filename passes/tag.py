@@ -1,10 +1,10 @@
-"""Recompute tags on the joint graph: how decisions reach torch's own partitioner.
+"""Recompute tags on the joint graph: the form in which decisions reach torch's own partitioner.
 
     producers ──▶ chain ──▶ saved activation decided "recompute"
-    kept          MUST_RECOMPUTE (its chain up to what is kept, too)
+    kept          MUST_RECOMPUTE (its chain up to kept values, too)
 
-A chain node without a tag could be saved by min-cut instead of the activation; with tags, min-cut must cut above the chain.
-`inductor_seeds` is never tagged: the seeds are saved, and what is drawn from them is the same again.
+Min-cut could save a chain node without a tag instead of the activation. With tags, min-cut must cut above the chain.
+`inductor_seeds` is never tagged: the seeds are saved, and the numbers drawn from them are the same again.
 """
 
 from __future__ import annotations

@@ -35,10 +35,11 @@ import graphoffload
 from graphoffload.bench.overlap import profile
 from graphoffload.compiler import device_limits as limits
 from graphoffload.errors import GraphOffloadWarning, PerRankPlanWarning
+from graphoffload.hardware import host_memory
 from graphoffload.hardware import measurement as hardware
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
-from graphoffload.runtime.pinned.pool import POOL
+from graphoffload.runtime.pinned.pool import POOL, HostPool
 
 RANKS = 2
 DELAYED_RANK = 1
@@ -247,7 +248,8 @@ def train(rank: int, port: int, folder: str, place: Place, inner: str) -> None:
 def cases(folder: str, place: Place, inner: str, kept: dict[str, list[Tensor]]) -> Iterator[tuple[str, Any]]:
     """(name, what was seen), one after the other; `kept` holds keep-all's gradients by way."""
     os.environ["GRAPHOFFLOAD_ACROSS_GRAPHS"] = "0"
-    with counted_measurements(place) as measured:
+    ram = host_memory.for_this_process()  # what is available differs from moment to moment
+    with counted_measurements(place) as measured, mock.patch.object(host_memory, "for_this_process", return_value=ram):
         yield "hardware", asked_at_once(place)
         for how in WAYS:
             kept[how] = gradients(parallel(how, graphoffload.OffloadBackend(policy="keep", inner=inner), place), place)
@@ -271,11 +273,12 @@ def cases(folder: str, place: Place, inner: str, kept: dict[str, list[Tensor]]) 
 
 
 def host_budgets() -> dict[str, int | None]:
-    """host_budget="auto" of this rank, of a process that is alone, and what the runtime holds to."""
-    divided = limits.resolve_limits(OffloadConfig(hardware="cpu"), []).host_budget_bytes
-    with mock.patch.dict(os.environ):
-        del os.environ["LOCAL_WORLD_SIZE"]
-        alone = limits.resolve_limits(OffloadConfig(hardware="cpu"), []).host_budget_bytes
+    """host_budget="auto" of this rank, of a process that is alone, both before they hold any, and what the runtime holds to."""
+    with mock.patch.object(limits, "POOL", HostPool()):
+        divided = limits.resolve_limits(OffloadConfig(hardware="cpu"), []).host_budget_bytes
+        with mock.patch.dict(os.environ):
+            del os.environ["LOCAL_WORLD_SIZE"]
+            alone = limits.resolve_limits(OffloadConfig(hardware="cpu"), []).host_budget_bytes
     return {"divided": divided, "alone": alone, "runtime": POOL.budget_bytes}
 
 
@@ -367,7 +370,7 @@ def check_surroundings(found: list[dict[str, Any]]) -> None:
         assert seen["warnings"] == []
         budget = seen["host_budget"]
         assert budget["divided"] == budget["alone"] // RANKS, budget
-        assert 0 < budget["runtime"] <= budget["divided"], budget
+        assert 0 < budget["divided"] <= budget["runtime"] < budget["alone"], budget
 
 
 def check_profile(found: list[dict[str, Any]]) -> None:

@@ -136,8 +136,8 @@ def test_what_is_deferred_and_when(lazy: LazyStreams) -> None:
         loss.backward()
         del loss
     runs = [run_plan(key) for key in track()._last]
-    calls = [run.transfers if run.behind else len(run.at_end) for run in runs]
-    assert any(run.behind for run in runs)
+    calls = [run.transfers if run.downstream else len(run.at_end) for run in runs]
+    assert any(run.downstream for run in runs)
     assert found[:2] == [0, 0]
     assert found[2] == found[3] == sum(calls[:-1]) > 0
 

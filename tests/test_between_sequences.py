@@ -219,7 +219,7 @@ class Graphs(RuleBasedStateMachine):
         self.others = self.books()
         self.plans = [run_plan(f"graph {number} of example {next(EXAMPLES)}") for number in range(3)]
         for run in self.plans:
-            run.link(window, Budget(BUDGET_BYTES, 0, 0) if shared else None, behind=behind and not shared)
+            run.link(window, Budget(BUDGET_BYTES, 0, 0) if shared else None, downstream=behind and not shared)
             run.transfers, run.at_end = len(SIZES), frozenset(range(len(SIZES)) if all_at_end else [1])
 
     def teardown(self) -> None:

@@ -5,6 +5,7 @@ torch's key holds the partitioner's uuid(), not module names nor annotations; on
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -12,25 +13,30 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from forked import run_script
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import graphoffload
-from graphoffload.compiler import cache_key
-from graphoffload.facts.plan import Action, Plan
-from graphoffload.facts.saved_tensors import SavedTensor
+from graphoffload.cache_files import keep_newest
+from graphoffload.compiler import cache_key, device_limits
+from graphoffload.errors import NotOffloadedWarning
+from graphoffload.facts.plan import Action, Plan, Prediction
+from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
+from graphoffload.hardware import host_memory
 from graphoffload.log import log
 from graphoffload.report.offload_report import plan_table
 from graphoffload.runtime import registry
+from graphoffload.runtime.pinned.pool import HostPool
 from graphoffload.testing import compiled, draw, observe, run_step
 from graphoffload.testing.structure import tag_everything
 
@@ -299,6 +305,105 @@ def test_explain_stores_no_plan(tmp_path: Path) -> None:
     model(x)
     (plan,) = graphoffload.last_plans()[-1:]
     assert {path.name for path in tmp_path.rglob("plans/*")} == {f"{plan.key}.json", f"{plan.key.partition('-')[0]}.json"}
+
+
+@pytest.mark.parametrize("found", [None, 0, 2, "1"])
+def test_a_plan_of_another_format_is_none(found: object, tmp_path: Path) -> None:
+    """Another release wrote it: it is planned again, without a word; who reads it by hand is told."""
+    plan = Plan(key="k", graph="g")
+    path = tmp_path / "graphoffload" / "plans" / "k.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(plan.to_json())
+    assert registry.stored("k") == plan
+    data = json.loads(plan.to_json())
+    path.write_text(json.dumps({**data, "format": found}))
+    assert registry.stored("k") is None
+    with pytest.raises(ValueError, match=f"has format {found}, and format 1 is read"):
+        Plan.from_json(path.read_text())
+    path.write_text("[]")
+    assert registry.stored("k") is None
+
+
+def test_only_the_newest_plans_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number and by size; what a process left that was killed in writing goes as well."""
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    for age, name in enumerate(("new.json", "mid.json", "old.json", ".old.json.1234")):
+        (folder / name).write_text("x" * 10)
+        os.utime(folder / name, (1e9 - age, 1e9 - age))
+    (folder / "folder").mkdir()
+    os.utime(folder / "folder", (1, 1))
+
+    def left(**most: int) -> set[str]:
+        keep_newest(folder, **most)
+        return {path.name for path in folder.iterdir()} - {"folder"}
+
+    with FileLock(tmp_path / "plans.lock"):
+        assert len(left(files=0, nbytes=0)) == 4, "another process is at it"
+    assert left(files=3, nbytes=1000) == {"new.json", "mid.json", "old.json"}
+    assert left(files=3, nbytes=29) == {"new.json", "mid.json"}
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: unlink(Path("/nowhere")))
+    assert left(files=0, nbytes=0) == {"new.json", "mid.json"}, "it cannot be deleted, and nothing is raised"
+    keep_newest(tmp_path / "nowhere" / "plans", files=0, nbytes=0)
+
+
+def test_plans_are_pruned_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first that a process writes, and now and then."""
+    monkeypatch.setattr(registry, "_MOST_FILES", 3)
+    monkeypatch.setattr(registry, "_PRUNED_EVERY", 2)
+    monkeypatch.setattr(registry, "_written", itertools.count())
+    monkeypatch.setattr(registry, "_BASES", {})
+    for number in range(9):
+        registry.remember(f"k{number}", Plan(key=f"p{number}", graph="g"))
+        os.utime(tmp_path / "graphoffload" / "plans" / f"k{number}.json", (1e9 + number, 1e9 + number))
+    names = {path.name for path in tmp_path.rglob("plans/*")}
+    assert "k8.json" in names
+    assert len(names) == 3
+
+
+def planned_with(gib: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Plan:
+    """The plan of a new process in which the host has so much memory available."""
+    ram = host_memory.HostRam(2**40, int(gib * 2**30))
+    monkeypatch.setattr(host_memory, "for_this_process", lambda: ram)
+    monkeypatch.setattr(device_limits, "POOL", HostPool())
+    monkeypatch.setattr(registry, "_PLANS", {})
+    monkeypatch.setattr(registry, "_BASES", {})
+    return run(inner="aot_eager", **options)[0]
+
+
+def test_what_the_host_has_available_is_in_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It differs by GiBs from run to run; as long as the plan has room the plan is found again."""
+    first = planned_with(100, monkeypatch)
+    assert first.host_budget_bytes == int(0.8 * 100 * 2**30)
+    for gib in (20, 500, 3):
+        assert planned_with(gib, monkeypatch).key == first.key
+
+
+def test_a_stored_plan_that_has_no_room_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less memory than it needs, and, once it was made for want of memory, with more."""
+    first = planned_with(100, monkeypatch)
+    with pytest.warns(NotOffloadedWarning, match="host_budget=") as caught:
+        poor = planned_with(0.5e-6, monkeypatch)
+    assert len(caught) == 1
+    assert 0 < poor.offloaded_bytes <= (poor.host_budget_bytes or 0) < first.offloaded_bytes
+    assert poor.key != first.key
+    rich = planned_with(100, monkeypatch)
+    assert (rich.decisions, rich.offloaded_bytes) == (first.decisions, first.offloaded_bytes)
+    assert rich.key not in (poor.key, first.key)
+
+
+@pytest.mark.parametrize(
+    ("now", "suits"), [(None, False), (59, False), (60, True), (79, True), (80, True), (88, True), (89, False), (500, False)]
+)
+def test_a_plan_suits_a_host(now: int | None, suits: bool) -> None:
+    """Made within 80 bytes, of which it takes 60, where 100 are saved."""
+    saved = SavedTable((SavedTensor(name="a", views=("a",), op="", shape=(100,), strides=(1,), dtype="uint8", nbytes=100),))
+    plan = Plan(key="", graph="", saved=saved, prediction=Prediction(host_bytes=60), host_budget_bytes=80)
+    assert plan.suits_host(now) == suits
+    roomy = replace(plan, host_budget_bytes=100)
+    assert roomy.suits_host(now) == (now is not None and now >= 60), "nothing was refused for want of memory"
+    assert replace(plan, host_budget_bytes=None).suits_host(None)
 
 
 def test_the_source_digest_reads_every_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphoffload
 from graphoffload.compiler import inner_compile
+from graphoffload.compiler.session import CompileSession
 from graphoffload.errors import CaptureError, CudaGraphsWarning, HostMemoryError, RuntimeStateError
+from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Decision, Plan, Transfer
+from graphoffload.options.config import OffloadConfig
 from graphoffload.passes.capture import make_capturable
 from graphoffload.runtime import captured, ops, registry
 from graphoffload.runtime.pinned.pool import POOL
@@ -662,7 +665,8 @@ def compile_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Inner, 
             torch._guards.tracing(context),
         ):
             warnings.simplefilter("always")
-            compiled = inner_compile.compile_as_planned(KEY)(
+            session = CompileSession(OffloadConfig(), Limits(), KEY, plan.graph, plan=plan)
+            compiled = inner_compile.compile_as_planned(session)(
                 graph_of_transfers(), [], cudagraphs=asked, is_backward=backward, static_input_idxs=[0, 1]
             )
         assert compiled is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from graphoffload.report.graph_picture import (
     DrawnNode,
     Edge,
     Role,
-    draw_graph,
     drawn_nodes,
     drawn_pair,
     graph_svg,
@@ -62,12 +60,12 @@ def traced() -> torch.fx.GraphModule:
     return graph
 
 
-# draw_graph
+# graph_svg
 
 
-def test_every_decision_is_a_box_of_its_colour(tmp_path: Path) -> None:
+def test_every_decision_is_a_box_of_its_colour() -> None:
     nodes, edges = chain([*ROLES, "keep", "offload"])
-    svg = draw_graph(nodes, edges, tmp_path / "g.svg").read_text()
+    svg = graph_svg(nodes, edges)
     assert role_counts(svg) == {**dict.fromkeys(ROLES, 1), "keep": 2, "offload": 2}
     fills = {(rect.get("class") or "").split()[1]: rect.get("fill") for rect in boxes(svg)}
     assert len(set(fills.values())) == len(ROLES), "two roles share a colour"
@@ -136,9 +134,9 @@ def test_backward_stands_right_of_forward_and_is_read_upwards() -> None:
     assert (y2, y3) == (y1, y0), "a layer's two halves face each other"
 
 
-def test_layers_are_bands_and_names_survive_xml(tmp_path: Path) -> None:
+def test_layers_are_bands_and_names_survive_xml() -> None:
     nodes = [DrawnNode("a<b>&\"'\x00\x1b", "op", "L['self'].layers.0.<locals>", 5, "keep", shape="4x8 & more")]
-    svg = draw_graph(nodes, [], tmp_path / "g.svg", title="graph <0>").read_text(encoding="utf-8")
+    svg = graph_svg(nodes, [], title="graph <0>")
     assert any("a<b>&\"'??" in title and "4x8 & more" in title and "5 B" in title for title in titles(svg))
     two = graph_svg(*chain(["keep"] * 8))
     bands = [rect for rect in ElementTree.fromstring(two.encode()).iter(f"{SVG}rect") if rect.get("class") == "band"]

@@ -116,23 +116,23 @@ def test_explain_plan() -> None:
     assert "recompute" in out
 
 
-def readme_shows_the_plan(printed: str) -> None:
-    """The README's plan is what is printed, its key apart, which changes with every line of source. Accept it as a golden:
+def page_shows_the_plan(printed: str) -> None:
+    """The plan in docs/config.md is what is printed, except for its key, which changes with every line of source. Accept it:
 
     ACCEPT_GOLDENS=1 pytest tests/test_examples.py -k write_a_policy
     """
     if not torch.__version__.startswith("2.13"):
         return  # other releases decompose differently
-    path = ROOT / "README.md"
+    path = ROOT / "docs" / "config.md"
     start = "<!-- plan: printed by examples/write_a_policy.py -->\n```text\n"
     before, _, rest = path.read_text().partition(start)
     shown, _, after = rest.partition("```\n<!-- /plan -->")
-    assert after, f"README.md has no plan behind {start!r}"
+    assert after, f"docs/config.md has no plan after {start!r}"
     if os.environ.get("ACCEPT_GOLDENS"):
         path.write_text(f"{before}{start}{printed}```\n<!-- /plan -->{after}")
         return
     without_key = [re.sub(r"key [0-9a-f]+", "key", text) for text in (printed, shown)]
-    assert without_key[0] == without_key[1], "README.md shows another plan; see above how to accept this one"
+    assert without_key[0] == without_key[1], "docs/config.md shows another plan; see above how to accept this one"
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_write_a_policy() -> None:
     for part in (first, second):
         assert "recompute" in part
         assert "offload" in part
-    readme_shows_the_plan(first[first.index("graph graph0") : first.index("loss ")])
+    page_shows_the_plan(first[first.index("graph graph0") : first.index("loss ")])
     losses = re.findall(r"^loss ([0-9.]+)", out, re.M)
     assert len(losses) == 2
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5), "a policy moves bytes, not results"

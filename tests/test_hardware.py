@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,7 +141,7 @@ def test_a_folder_that_knows_no_locks_or_is_full(refused: str, tmp_path: Path, m
         raise OSError(errno.ENOLCK if refused == "lock" else errno.ENOSPC, "refused")
 
     path = tmp_path / "x.json"
-    monkeypatch.setattr(*((fcntl, "flock", fails) if refused == "lock" else (os, "replace", fails)))
+    monkeypatch.setattr(*((FileLock, "acquire", fails) if refused == "lock" else (os, "replace", fails)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert cached(path, lambda: PROFILES["l40s"]) is PROFILES["l40s"]

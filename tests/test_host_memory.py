@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 import graphoffload
 from graphoffload.errors import HostMemoryError, PageableMemoryWarning
 from graphoffload.facts.plan import Plan, Transfer
+from graphoffload.runtime import registry
 from graphoffload.runtime.pinned import pool, slabs
 from graphoffload.runtime.pinned import preallocation as ahead
 from graphoffload.runtime.pinned.pool import POOL, HostPool
-from graphoffload.runtime.pinned.preallocation import preallocating
 from graphoffload.runtime.pinned.slabs import HostBuffer, Slab
 
 KIB = 1024
@@ -285,14 +285,14 @@ def test_only_plans_that_will_run_on_a_gpu_take_memory_ahead(monkeypatch: pytest
     """explain() registers plans too, and so does a CPU."""
     memory = HostPool()
     monkeypatch.setattr(ahead, "POOL", memory)
-    ahead.prepare_plan(plan_for("cuda:0", "explained"))
-    with preallocating(10 * KIB):
-        ahead.prepare_plan(plan_for("cpu", "cpu"))
-        assert memory.snapshot().held_bytes == 0
-        for _ in range(2):
-            ahead.prepare_plan(plan_for("cuda:0", "compiled"))  # registered again from the compile cache
-        with preallocating(5 * KIB):
-            pass
+    for show in (registry.explained, registry.register):  # by explain(), and by a partitioner whose caller may not run it
+        show(plan_for("cuda:0", "explained"))
+    ahead.allow(10 * KIB)
+    registry.register(plan_for("cpu", "cpu"), runs=True, store=False)
+    assert memory.snapshot().held_bytes == 0
+    for _ in range(2):
+        registry.register(plan_for("cuda:0", "compiled"), runs=True, store=False)  # again from the compile cache
+    ahead.allow(5 * KIB)
     step(memory, [KIB, 2 * KIB])
     assert memory.snapshot().pinned_bytes == 3 * KIB
     assert memory.budget_bytes == 10 * KIB

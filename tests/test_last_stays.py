@@ -108,7 +108,7 @@ def test_releases_in_the_middle_are_left_to_the_next_graph(lazy: LazyStreams, in
         for seed in SEEDS[:3]:
             assert_equal_bits(step(module, seed), expected[seed])
         plan = graphoffload.last_plans()[-1]
-        assert any("runs behind other graphs" in note for note in plan.notes)
+        assert any("runs downstream of other graphs" in note for note in plan.notes)
         assert any(transfer.release_after is not None for transfer in plan.transfers)
         graphoffload.reset_stats()
         lazy.log.clear()
@@ -123,7 +123,7 @@ def test_nothing_is_pending_over_the_loss(lazy: LazyStreams) -> None:
     """Also where all of the last graph stays, and no release is at its end."""
     ops, runs = torch.ops.graphoffload, [run_plan("before"), run_plan("last")]
     for run in runs:
-        run.link(2**20, behind=True)
+        run.link(2**20, downstream=True)
         run.transfers = 1
     for _ in range(4):
         graphoffload.reset_stats()

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 import graphoffload
 from graphoffload.compiler import device_limits as limits
+from graphoffload.hardware import host_memory
+from graphoffload.hardware.host_memory import HostRam
 from graphoffload.options.config import OffloadConfig
+from graphoffload.runtime.pinned.pool import HostPool
 
 GIB = 2**29 * 2
+RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -30,7 +37,10 @@ def test_every_group_around_the_process_counts(tmp_path: Path) -> None:
     write(root / "slurm" / "job_7", "memory.high", "2500")
     write(root / "slurm", "memory.max", "9000")
     write(tmp_path, "memory.max", "1")  # outside of the root
-    assert sorted(limits._cgroup_limits(table, root)) == [2500, 3000, 9000]
+    write(root / "slurm", "memory.current", "8000")
+    write(root / "slurm", "memory.stat", "anon 500\nfile 7500\nactive_file 3000\ninactive_file 2500\nslab_reclaimable 100")
+    found = sorted((ram.total_bytes, ram.available_bytes) for ram in host_memory.control_groups(table, root))
+    assert found == [(2500, 2500), (3000, 3000), (9000, 9000 - (8000 - 5600))], "files in the page cache can be taken back"
 
 
 def test_version_1_and_a_container(tmp_path: Path) -> None:
@@ -38,30 +48,76 @@ def test_version_1_and_a_container(tmp_path: Path) -> None:
     table, root = tmp_path / "cgroup", tmp_path / "fs"
     table.write_text("9:name=systemd:/\n4:cpu,memory:/docker/abc\n3:pids:/docker/abc\n")
     write(root / "memory", "memory.limit_in_bytes", "4000")
+    write(root / "memory", "memory.usage_in_bytes", "5000")
+    write(root / "memory", "memory.stat", "inactive_file 1\ntotal_inactive_file 600\ntotal_active_file 900")
     write(root / "pids" / "docker" / "abc", "memory.limit_in_bytes", "1")
-    assert list(limits._cgroup_limits(table, root)) == [4000]
-    assert list(limits._cgroup_limits(tmp_path / "nothing", root)) == []
+    assert list(host_memory.control_groups(table, root)) == [HostRam(4000, 500)]
+    write(root / "memory", "memory.usage_in_bytes", "9000")
+    assert list(host_memory.control_groups(table, root)) == [HostRam(4000, 0)]
+    assert list(host_memory.control_groups(tmp_path / "nothing", root)) == []
 
 
-@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"])
+def test_what_others_take_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine as psutil sees it, and the tightest group around the process, each for itself."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB, available=30 * GIB))
+    for groups, total, available in (
+        ([], 100, 30),
+        ([HostRam(50 * GIB, 40 * GIB)], 50, 30),
+        ([HostRam(90 * GIB, 7 * GIB), HostRam(60 * GIB, 20 * GIB)], 60, 7),
+    ):
+        monkeypatch.setattr(host_memory, "control_groups", lambda *_, groups=groups: iter(groups))
+        assert host_memory.for_this_process() == HostRam(total * GIB, available * GIB)
+
+
+def test_without_psutil_all_memory_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As a last resort, and the log says so."""
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with caplog.at_level("DEBUG", logger=host_memory.log.name):
+        found = host_memory.machine()
+    assert found.available_bytes == found.total_bytes > GIB
+    assert "psutil" in caplog.text
+
+
+@pytest.fixture
+def ram(monkeypatch: pytest.MonkeyPatch) -> HostPool:
+    """A host of 200 GiB of which 100 are available, for one process whose pool holds nothing."""
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(host_memory, "for_this_process", lambda: HostRam(200 * GIB, 100 * GIB))
+    monkeypatch.setattr(limits, "POOL", HostPool())
+    return limits.POOL
+
+
+def test_what_the_pool_holds_is_this_process_s_own(ram: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second compile, and each of two ranks, has as much as the first before anything was taken."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for ranks in (1, 2):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        first = limits._host_budget(OffloadConfig())
+        held = SimpleNamespace(held_bytes=10 * GIB)
+        with monkeypatch.context() as later:
+            later.setattr(ram, "snapshot", lambda held=held: held)
+            left = HostRam(200 * GIB, (100 - 10 * ranks) * GIB)
+            later.setattr(host_memory, "for_this_process", lambda left=left: left)
+            assert limits._host_budget(OffloadConfig()) == first == 80 * GIB // ranks
+
+
+@pytest.mark.usefixtures("ram")
+@pytest.mark.parametrize("name", RANKS)
 def test_ranks_share_what_the_host_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks, an eighth each; a number that the user gives is meant for each."""
-    for each in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
-        monkeypatch.delenv(each, raising=False)
-    monkeypatch.setattr(limits, "_host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert limits._host_budget(OffloadConfig()) == 80 * GIB
     monkeypatch.setenv(name, "8")
     assert limits._host_budget(OffloadConfig()) == 10 * GIB
     assert limits._host_budget(OffloadConfig(host_budget="30GiB")) == 30 * GIB
-    assert limits._host_budget(OffloadConfig(host_budget="50%")) == 50 * GIB
+    assert limits._host_budget(OffloadConfig(host_budget="50%")) == 100 * GIB, "of all there is"
 
 
+@pytest.mark.usefixtures("ram")
 @pytest.mark.parametrize(("user", "expected"), [(1000, GIB), (0, 80 * GIB)])
 def test_memlock_limits_whoever_is_not_root(user: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process's own limit, on a machine where memory is to be page-locked."""
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(limits, "_host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (GIB, resource.RLIM_INFINITY))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
+import importlib.util
+import os
 import shutil
+import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from graphoffload.runtime import streams
 from graphoffload.runtime.streams import native
 
+ROOT = Path(__file__).resolve().parent.parent
 RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
 COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -45,12 +50,36 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def module() -> Any:
-    """A library of this file's own: the functions that it calls are those of all copies made with it."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extension, built as an install builds it."""
     compilers = [name for name in ("cc", "gcc", "clang") if shutil.which(name)]
     if not compilers or not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         pytest.skip("no C compiler here, or no headers of Python")
-    return native.build()
+    return build(tmp_path_factory.mktemp("built"))[0]
+
+
+def build(folder: Path, **environment: str) -> list[Path]:
+    """Run setup.py's build_ext; returns what came of it."""
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(folder.rglob("_copy*.so"))
+
+
+def load(library: Path) -> Any:
+    """A module of its own: the functions that it calls are those of all copies made with it."""
+    loader = importlib.machinery.ExtensionFileLoader("_copy", str(library))
+    spec = importlib.util.spec_from_file_location("_copy", library, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def module(library: Path) -> Any:
+    """The extension, which no other module of this process calls."""
+    return load(library)
 
 
 @pytest.fixture
@@ -91,10 +120,10 @@ def test_wrong_arguments_call_nothing(module: Any, driver: Driver, arguments: tu
     assert driver.calls == []
 
 
-def test_before_it_knows_the_driver() -> None:
+def test_before_it_knows_the_driver(library: Path, tmp_path: Path) -> None:
     """Not a jump to address 0."""
     with pytest.raises(RuntimeError, match="use"):
-        native.build().copy(*BLOCK, COMPUTE, SIDE, ISSUED, DONE)
+        load(Path(shutil.copy(library, tmp_path))).copy(*BLOCK, COMPUTE, SIDE, ISSUED, DONE)
 
 
 def test_it_takes_no_modules_place(module: Any) -> None:
@@ -102,52 +131,67 @@ def test_it_takes_no_modules_place(module: Any) -> None:
     assert not [name for name, other in sys.modules.items() if other is module]
 
 
+Installed = Callable[[Path | None], Any]
 Log = pytest.LogCaptureFixture
 
 
 @pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch, caplog: Log, tmp_path: Path) -> Iterator[Log]:
-    """compiled() tries again, in folders of this test's own, and so it does after it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def installed(monkeypatch: pytest.MonkeyPatch, caplog: Log, tmp_path: Path) -> Iterator[Installed]:
+    """What compiled() finds where an install left this library, or none."""
+    name = "graphoffload.runtime.streams._copy"
+
+    def found(library: Path | None) -> Any:
+        monkeypatch.setattr(streams, "__path__", [str(tmp_path)])
+        if library is not None:
+            shutil.copy(library, tmp_path)
+        importlib.invalidate_caches()
+        return native.compiled()
+
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(streams, "_copy", None, raising=False)
     native.compiled.cache_clear()
     with caplog.at_level("DEBUG", logger=native.log.name):
-        yield caplog
+        yield found
     native.compiled.cache_clear()
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("compiler", ["", "/bin/false"])
-def test_without_a_compiler_there_is_none(compiler: str, anew: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing, or refusing: copies are issued from Python."""
-    monkeypatch.setattr("shutil.which", lambda name: compiler or None)
-    assert native.compiled() is None
-    assert "call by call" in anew.text
+def test_an_installed_one_is_used(library: Path, installed: Installed, caplog: Log) -> None:
+    """By its import."""
+    module = installed(library)
+    assert module.copy.__doc__.startswith("copy(target, source")
+    assert caplog.text == ""
 
 
-def test_why_it_does_not_compile_is_said(module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the compiler's own words: headers of Python that are not there are the likeliest cause."""
-    del module
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
-    assert native.compiled() is None
-    assert "Python.h" in anew.text
+def test_without_one_copies_are_issued_from_python(installed: Installed, caplog: Log) -> None:
+    """As in a checkout that nobody installed."""
+    assert installed(None) is None
+    assert "call by call" in caplog.text
+    assert "C compiler" in caplog.text
 
 
-def test_a_compiler_that_refuses_is_not_the_last_word(module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CC may be one for another machine."""
-    del module, anew
-    monkeypatch.setenv("CC", "false")
-    assert native.compiled() is not None
-
-
-def test_what_cannot_be_loaded_is_not_used(module: Any, anew: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_loaded_is_not_used(library: Path, installed: Installed, caplog: Log, tmp_path: Path) -> None:
     """Cut short, as on a full disk; or from a folder without execution."""
-    del module
-    compile_it = native._compile
+    cut = tmp_path / "cut" / library.name
+    cut.parent.mkdir()
+    cut.write_bytes(b"")
+    assert installed(cut) is None
+    assert "call by call" in caplog.text
 
-    def cut(compiler: str, library: Path) -> None:
-        compile_it(compiler, library)
-        library.write_bytes(b"")
 
-    monkeypatch.setattr(native, "_compile", cut)
-    assert native.compiled() is None
-    assert "call by call" in anew.text
+def test_one_of_another_source_is_not_used(
+    library: Path, installed: Installed, caplog: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An editable install keeps what it built when the source beside it changes."""
+    (tmp_path / "copy.c").write_text(native._SOURCE.read_text() + "\n")
+    monkeypatch.setattr(native, "_SOURCE", tmp_path / "copy.c")
+    assert installed(library) is None
+    assert "install it again" in caplog.text
+
+
+def test_an_install_without_a_compiler_goes_on(library: Path, tmp_path: Path) -> None:
+    """One that is missing, and one that refuses: no library, and no failure."""
+    del library
+    for compiler in ("/nowhere/cc", "false"):
+        assert build(tmp_path, CC=compiler) == []

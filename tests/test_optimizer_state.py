@@ -18,6 +18,7 @@ import graphoffload
 from graphoffload.compiler import device_limits as limits
 from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.compiler.partitioner import OffloadPartitioner
+from graphoffload.compiler.session import CompileSession
 from graphoffload.facts.limits import Limits
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
@@ -260,14 +261,14 @@ def test_a_pickled_partitioner_has_what_decides_and_not_every_byte() -> None:
     twin = replace(first, device_budget_bytes=10 * GIB + 9, static_bytes=4)
 
     def pickled(found: Limits) -> bytes:
-        return pickle.dumps(OffloadPartitioner(OffloadConfig(), key="k", limits=found))
+        return pickle.dumps(OffloadPartitioner(session=CompileSession(OffloadConfig(), found, key="k", name="graph0")))
 
     assert pickled(first) == pickled(twin)
-    for other in (replace(first, reserve_bytes=0), replace(first, shared=True), replace(first, behind=True)):
+    for other in (replace(first, reserve_bytes=0), replace(first, shared=True), replace(first, downstream=True)):
         assert pickled(first) != pickled(other)
     loaded = pickle.loads(pickled(first))
     assert isinstance(loaded, OffloadPartitioner)
-    assert loaded.limits == first.quantised()
+    assert (loaded.config, loaded.key) == (OffloadConfig(), "k")
     assert copy.deepcopy(loaded) is loaded
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -15,6 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECK = "import graphoffload, graphoffload.passes as p, graphoffload.compiler.backend; print(graphoffload.__file__, p.__file__)"
+COMPILED = f"graphoffload/runtime/streams/_copy{sysconfig.get_config_var('EXT_SUFFIX')}"
+IS_COMPILED = "from graphoffload.runtime.streams import native; print(native.compiled().__file__)"
 
 pytestmark = pytest.mark.slow
 
@@ -30,15 +33,15 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources, link and all: builds leave their droppings there."""
     target = tmp_path_factory.mktemp("checkout")
     for name in ("graphoffload", "passes"):
-        shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target / name)
     return target
 
 
 @pytest.fixture(scope="module")
 def modules() -> set[str]:
-    """Every module as an archive should name it, what is compiled on the user's machine, and the marker of a typed package."""
+    """Every module as an archive should name it, the source of the one that is compiled, and the marker of a typed package."""
     package = [path.relative_to(ROOT) for ending in ("py", "c") for path in (ROOT / "graphoffload").rglob(f"*.{ending}")]
     names = {str(path) for path in package if path.parts[1] != "passes"} | {"graphoffload/py.typed"}
     return names | {f"graphoffload/{path.relative_to(ROOT)}" for path in (ROOT / "passes").rglob("*.py")}
@@ -62,13 +65,15 @@ def test_wheel(checkout: Path, modules: set[str], tmp_path: Path) -> None:
     with wheel_of(checkout, tmp_path) as wheel:
         names = wheel.namelist()
         code = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
-        assert code == modules
+        assert code == modules | {COMPILED}
         (entry_points,) = [name for name in names if name.endswith("/entry_points.txt")]
         text = wheel.read(entry_points).decode()
         wheel.extractall(tmp_path / "site")
     assert "[torch_dynamo_backends]\ngraphoffload = graphoffload.compiler.backend:graphoffload" in text
     where = run(sys.executable, "-c", CHECK, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert where.split() == [str(tmp_path / "site" / "graphoffload" / f) for f in ("__init__.py", "passes/__init__.py")]
+    built = run(sys.executable, "-c", IS_COMPILED, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert built.strip() == str(tmp_path / "site" / COMPILED)
     tools = run(sys.executable, "-m", "graphoffload", "bench", "--list", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert "over:11.5GB" in tools, "what measures is installed as well"
 
@@ -84,7 +89,7 @@ def test_source_distribution_builds_the_same_wheel(checkout: Path, modules: set[
     out = tmp_path / "out"
     out.mkdir()
     with wheel_of(source, out) as wheel:
-        assert {name for name in wheel.namelist() if ".dist-info/" not in name} == modules
+        assert {name for name in wheel.namelist() if ".dist-info/" not in name} == modules | {COMPILED}
 
 
 def test_bare_checkout(checkout: Path, tmp_path: Path) -> None:
@@ -112,5 +117,6 @@ def test_editable_install(checkout: Path, tmp_path: Path) -> None:
     where = run(python, "-c", CHECK, cwd=tmp_path, PYTHONPATH=here)
     assert where.split()[0] == str(checkout / "graphoffload" / "__init__.py")
     assert Path(where.split()[1]).resolve() == checkout / "passes" / "__init__.py"
+    assert run(python, "-c", IS_COMPILED, cwd=tmp_path, PYTHONPATH=here).strip() == str(checkout / COMPILED)
     listed = run(python, "-c", "import torch; print(torch._dynamo.list_backends())", cwd=tmp_path, PYTHONPATH=here)
     assert "'graphoffload'" in listed

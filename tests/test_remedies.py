@@ -17,7 +17,9 @@ from graphoffload.compiler.constraints import constraints_for
 from graphoffload.errors import NotOffloadedWarning
 from graphoffload.facts import remedies
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
+from graphoffload.hardware import host_memory
 from graphoffload.options.config import OffloadConfig
+from graphoffload.runtime.pinned.pool import HostPool
 
 MIB = 2**20
 
@@ -141,7 +143,8 @@ def test_what_tags_recompute_is_not_called_kept() -> None:
 )
 def test_a_host_that_is_full(options: dict[str, Any], locked: int | None, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what limits it: raising a number that nobody gave does not help where memory may not be locked."""
-    monkeypatch.setattr(limits, "_host_memory_bytes", lambda: 5120)
+    monkeypatch.setattr(host_memory, "for_this_process", lambda: host_memory.HostRam(10**9, 5120))
+    monkeypatch.setattr(limits, "POOL", HostPool())
     monkeypatch.setattr(limits, "_lockable_bytes", lambda: locked)
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Result files, the pages written from them, and that docs/benchmarks.md is what its files say."""
+"""Result files, the pages written from them, and that docs/benchmarks.md and README.md are what their files say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from graphoffload.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
 MOST_LINES = 200
+MOST_README_LINES = 150
 
 # The page
 
@@ -30,6 +32,22 @@ MOST_LINES = 200
 def test_page_is_what_its_files_say(capsys: pytest.CaptureFixture[str]) -> None:
     """To accept new result files: python -m graphoffload bench page docs/benchmarks.md --draw"""
     assert main(["bench", "page", str(PAGE), "--check"]) == 0, capsys.readouterr().out
+
+
+def test_readme_is_what_the_files_say(capsys: pytest.CaptureFixture[str]) -> None:
+    """To accept new result files: python -m graphoffload bench page README.md --results docs/results"""
+    arguments = [str(README), "--results", str(PAGE.parent / "results"), "--check"]
+    assert main(["bench", "page", *arguments]) == 0, capsys.readouterr().out
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= MOST_README_LINES
+    for link, _, section in (found.partition("#") for found in re.findall(r"\]\(([^)]+)\)", text)):
+        assert (ROOT / link).exists(), link
+        titles = re.findall(r"^#+ (.+)$", (ROOT / link).read_text(), re.M) if section else []
+        anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not section or section in anchors, f"{link} has no section {section}"
 
 
 def test_page_is_short_and_its_links_lead_somewhere() -> None:

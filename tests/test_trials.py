@@ -20,7 +20,7 @@ from graphoffload.compiler import trial as trials
 from graphoffload.compiler.constraints import Constraint
 from graphoffload.compiler.decide import actions_again, saved_all_the_same, table_again, without_recomputation
 from graphoffload.errors import BudgetError, GoalMissedWarning
-from graphoffload.facts.limits import Limits
+from graphoffload.facts.goals import Goal, MeetBudget
 from graphoffload.facts.plan import Action, Decision
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.hardware.profile import PROFILES
@@ -53,9 +53,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, float | Non
     seen: list[tuple[int | None, float | None, float]] = []
     trial = trials.make_trial
 
-    def noting(work: Any, program: Any, limits: Limits, config: Any) -> Any:
-        made = trial(work, program, limits, config)
-        seen.append((limits.device_budget_bytes, config.max_slowdown, made.excess))
+    def noting(work: Any, program: Any, goal: Goal) -> Any:
+        made = trial(work, program, goal)
+        seen.append((goal.device_budget_bytes, getattr(goal, "max_slowdown", None), made.excess))
         return made
 
     monkeypatch.setattr(trials, "make_trial", noting)
@@ -75,7 +75,7 @@ def test_a_budget_is_kept_on_the_graph_that_runs() -> None:
     assert report.predicted_peak_bytes <= budget
 
 
-def test_a_draft_above_the_budget_is_made_again_for_as_much_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_above_the_budget_is_made_again_for_as_much_less(monkeypatch: pytest.MonkeyPatch) -> None:
     budget, seen, excess = middle(), watch(monkeypatch), trials.excess_of
 
     def once_too_much(request: Any, decided: Any, timeline: Any) -> float:
@@ -88,7 +88,7 @@ def test_a_draft_above_the_budget_is_made_again_for_as_much_less(monkeypatch: py
     assert report.predicted_peak_bytes <= budget
 
 
-def test_a_draft_that_is_too_slow_is_made_again_for_a_smaller_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_is_too_slow_is_made_again_for_a_smaller_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, excess = watch(monkeypatch), trials.excess_of
     monkeypatch.setattr(trials, "excess_of", lambda r, d, t: 0.01 * d.keep_timeline.time_s if not seen else excess(r, d, t))
     explained(max_slowdown=0.05)
@@ -99,10 +99,11 @@ def test_what_torch_saves_all_the_same_is_noted_as_what_becomes_of_it(monkeypatc
     """Saved though it was to be recomputed, it may still be offloaded: no note may say that it is kept then."""
     budget, decide, chosen = int(0.65 * explained(policy="keep").keep_peak_bytes), trials.decide_actions, []
 
-    def recomputes(program: Any, table: SavedTable, *rest: Any) -> Any:
-        decided = decide(program, table, *rest)
+    def recomputes(work: Any, *rest: Any) -> Any:
+        decided = decide(work, *rest)
         actions = tuple("recompute" if action == "offload" else action for action in decided.actions)
-        chosen.append([tensor.name for tensor, action in zip(table.tensors, actions, strict=True) if action == "recompute"])
+        pairs = zip(work.table.tensors, actions, strict=True)
+        chosen.append([tensor.name for tensor, action in pairs if action == "recompute"])
         return replace(decided, actions=actions)
 
     monkeypatch.setattr(trials, "decide_actions", recomputes)
@@ -125,7 +126,7 @@ def test_no_slowdown_is_what_nobody_can_measure(monkeypatch: pytest.MonkeyPatch)
     assert {slowdown for _, slowdown, _ in seen if slowdown is not None} == {0.005}
 
 
-def test_what_no_draft_meets_is_an_error_with_the_least_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_trial_meets_is_an_error_with_the_least_found(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = middle()
     monkeypatch.setattr(trials, "excess_of", lambda *_: 1000.0)
     with pytest.raises(
@@ -340,8 +341,8 @@ def test_what_is_computed_again_where_memory_is_above_the_budget_is_not_any_more
     asked: list[frozenset[str]] = []
 
     def at_a_lower_budget(work: Any, trial: Any) -> frozenset[str]:
-        limits = replace(work.request.limits, device_budget_bytes=trial.timeline.peak_bytes // 2)
-        asked.append(barred(replace(work, request=replace(work.request, limits=limits)), trial))
+        goal = MeetBudget(trial.timeline.peak_bytes // 2)
+        asked.append(barred(replace(work, request=replace(work.request, goal=goal)), trial))
         return asked[-1]
 
     monkeypatch.setattr(trials, "excess_of", lambda r, d, t: 1000.0 if not seen else excess(r, d, t))

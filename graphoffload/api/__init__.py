@@ -1,1 +1,1 @@
-"""What users call: explain, offload, tune, and the command line."""
+"""The functions that users call: explain, offload, tune, and the command line."""

@@ -1,10 +1,10 @@
 """Modules that graphoffload compiles in place, and copies of them.
 
-torch keeps an in-place compile as `_compiled_call_impl`, and nn.Module leaves that out of what it copies and pickles, without a
-word: a copy would run uncompiled, with every activation kept. A mark in the module's __dict__ is copied with the rest.
+torch stores an in-place compile as `_compiled_call_impl`, and nn.Module silently leaves it out when it copies or pickles. A
+copy would run uncompiled, with every activation kept. A mark in the module's __dict__ is copied with the rest.
 
     copy.deepcopy(model)        the copy is made first and registered in `memo`; the mark finds it there, and compiles it
-    torch.save(model), pickle   the mark becomes a str, so that what is saved loads without graphoffload, and a warning is said
+    torch.save(model), pickle   the mark becomes a str, so that the file loads without graphoffload, and a warning is issued
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ def _caller(module: nn.Module) -> Callable[..., Any]:
 
 
 class _Mark:
-    """What a module was compiled with in place. `calls`: what stands for its call meanwhile; all else is a later compile."""
+    """The backend that a module was compiled with in place. `calls`: the stand-in for its call; any other call is a later
+    compile."""
 
     def __init__(self, module: nn.Module, config: OffloadConfig, options: Mapping[str, Any], calls: tuple[Any, ...]) -> None:
         self.module, self.config, self.options, self.calls = weakref.ref(module), config, dict(options), calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
-        """Compile the copy of the module, which is empty as yet: nn.Module fills it after this, and leaves the compile."""
+        """Compile the copy of the module, which is still empty: nn.Module fills it after this, without the compile."""
         module = self.module()
         copied = memo.get(id(module))
         if module is None or not isinstance(copied, nn.Module) or not self._holds(module):

@@ -1,10 +1,10 @@
-"""Where another torch.compile takes in what offload() was to compile.
+"""Functions and modules of offload() that another torch.compile inlines.
 
     torch.compile(step, backend="inductor")(x) ─▶ Dynamo traces step, and the offloaded function or module inside it
 
-Dynamo then never asks the inner backend: the whole is one graph of the outer one, and what offload() was given means nothing
-there. The functions here stand where Dynamo goes in that case, and nowhere else, and say so. An outer compile by graphoffload
-itself with the same options is what was asked for.
+Dynamo then never calls the inner backend: everything is one graph of the outer one, and the options of offload() have no
+effect. Dynamo calls the functions here in that case, and in no other, and they warn. An outer compile by graphoffload itself
+with the same options does what was asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphoffload.torch_internals import dynamo
 
 
 def teller(what: str, config: OffloadConfig, options: Mapping[str, Any]) -> Callable[[Any], None]:
-    """For Dynamo's `comptime`: one warning for each foreign backend whose graph takes in `what`."""
+    """For Dynamo's `comptime`: one warning for each foreign backend whose graph inlines `what`."""
     given = given_text(options)
     told: set[str] = set()
 
@@ -47,7 +47,7 @@ def teller(what: str, config: OffloadConfig, options: Mapping[str, Any]) -> Call
 
 
 def told_when_inlined(compiled: Any, tell: Callable[[Any], None]) -> Any:
-    """What torch.compile made of a function, which calls `tell` where an outer compile traces it. Returns the same object."""
+    """The result of torch.compile for a function, which calls `tell` if an outer compile traces it. Returns the same object."""
     target = compiled._torchdynamo_inline
 
     def inlined(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def told_when_inlined(compiled: Any, tell: Callable[[Any], None]) -> Any:
 
 
 def config_of(backend: Any) -> OffloadConfig | None:
-    """The configuration under which a backend, as torch.compile wraps it, offloads; None where it is not graphoffload."""
+    """The configuration under which a backend, as torch.compile wraps it, offloads; None if it is not graphoffload."""
     kwargs: dict[str, Any] = {}
     if isinstance(backend, torch._TorchCompileWrapper):
         backend, kwargs = backend.compiler_fn, backend.kwargs

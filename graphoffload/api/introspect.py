@@ -42,12 +42,12 @@ _NOTHING = "nothing is saved for backward: no input or parameter needs a gradien
 def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None, **fields: Any) -> Callable[..., OffloadReport]:
     """Plan without training: `explain(model, config)(*args)` returns the report of all graphs that this call would compile.
 
-    Everything is traced with fake tensors: no kernel runs, no memory is taken, no buffer changes and no random number is drawn.
-    A model on the meta device is traced as one on the CPU. Together with a named `hardware` this answers on a laptop whether a
-    model would fit a GPU that is not there.
+    Everything is traced with fake tensors: no kernel runs, no memory is allocated, no buffer changes and no random number is
+    drawn. A model on the meta device is traced as one on the CPU. Together with a named `hardware` this answers on a laptop
+    whether a model would fit a GPU that is not there.
 
     A model may read a value between two graphs (`.item()`, `x[mask]`). Values that follow from the inputs alone are computed on
-    the CPU. For those that follow from parameters too, the forward is run once, where all tensors are on the CPU; elsewhere the
+    the CPU. For those that also follow from parameters, the forward is run once if all tensors are on the CPU. Otherwise the
     report has the graphs before that place, and a PartialPlanWarning and a note say where it ends.
 
     Args:
@@ -87,7 +87,7 @@ def explain(model: Any, config: OffloadConfig | Mapping[str, Any] | None = None,
 
 
 def _left_out(model: Any, config: OffloadConfig) -> tuple[str, ...]:
-    """What no plan knows of that the optimizer and the loop will take on the GPU that is planned for."""
+    """Memory that the optimizer and the loop will take on the GPU that is planned for, and that no plan counts."""
     parameters = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
     if not parameters or config.reserve != "auto":
         return ()
@@ -105,7 +105,7 @@ def _left_out(model: Any, config: OffloadConfig) -> tuple[str, ...]:
 def _look(
     model: Any, config: OffloadConfig, values: Values, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_Graphs, BaseException | None]:
-    """The graphs that a forward runs, as far as it gets, and the error where it needs a value that is not known."""
+    """The graphs that a forward runs, and the error at which it stops if it needs an unknown value."""
     graphs = _Graphs(config)
     with torch.random.fork_rng(devices=[]), _fake_world(model, values):
         inputs, named = tree_map_only(torch.Tensor, values.fake, (args, kwargs))
@@ -120,7 +120,7 @@ def _look(
 
 
 def _places_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
-    """Where the tensors of the model and of its inputs lie: types of devices, and "fake"."""
+    """The device types of the tensors of the model and of its inputs, and "fake"."""
     tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     tensors += [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
     fake = torch._subclasses.FakeTensor
@@ -128,14 +128,14 @@ def _places_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set
 
 
 def _place(error: BaseException) -> str:
-    """The last line of somebody else's code that an error passed, such as "model.py:12 in forward"."""
+    """The last line of code outside the package that an error passed, such as "model.py:12 in forward"."""
     inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*inside, "<"))]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}" if frames else "the model"
 
 
 def _ends_at(error: BaseException, graphs: _Graphs, where: set[str]) -> str:
-    """What is not planned, for want of which value, and the remedy.
+    """A note that says what is not planned, which value is missing, and the remedy.
 
     Raises:
         ConfigError: nothing was planned before.
@@ -154,10 +154,10 @@ def _ends_at(error: BaseException, graphs: _Graphs, where: set[str]) -> str:
 
 
 def chosen_config(call: str, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
-    """The configuration out of one, options, or fields; `call` is how the function is called, for the error.
+    """The configuration from a configuration, options, or fields; `call` is how the function is called, for the error.
 
     Raises:
-        ConfigError: a configuration and fields beside it, or something else.
+        ConfigError: a configuration together with fields, or another type.
     """
     if isinstance(config, OffloadConfig):
         if fields:
@@ -198,7 +198,7 @@ class _Graphs:
         return run
 
     def judge(self, model: Any) -> None:
-        """What the first backward would warn of, from the model's own tensors and what all calls keep."""
+        """The warnings of the first backward, from the model's own tensors and the bytes that all calls keep."""
         if self.config.device_budget == "auto" or self.config.max_slowdown is not None:
             return
         tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []

@@ -1,11 +1,12 @@
-"""tune(): run real steps, compare them with what was predicted, plan again, keep the better.
+"""tune(): run real steps, compare them with the prediction, plan again, keep the best.
 
     report = graphoffload.tune(model, lambda: train_step(batch), device_budget="40GiB")
 
-    keep-all, where it fits ─▶ plan ─▶ steps ─▶ measured against predicted ─▶ corrected goal ─▶ plan ─▶ ... ─▶ the best one
+    keep-all, if it fits ─▶ plan ─▶ steps ─▶ measured against predicted ─▶ corrected goal ─▶ plan ─▶ ... ─▶ the best one
 
-A plan whose measured peak misses its budget is made again for a budget that differs by the miss; one that is slower than it
-may be, for a smaller slowdown. Nothing else is adjusted: times and bandwidths stay as measured.
+If a plan's measured peak misses its budget by n bytes, the next plan's budget differs by n bytes. Example: a plan for 40.0 GiB
+that measures 40.5 GiB is followed by one for 39.5 GiB. If a plan is slower than allowed, the next one is for a smaller
+slowdown. Nothing else is adjusted: times and bandwidths stay as measured.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from graphoffload.units import format_bytes
 
 _NO_LIMIT = 1_000_000
 _WARM_UP = 3
-_NEAR = 0.01  # a peak this near below its budget is not worth another plan
+_NEAR = 0.01  # a peak this close below its budget is not worth another plan
 _NOISE = 0.005
 _CALL = 'tune(model, lambda: model(x).sum().backward(), device_budget="40GiB")'
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """One configuration as it ran: seconds a step (median), bytes at the peak (None where nobody counts them)."""
+    """One configuration as it ran: seconds a step (median), bytes at the peak (None without an allocator that counts)."""
 
     config: OffloadConfig
     compiled: Any
@@ -51,11 +52,11 @@ class _Trial:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Of the largest graph."""
+        """The predicted peak of the largest graph."""
         return OffloadReport(plans=self.plans).predicted_peak_bytes
 
     def line(self, keep: _Trial | None) -> str:
-        """For people."""
+        """The line of the report."""
         goal = f"max_slowdown={self.config.max_slowdown:.4g}" if self.config.max_slowdown is not None else (
             f"device_budget={self.config.device_budget}"
             if isinstance(self.config.device_budget, str)
@@ -135,7 +136,7 @@ class _Tuner:
         self.device = parameter.device if parameter is not None else torch.device("cpu")
 
     def keep_all(self, chosen: OffloadConfig) -> _Trial | None:
-        """Everything kept, to compare with; None where it does not fit."""
+        """The step with everything kept, for comparison; None if it does not fit."""
         try:
             return self.run(replace(chosen, policy="keep", device_budget="auto", max_slowdown=None))
         except torch.OutOfMemoryError:
@@ -143,7 +144,7 @@ class _Tuner:
             return None
 
     def trials(self, chosen: OffloadConfig, keep: _Trial | None, rounds: int) -> list[_Trial]:
-        """What was chosen, and up to `rounds` corrections of it."""
+        """The requested configuration and up to `rounds` corrections of it."""
         trials = [self.run(chosen)]
         for _ in range(rounds):
             corrected = self.corrected(chosen, trials[-1], keep)
@@ -193,7 +194,7 @@ class _Tuner:
         return trial
 
     def budget_bytes(self, chosen: OffloadConfig) -> int:
-        """The budget that `chosen` means; a large number without one."""
+        """The budget of `chosen` in bytes; a large number without one."""
         limits = resolve_limits(chosen, self.model.parameters())
         if limits.device_budget_bytes is None or chosen.max_slowdown is not None:
             return 1 << 62
@@ -217,14 +218,14 @@ class _Tuner:
             )
 
     def corrected(self, chosen: OffloadConfig, trial: _Trial, keep: _Trial | None) -> OffloadConfig | None:
-        """What to plan for next; None when the goal is met as well as it can be."""
+        """The next goal to plan for; None when no correction would help."""
         if chosen.max_slowdown is not None:
             if keep is None or trial.config.max_slowdown is None:
                 return None
             over = trial.step_s / keep.step_s - 1.0 - chosen.max_slowdown
             if abs(over) <= _NOISE or (over > 0 and trial.config.max_slowdown == 0.0):
                 return None
-            return trial.config.with_slowdown(max(0.0, trial.config.max_slowdown - over))
+            return trial.config.with_options(max_slowdown=max(0.0, trial.config.max_slowdown - over))
         budget = self.budget_bytes(chosen)
         if trial.peak_bytes is None or chosen.device_budget == "auto" or not any(plan.changes_anything for plan in trial.plans):
             return None
@@ -234,7 +235,7 @@ class _Tuner:
         return replace(trial.config, device_budget=corrected) if corrected > 0 else None
 
     def score(self, chosen: OffloadConfig, trial: _Trial, keep: _Trial | None) -> tuple[float, float]:
-        """Less is better: what misses the goal least, then what is fastest, or smallest."""
+        """Sort key, less is better: the smallest miss of the goal, then the fastest, or for a slowdown the smallest peak."""
         if chosen.max_slowdown is None:
             return max(0, self.missed_bytes(chosen, trial)), trial.step_s
         size = trial.predicted_peak_bytes if trial.peak_bytes is None else trial.peak_bytes
@@ -243,7 +244,7 @@ class _Tuner:
 
 
 class _Recorder(OffloadBackend):
-    """The backend, which remembers which plans it made or found. It equals no other: what it is asked for is compiled."""
+    """A backend that remembers the plans that it made or found. It equals no other, so its models are always compiled."""
 
     def __init__(self, config: OffloadConfig) -> None:
         super().__init__(config)
@@ -259,5 +260,5 @@ class _Recorder(OffloadBackend):
         self._keys.append(key)
 
     def plans(self) -> tuple[Plan, ...]:
-        """In the order of compilation."""
+        """The plans in the order of compilation."""
         return tuple(plan for key in dict.fromkeys(self._keys) if (plan := registry.of_key(key)) is not None)

@@ -1,14 +1,14 @@
-"""Fake tensors that know their values, as far as these follow from what the caller gave: for models that read a value.
+"""Fake tensors with known values, for models that read a value: known if it follows from the caller's tensors.
 
     ids (given) ──▶ ids == 7 ──▶ .sum() ──▶ .item()      known: computed on the CPU beside the fake tensors
     ids (given) ──▶ embedding(weight) ──▶ .item()         unknown, unless the whole forward is run: `everything`
 
 A model that reads a value (`.item()`, `.tolist()`, an `if` on a tensor) or whose sizes depend on one (`x[mask]`,
-`masked_select`, `nonzero`) cannot go on with fake tensors alone. Vision-language models read image grids and token ids, which
-the caller gives; so each operation whose tensors are all known is run once more on small real ones. Parameters are known only
-under `everything`: then the forward runs for real, on the CPU. An operation that writes to a known tensor writes to our copy;
-where it writes a value that is not known, the storage is not known from then on. When this is wrong: values computed on
-the CPU may differ in their last bits from a GPU's, and random numbers are others than training will draw.
+`masked_select`, `nonzero`) cannot be traced with fake tensors alone. Vision-language models read image grids and token ids,
+which the caller gives. So each operation whose tensors are all known also runs on small real ones. Parameters are known only
+under `everything`: then the forward really runs, on the CPU. An operation that writes to a known tensor writes to our copy. If
+it writes an unknown value, the storage is unknown from then on. This is inexact in two ways: values computed on the CPU may
+differ in their last bits from a GPU's, and random numbers differ from those of training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
-"""What torch raises where fake tensors are asked for what they do not know."""
+"""The errors that torch raises if fake tensors are asked for values that they do not have."""
 _MOST_BYTES = 64 << 20  # of one operation's results; more is an activation
 _NAMESPACES = ("aten", "prims")
 _NOTHING: Any = object()
@@ -38,17 +38,17 @@ _CPU = torch.device("cpu")
 
 
 class Values:
-    """What is known of the fake tensors of one mode; `everything`: whatever its size, for the whole forward is to run."""
+    """Known values of the fake tensors of one mode; `everything`: of any size, since the whole forward is to run."""
 
     def __init__(self, *, everything: bool = False) -> None:
         self.everything = everything
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake: Callable[..., Any] = self.mode.dispatch
         # The instance's own attribute: torch looks a mode up by its exact type for higher-order operators.
-        # Dynamo would compile our frames as well, where it runs what stands between two graphs.
+        # Dynamo would otherwise compile our frames as well, when it runs the code between two graphs.
         self.mode.dispatch = torch.compiler.disable(self._dispatch)  # type: ignore[method-assign]
         self._known: Any = WeakTensorKeyDictionary()
-        self._spoiled: dict[int, Any] = {}  # storages of ours that no longer hold what the fake tensors would; kept alive
+        self._spoiled: dict[int, Any] = {}  # our storages whose content no longer follows the fake tensors; kept alive
         self._callers: set[int] = set()
         self._inside = False
 
@@ -101,7 +101,7 @@ class Values:
     def _dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One operation on fake tensors, and on their values where they are known."""
+        """Run one operation on fake tensors, and on their values if they are known."""
         kwargs = kwargs or {}
         if self._inside or not isinstance(func, torch._ops.OpOverload):
             return self._fake(func, types, args, kwargs)
@@ -136,7 +136,7 @@ class Values:
         return (args[0], indices)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The operation on real tensors; _NOTHING where it needs one that is not known, and may not or cannot run."""
+        """Run the operation on real tensors; _NOTHING if it needs an unknown one, or may not or cannot run."""
         if func is torch.ops.aten.masked_select.default and self._value(args[0]) is _NOTHING:
             return self._selected(*args)
         values, spec = tree_flatten((args, dict(kwargs)))
@@ -152,12 +152,12 @@ class Values:
         real_args, real_kwargs = torch.utils._pytree.tree_unflatten(known, spec)
         try:
             return func(*real_args, **real_kwargs)
-        except (RuntimeError, NotImplementedError):  # no kernel on a CPU: not known is what it was before
+        except (RuntimeError, NotImplementedError):  # no kernel on a CPU: the result is unknown
             self._spoil(func, args, kwargs)
             return _NOTHING
 
     def _selected(self, x: Any, mask: Any) -> Any:
-        """A tensor as long as what a known mask selects of an unknown `x`; its own values are not known."""
+        """A tensor of the length that a known mask selects of an unknown `x`; its own values are unknown."""
         real = self._value(mask)
         if real is _NOTHING:
             return _NOTHING
@@ -166,7 +166,7 @@ class Values:
             return torch.empty(count, dtype=x.dtype, device=x.device)
 
     def _value(self, value: Any) -> Any:
-        """The real counterpart of an argument; _NOTHING where it is a tensor whose value is not known, or a generator."""
+        """The real counterpart of an argument; _NOTHING for a tensor of unknown value, or a generator."""
         if isinstance(value, torch.device):
             return _CPU
         if isinstance(value, (torch.Generator, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -190,7 +190,7 @@ class Values:
                 self._known[fake] = value
 
     def _spoil(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """What the operation writes to is not known from now on, in any view."""
+        """Mark the memory that the operation writes to as unknown from now on, in every view."""
         for fake in _written(func, args, kwargs):
             real = self._value(fake)
             if real is not _NOTHING:
@@ -206,7 +206,8 @@ class Values:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Tensors that an operation writes to. Our own ops mark what they move as written; its value stays."""
+    """Tensors that an operation writes to. Our own ops declare that they write to the tensors they move; those keep their
+    value."""
     if func.namespace == "graphoffload" or not func._schema.is_mutable:
         return []
     found: list[Tensor] = []

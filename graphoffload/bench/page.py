@@ -1,10 +1,11 @@
-"""Write the tables and figures of a page from result files, so that no number of it was typed.
+"""Write the tables and figures of a page from result files, so that no number on it is typed by hand.
 
     python -m graphoffload bench page docs/benchmarks.md            tables, from the result files in docs/results
     python -m graphoffload bench page docs/benchmarks.md --draw     figures as well (needs matplotlib)
-    python -m graphoffload bench page docs/benchmarks.md --check    write nothing; status 1 where something would change
+    python -m graphoffload bench page docs/benchmarks.md --check    write nothing; status 1 if something would change
 
-Between `<!-- results: VIEW ... -->` and `<!-- /results -->` stands what a view makes of the newest run of each variant:
+A page has blocks between `<!-- results: VIEW ... -->` and `<!-- /results -->`. A view writes each block from the newest run of
+each variant:
 
     steps SUBJECT [PATTERN ...]       a model's variants, largest peak first; "over:*" names all budgets
     pick SUBJECT@VARIANT ...          single rows of several models
@@ -14,8 +15,9 @@ Between `<!-- results: VIEW ... -->` and `<!-- /results -->` stands what a view 
     op-cost SUBJECT[@PATTERN] ...     host time of the four ops
     figure SUBJECT PATH TITLE         a picture at PATH of all rows of a model
 
-Every row links the file that it is from. A new run replaces the rows that it measured: add its folder, run the command.
-Patterns have * and ? as in a shell; a space in a name is written ?.
+Every row links its result file. A new run replaces only the rows that it measured: add its folder and run the command.
+Patterns have * and ? as in a shell; write ? for a space in a name. A SUBJECT is a model with the sizes that were changed, in
+the order of their names, such as longllama,batch=4,tokens=4096.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ Rows = list[tuple[dict[str, Any], Result]]
 
 @dataclass(frozen=True)
 class Source:
-    """What views read: results, newest first, and the folder of the page, which links are relative to."""
+    """The input of a view: results, newest first, and the folder of the page, which links are relative to."""
 
     results: Sequence[Result]
     folder: Path
 
     def rows(self, subject: str, *patterns: str, kind: str = "steps") -> Rows:
-        """A subject's newest rows in the order of `patterns`, all of them where there are none.
+        """A subject's newest rows in the order of `patterns`; all of them without patterns.
 
         Raises:
             ConfigError: no result file has such a row.
@@ -64,13 +66,13 @@ class Source:
         return found
 
     def link(self, result: Result) -> str:
-        """A link to a result file, short enough for a cell: the commit, and whether its numbers were copied from a log."""
+        """A short link to a result file: the commit, and whether its numbers were copied from a log."""
         assert result.path is not None
         text = result.commit + ("" if result.source == "measured" else ", copied")
         return f"[{text}]({Path(os.path.relpath(result.path, self.folder)).as_posix()})"
 
     def caption(self, rows: Rows) -> list[str]:
-        """Where the newest of some rows were measured, and what the gradient errors are to be compared with."""
+        """The device and sizes of the newest of some rows, and two gradient errors for comparison."""
         newest = max((result for _, result in rows), key=lambda result: result.date)
         sizes = ", ".join(f"{name} {size}" for name, size in newest.facts.get("sizes", {}).items())
         said = [f"{newest.subject}{f' ({sizes})' if sizes else ''}; {newest.device}, torch {newest.torch}."]
@@ -167,7 +169,7 @@ def _budget(row: dict[str, Any]) -> int:
 
 
 def prediction(source: Source, *subjects: str) -> list[str]:
-    """What plans promised against what was measured, over all budgets and slowdowns of each model."""
+    """Predicted against measured peaks and times, over all budgets and slowdowns of each model."""
     lines = []
     for subject in subjects:
         rows = [row for row in source.rows(subject, "over:*", "slowdown:*") if row[0].get("ratio") is not None]
@@ -232,7 +234,7 @@ def op_cost(source: Source, *subjects: str) -> list[str]:
 
 
 def _drawn(source: Source, subject: str) -> Rows:
-    """What a figure shows: the model as one graph."""
+    """The rows of a figure: the model as one graph."""
     return [row for row in source.rows(subject) if not row[0]["variant"].startswith("per-block/")]
 
 

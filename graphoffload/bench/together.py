@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import functools
 import os
 import shutil
@@ -26,9 +25,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from graphoffload.analysis.fusion import kind_of
 from graphoffload.analysis.timing import kernel_times, signature
@@ -45,12 +45,13 @@ from graphoffload.errors import ConfigError
 LAUNCHED_S = 3.0
 """What a stopped process has launched takes so long at most: a step of a long sequence in eager."""
 
+_POLL_S = 0.005
+
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """The only process of those named in `folder` that runs."""
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / "lock", poll_interval=_POLL_S):
         others = [int(path.name) for path in folder.iterdir() if path.name.isdigit() and int(path.name) != os.getpid()]
         try:
             for process in others:
@@ -105,18 +106,18 @@ def _in_a_slot(folder: Path, count: int, function: Callable[..., Any]) -> Callab
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            locks = [stack.enter_context((folder / f"slot{number}").open("w")) for number in range(count)]
-            while not any(_taken(lock) for lock in locks):
-                time.sleep(0.05)
+            locks = [FileLock(folder / f"slot{number}", blocking=False) for number in range(count)]
+            while not any(_taken(lock, stack) for lock in locks):
+                time.sleep(_POLL_S)
             return function(*args, **kwargs)
 
     return run
 
 
-def _taken(lock: IO[str]) -> bool:
+def _taken(lock: FileLock, stack: contextlib.ExitStack) -> bool:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        stack.enter_context(lock)
+    except Timeout:
         return False
     return True
 

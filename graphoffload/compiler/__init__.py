@@ -1,1 +1,1 @@
-"""One compile: from a Dynamo graph and a configuration to a plan, two rewritten graphs, and what Inductor makes of them."""
+"""One compile: from a Dynamo graph and a configuration to a plan, two rewritten graphs, and Inductor's code for them."""

@@ -1,4 +1,4 @@
-"""The torch.compile backend: Inductor (or no compiler at all) behind our partitioner.
+"""The torch.compile backend: our partitioner, followed by Inductor (or no compiler at all).
 
     Dynamo ─▶ OffloadBackend ─▶ compile_fx / aot_autograd ─▶ OffloadPartitioner ─▶ forward and backward graph ─▶ inner compiler
 
@@ -8,7 +8,6 @@ The key that identifies a plan is computed here, from Dynamo's graph, since torc
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.inner_compile import compile_as_planned
 from graphoffload.compiler.module_names import is_part, name_modules
 from graphoffload.compiler.partitioner import OffloadPartitioner
+from graphoffload.compiler.session import CompileSession, Purpose, new_key
 from graphoffload.errors import ConfigError, FallbackWarning, warn
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
@@ -33,8 +33,9 @@ from graphoffload.monitor.shared_budget import budget_of, count_calls, is_one_of
 from graphoffload.options.config import OffloadConfig, split_options
 from graphoffload.report.offload_report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
-from graphoffload.runtime.pinned.preallocation import preallocating
+from graphoffload.runtime.pinned.preallocation import allow
 from graphoffload.torch_internals import dynamo, partitioning, releases
+from graphoffload.units import format_bytes
 
 _graphs = itertools.count()
 
@@ -43,7 +44,7 @@ class OffloadBackend:
     """`torch.compile(model, backend=OffloadBackend(config))`. Equal configurations make equal backends."""
 
     def __init__(self, config: OffloadConfig | None = None, **fields: Any) -> None:
-        """Take a configuration, or its fields (sizes as in OffloadConfig); the environment fills what is not given."""
+        """Take a configuration, or its fields (sizes as in OffloadConfig); the environment fills fields that are not given."""
         if config is not None and fields:
             raise ConfigError(f"OffloadBackend takes a config or fields, not both; got a config and {sorted(fields)}.")
         if config is not None and not isinstance(config, OffloadConfig):
@@ -67,7 +68,7 @@ class OffloadBackend:
         return config.with_options(mode=mode) if mode else config
 
     def _planned(self, key: str) -> None:
-        """What was just compiled runs under the plan with this key; for whoever measures it."""
+        """Called with the key of the plan of the latest compile; a hook for tools that measure it."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OffloadBackend) and self.config == other.config
@@ -87,7 +88,7 @@ def graphoffload(
 
 
 def _checked(configure: Callable[..., OffloadConfig], **given: Any) -> OffloadConfig:
-    """A configuration from what torch.compile was given, which it keeps to itself until it has a first graph to compile.
+    """A configuration from torch.compile's options, which torch stores until it has a first graph to compile.
 
     Raises:
         ConfigError: as `configure`; it reaches the user as it is.
@@ -108,10 +109,10 @@ def configured(*, options: Mapping[str, Any] | None = None, mode: str | None = N
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, planned: Callable[[str], None] | None = None
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph with a configuration; a graph that needs no gradient goes to the inner compiler as it is.
+    """Compile one Dynamo graph with a configuration; a graph that needs no gradient goes to the inner compiler unchanged.
 
     Args:
-        planned: called with the key of the plan, where there is one, whether it was made now or came from a compile cache.
+        planned: called with the key of the plan, if there is one, whether it was made now or came from a compile cache.
     """
     releases.check_torch()
     _warn_of_fallbacks()
@@ -120,18 +121,14 @@ def compile_graph(
     if not _needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return _inner(gm, example_inputs, config, None)
-    name_modules(gm)
-    limits = _limits(gm, example_inputs, config)
-    base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
-    known = None if config.dump_dir else registry.stored(base)  # torch's compile cache has no graphs to dump
-    key = known.key if known is not None else f"{base}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, example_inputs, config, key, limits)
-    before = registry.of_key(key)
-    with preallocating(limits.host_budget_bytes):
-        compiled = _inner(gm, example_inputs, config, partitioner)
-        plan = _plan_of(base, key, config, before)
-    if plan is not None:
-        _link(base, plan, config, limits)
+    base, session = _session_to_run(gm, example_inputs, config)
+    allow(session.limits.host_budget_bytes)
+    compiled = _inner(gm, example_inputs, config, session)
+    if session.plan is None:
+        _take_stored(base, session)
+    key, limits = session.key, session.limits
+    if session.plan is not None:
+        _link(base, session.plan, config, limits)
         if planned is not None:
             planned(key)
     if asks_for_cuda_graphs(config):
@@ -140,12 +137,14 @@ def compile_graph(
 
 
 def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[Plan | None, Callable[..., Any]]:
-    """Plan one Dynamo graph as compiling would; returns the plan (None: no gradient) and what runs the graphs uncompiled."""
+    """Plan one Dynamo graph as compiling would; returns the plan (None: no gradient) and a callable that runs the graphs
+    uncompiled."""
     if not _needs_gradient(example_inputs):
         return None, gm.forward
     name_modules(gm)
-    key = f"{graph_key(gm, config)}-{secrets.token_hex(4)}"
-    partitioner = _partitioner(gm, example_inputs, config, key, _limits(gm, example_inputs, config))
+    key = new_key(graph_key(gm, config))
+    session = _session(gm, example_inputs, config, _limits(gm, example_inputs, config), key, "explain")
+    partitioner = OffloadPartitioner(session=session)
     if config.inner == "aot_eager":
         compiled: Any = _aot_eager(gm, example_inputs, partitioner)
     else:
@@ -153,26 +152,36 @@ def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCo
 
         patches = {**_inductor_patches(config), "custom_partitioner_fn": partitioner, "force_disable_caches": True}
         compiled = compile_fx(gm, list(example_inputs), inner_compile=_run_as_it_is, config_patches=patches)
-    return registry.only_explained(key), compiled
+    return session.plan, compiled
 
 
 def _limits(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Limits:
-    """What this graph may use. Resolved here and nowhere else: only here are its inputs those that the user gave."""
+    """What this graph may use: its inputs here are those that the user gave."""
     limits = resolve_limits(config, (*example_inputs, *gm.parameters(), *gm.buffers()))
     return where_it_runs(limits, gm, example_inputs, config)
 
 
-def _partitioner(
-    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, key: str, limits: Limits
-) -> OffloadPartitioner:
-    """The partitioner of one Dynamo graph."""
-    return OffloadPartitioner(
+def _session_to_run(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[str, CompileSession]:
+    """What the plan is for, as a key that other processes find it by, and the session that makes it."""
+    name_modules(gm)
+    limits = _limits(gm, example_inputs, config)
+    base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
+    known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
+    key = known.key if known is not None else new_key(base)
+    return base, _session(gm, example_inputs, config, limits, key, "run")
+
+
+def _session(
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, limits: Limits, key: str, purpose: Purpose
+) -> CompileSession:
+    return CompileSession(
         config,
-        key=key,
-        name=f"graph{next(_graphs)}",
-        fragment=_fragment(gm, config),
-        limits=limits,
-        parameters=partitioning.parameter_positions(gm.graph, example_inputs),
+        limits,
+        key,
+        f"graph{next(_graphs)}",
+        purpose,
+        _fragment(gm, config),
+        partitioning.parameter_positions(gm.graph, example_inputs),
     )
 
 
@@ -182,27 +191,34 @@ def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     return make_boxed_func(gm.forward)
 
 
-def _plan_of(base: str, key: str, config: OffloadConfig, before: Plan | None) -> Plan | None:
-    """The plan of what was just compiled; None where nothing was partitioned, as no output of the graph needs a gradient.
+def _take_stored(base: str, session: CompileSession) -> None:
+    """The plan of a graph that torch's compile cache had; none where nothing was partitioned, as no output needs a gradient."""
+    config, plan = session.config, registry.stored(base)
+    if plan is None or plan.key != session.key:
+        return
+    session.plan = plan
+    if registry.of_key(session.key) is None:
+        registry.register(plan, runs=True, store=False)
+    say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
+    if log.isEnabledFor(10):
+        log.debug("%s", plan_table(plan))
+    warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
 
-    `before`: what this process knew by that key. A partitioner that ran has put another one in its place.
-    """
-    plan = registry.of_key(key)
-    if plan is not None and plan is not before:
+
+def _stored(base: str, limits: Limits) -> Plan | None:
+    """The plan of an earlier compile, where it suits the host memory that is available now."""
+    plan = registry.stored(base)
+    if plan is None or plan.suits_host(limits.host_budget_bytes):
         return plan
-    plan = registry.stored(base)  # torch's compile cache answered
-    if plan is not None:
-        if before is None:
-            registry.register(plan, store=False)
-        say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
-        if log.isEnabledFor(10):
-            log.debug("%s", plan_table(plan))
-        warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
-    return plan
+    log.debug(
+        "%s is planned again: its stored plan takes %s of host memory and was made within %s, now there are %s",
+        plan.graph, *map(format_bytes, (plan.prediction.host_bytes, plan.host_budget_bytes, limits.host_budget_bytes)),
+    )  # fmt: skip
+    return None
 
 
 def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
-    """Keep a plan for the next compile of its graph, and tell the runtime what it may do with it."""
+    """Store a plan for the next compile of its graph, and tell the runtime what it may do with it."""
     registry.remember(base, plan)
     if plan.transfers and asks_for_cuda_graphs(config) and plan.device.startswith("cuda"):
         captured.prepare(torch.device(plan.device))  # torch's compile cache may answer without compiling
@@ -222,7 +238,7 @@ def _device_name(inputs: Sequence[Any]) -> str:
 
 
 def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
-    """Whether this graph is only part of what the user compiled, so that a pattern may well match in another part."""
+    """Whether this graph is only part of the user's compiled function, so that a pattern may match in another part."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     broken = reason is None or getattr(reason, "graph_break", False)
     frame = dynamo.compiling()
@@ -231,17 +247,17 @@ def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
 
 
 def _inner(
-    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, partitioner: OffloadPartitioner | None
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, session: CompileSession | None
 ) -> Callable[..., Any]:
     if config.inner == "aot_eager":
-        return _aot_eager(gm, example_inputs, partitioner)
+        return _aot_eager(gm, example_inputs, None if session is None else OffloadPartitioner(session=session))
     from torch._inductor.compile_fx import compile_fx
 
     patches = _inductor_patches(config)
-    if partitioner is None:
+    if session is None:
         return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
-    patches["custom_partitioner_fn"] = partitioner
-    ordered = compile_fx(gm, list(example_inputs), inner_compile=compile_as_planned(partitioner.key), config_patches=patches)
+    patches["custom_partitioner_fn"] = OffloadPartitioner(session=session)
+    ordered = compile_fx(gm, list(example_inputs), inner_compile=compile_as_planned(session), config_patches=patches)
     return cast("Callable[..., Any]", ordered)
 
 

@@ -1,7 +1,7 @@
-"""The identity of a graph under a configuration: what plans are stored by, and what torch's cache key has of them.
+"""The identity of a graph under a configuration: the key of stored plans, and our part of torch's cache key.
 
-Everything that decides a plan is in it: graph text, module names and annotations (torch's own key has neither), tags, layouts,
-the policies of checkpoint regions, the configuration, torch's version, and the source of this package.
+It contains everything that decides a plan: graph text, module names and annotations (torch's own key has neither), tags,
+layouts, the policies of checkpoint regions, the configuration, torch's version, and the source of this package.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
 
 
 def _context_text(context: Any) -> str:
-    """Selective checkpointing keeps its policy beside the graph: text that differs when the policy does."""
+    """Selective checkpointing stores its policy outside the graph text: a text that differs when the policy does."""
     if isinstance(context, functools.partial):
         return _context_text(context.func) + "".join(map(_context_text, (*context.args, *context.keywords.values())))
     if isinstance(context, types.FunctionType):
@@ -61,7 +61,7 @@ def _context_text(context: Any) -> str:
         return repr(context)
     if isinstance(context, (tuple, list, set, frozenset)):
         return "".join(sorted(map(_context_text, context)))
-    return secrets.token_hex(16)  # nobody can tell what it decides: never reuse a plan
+    return secrets.token_hex(16)  # its decisions are unknown: never reuse a plan
 
 
 @functools.cache

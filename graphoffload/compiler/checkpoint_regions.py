@@ -1,13 +1,13 @@
-"""torch.utils.checkpoint regions that are in the model already: as written, or relaxed where a number was given.
+"""torch.utils.checkpoint regions in the model: as written, or relaxed if a number was given.
 
     keep-all      the step as the program says it: regions are recomputed, as under plain torch.compile
-    no number     regions stay as written; the planner and policies decide on what is saved around them
+    no number     regions stay as written; the planner and policies decide about activations saved outside them
     a budget      the fastest plan that fits, regions as written or relaxed (planned anew like everything else)
     a slowdown    the smallest plan within it, as written or relaxed; its peak is never above keep-all's
 
-Every figure is relative to that one keep-all (decisions/0015), so a plan that recomputes less than the regions do has a
-negative slowdown. MUST_* tags bind in all of them. Both ways are tried only where the better one is not known beforehand:
-plans with the regions as written take at least keep-all's time.
+Every figure is relative to that one keep-all (decision 15), so a plan that recomputes less than the regions do has a negative
+slowdown. MUST_* tags bind in all cases. Both ways are tried only if the better one is not known beforehand: plans with the
+regions as written take at least keep-all's time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.compiler.plan_search import feasible_trial
-from graphoffload.compiler.trial import Request, Trial, Work, against, keep_all_trial
+from graphoffload.compiler.request import Request, Work
+from graphoffload.compiler.trial import Trial, against, keep_all_trial
 from graphoffload.errors import BudgetError
+from graphoffload.facts.goals import WithinSlowdown
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.planner.simulator import Timeline
 from graphoffload.units import format_bytes
@@ -43,15 +45,15 @@ def trial_of(request: Request, analyse: Callable[[Request], Work]) -> Trial:
         return _never_larger(feasible_trial(work), work)
     work.notes.extend(_decided_by_regions(request.joint, work.table))
     relaxing = replace(request, relax=True)
-    if not request.limits.explicit:
+    if not request.goal.explicit:
         try:
             return feasible_trial(work)
         except BudgetError as error:
             return _relaxed(relaxing, analyse, keep_all_trial(work).timeline, error)
     keep = keep_all_trial(work)
-    if request.config.max_slowdown is not None:
+    if isinstance(request.goal, WithinSlowdown):
         written = _never_larger(feasible_trial(work), work)
-        return _better(written, _relaxed_within(relaxing, analyse, keep.timeline))
+        return _better(written, _relaxed_within(relaxing, request.goal, analyse, keep.timeline))
     try:
         relaxed = _relaxed(relaxing, analyse, keep.timeline, None)
     except BudgetError as error:
@@ -68,7 +70,7 @@ def trial_of(request: Request, analyse: Callable[[Request], Work]) -> Trial:
 
 
 def hint_of(trial: Trial) -> str:
-    """For the one line: that regions were relaxed, or that they decide on most of what backward reads."""
+    """Part of the plan's line: regions were relaxed, or they decide about most of the bytes that backward reads."""
     if trial.work.request.relax:
         faster = trial.timeline.time_s / trial.decided.keep_timeline.time_s - 1.0
         return f"checkpoint regions relaxed ({faster:+.1%} time against the step as written)".replace("%", " %")
@@ -89,19 +91,19 @@ def _relaxed(request: Request, analyse: Callable[[Request], Work], keep: Timelin
         raise instead_of or error from None
 
 
-def _relaxed_within(request: Request, analyse: Callable[[Request], Work], keep: Timeline) -> Trial | None:
+def _relaxed_within(request: Request, goal: WithinSlowdown, analyse: Callable[[Request], Work], keep: Timeline) -> Trial | None:
     """The smallest relaxed trial within a slowdown of the step as written; None where relaxing leaves no time for it."""
     work = analyse(request)
     own = keep_all_trial(work).timeline
-    allowed = (1.0 + (request.config.max_slowdown or 0.0)) * keep.time_s / own.time_s - 1.0
+    allowed = goal.allowed(keep.time_s, own.time_s)
     if allowed < 0.0:
         return None
-    work = replace(work, request=replace(request, config=request.config.with_slowdown(allowed)))
+    work = replace(work, request=replace(request, goal=WithinSlowdown(allowed)))
     return _against(feasible_trial(work), request, keep)
 
 
 def _against(trial: Trial, request: Request, keep: Timeline) -> Trial:
-    """The relaxed trial beside the step as written."""
+    """The relaxed trial, with figures relative to the step as written."""
     trial = against(trial, request, keep)
     note = "keep-all is the step as written, with its checkpoint regions; slowdowns are against it"
     return replace(trial, work=replace(trial.work, notes=[*trial.work.notes, note]))
@@ -123,13 +125,9 @@ def _better(written: Trial, relaxed: Trial | None) -> Trial:
 
 
 def _never_larger(trial: Trial, work: Work) -> Trial:
-    """The trial, or for a slowdown whose plan came out above keep-all's peak, keep-all."""
+    """The trial, or keep-all if a plan for a slowdown has a higher peak than keep-all."""
     larger = trial.timeline.peak_bytes > trial.decided.keep_timeline.peak_bytes
-    return keep_all_trial(work) if larger and trial.decided.planned and _is_slowdown(work) else trial
-
-
-def _is_slowdown(work: Work) -> bool:
-    return work.request.config.max_slowdown is not None
+    return keep_all_trial(work) if larger and trial.decided.planned and isinstance(work.request.goal, WithinSlowdown) else trial
 
 
 def _least_named(error: BudgetError) -> int:
@@ -138,7 +136,7 @@ def _least_named(error: BudgetError) -> int:
 
 
 def _decided_by_regions(joint: GraphModule, table: SavedTable) -> list[str]:
-    """A note where backward reads more of what checkpoint regions compute again than of what is saved."""
+    """A note if backward reads more bytes that checkpoint regions recompute than saved ones."""
     nbytes = _recomputed_bytes(joint, table)
     if nbytes <= table.saved_bytes:
         return []
@@ -150,7 +148,7 @@ def _decided_by_regions(joint: GraphModule, table: SavedTable) -> list[str]:
 
 
 def _recomputed_bytes(joint: GraphModule, table: SavedTable) -> int:
-    """Bytes that autograd would save of what regions compute, were they not recomputed: read by backward, and not saved."""
+    """Bytes of the regions that autograd would save if they were not recomputed: read by backward, and not saved."""
     saved = {name for tensor in table.tensors for name in (tensor.name, *tensor.views)}
     backward: set[Node] = set()
     found: dict[int, int] = {}

@@ -1,14 +1,14 @@
-"""From what the user said to what the planner may do: one Constraint for each saved activation, each with its reason.
+"""From the user's requests to the planner's choices: one Constraint for each saved activation, each with its reason.
 
-    who speaks                                     how loud
+    source                                         strength
     must_* tag                                     binding; against an explicit pattern it is an error
     mapping pattern, policy object or function     binding
     policy "keep", "offload", "recompute"          binding, but a must_* tag wins; so it does against the pattern "*"
-    prefer_* tag                                   advice: where nobody else speaks, and the planner may overrule it
-    nobody                                         the planner decides among the allowed actions
+    prefer_* tag                                   advice, followed if no other source decides; the planner may overrule it
+    none                                           the planner decides among the allowed actions
 
-What an activation cannot become (it shares memory with an output, it draws random numbers) no constraint can change. The limits
-(offload_modules, min_tensor_bytes, offload_fraction) hold for every offload but that of a must_offload tag.
+A constraint cannot force an action that is impossible for an activation (it shares memory with an output, it draws random
+numbers). The limits (offload_modules, min_tensor_bytes, offload_fraction) hold for every offload except a must_offload tag's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TAG_NAMES = {
     "prefer_recompute": "PREFER_RECOMPUTE",
     "prefer_offload": "PREFER_CPU_OFFLOAD",
 }
-# What a binding tag leaves open. Saved means not recomputed: on the device or on the host.
+# The actions that a binding tag leaves open. Saved means not recomputed: on the device or on the host.
 _TAG_ALLOWS: dict[str, tuple[Action, ...]] = {
     "must_save": ("keep", "offload"),
     "must_recompute": ("recompute",),
@@ -50,7 +50,7 @@ _TAG_ASKS: dict[str, Action] = {
 
 
 class Settings(Protocol):
-    """The part of OffloadConfig that is read here."""
+    """The part of OffloadConfig that this module reads."""
 
     @property
     def policy(self) -> StoredPolicy | Mapping[str, str]: ...
@@ -64,16 +64,16 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What is wanted for one saved activation.
+    """The request for one saved activation.
 
     Attributes:
         name: SavedTensor.name.
-        action: what is asked for; None: the planner decides among `allowed`.
+        action: the requested action; None: the planner decides among `allowed`.
         binding: the planner must not choose otherwise.
         reason: for the plan's table; a keep always has one.
-        allowed: actions that are possible and permitted; "keep" is last resort and always among them.
+        allowed: actions that are possible and permitted; "keep" is the last resort and always among them.
         warning: text for a NotOffloadedWarning when a binding tag cannot be obeyed, else "".
-        why_not_offload, why_not_recompute: why that is not among `allowed`; "" where it is.
+        why_not_offload, why_not_recompute: why that action is not in `allowed`; "" if it is.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One speaker's words. `pattern` is set where a mapping's pattern other than "*" speaks."""
+    """The request of one source. `pattern` is set if a mapping's pattern other than "*" decides."""
 
     action: Action | None
     binding: bool
@@ -107,7 +107,7 @@ class _Asked:
 
 
 def resolve_table(table: SavedTable, config: Settings) -> Resolution:
-    """Resolution from what a table alone knows; the joint graph knows more (modules that save nothing)."""
+    """Resolution from a table alone; the joint graph knows more (modules that save nothing)."""
     ops: dict[str, list[str]] = {}
     for tensor in table.tensors:
         ops.setdefault(tensor.module, []).append(tensor.op)
@@ -124,14 +124,14 @@ def constraints_for(
     """One Constraint for each activation, in the table's order.
 
     Args:
-        resolution: what the configuration's patterns mean in this graph (modules.resolve); by default from the table alone.
+        resolution: what the configuration's patterns mean in this graph (patterns.resolve); by default from the table alone.
         fragment: the graph is a part of the model (graph breaks): a pattern may match in another part, so
             one that matches nothing here is not an error; the caller warns with `resolution.error()`.
 
     Raises:
         PatternError: a pattern that matches nothing in a whole graph.
         TagError: a must_* tag against an explicit pattern of a mapping policy.
-        ConfigError: a policy object or function that answers with something else than an action or None.
+        ConfigError: a policy object or function whose answer is neither an action nor None.
     """
     resolution = resolve_table(table, config) if resolution is None else resolution
     error = None if fragment else resolution.error()
@@ -144,7 +144,7 @@ def constraints_for(
 
 
 def check_tags(tensors: Iterable[SavedTensor], config: Settings, resolution: Resolution) -> None:
-    """Tags against patterns alone; for tagged operations of the joint graph that never become saved activations.
+    """Check tags against patterns, for tagged operations of the joint graph that never become saved activations.
 
     Raises:
         TagError: as constraints_for.
@@ -167,7 +167,7 @@ def without_effect(table: SavedTable, config: Settings, resolution: Resolution) 
 
 
 def _asked(tensor: SavedTensor, config: Settings, resolution: Resolution) -> _Asked:
-    """Who decides for this activation, by the module's table."""
+    """The source that decides for this activation, by the table in the module's docstring."""
     spoken = _spoken(tensor, config, resolution)
     if tensor.tag is None:
         return spoken
@@ -183,12 +183,12 @@ def _asked(tensor: SavedTensor, config: Settings, resolution: Resolution) -> _As
             f'{name.replace("MUST", "PREFER")}, or put {{"<narrower pattern>": "auto"}} before {spoken.pattern!r}.'
         )
     against = f" (against {spoken.source})" if spoken.action is not None else ""
-    # MUST_SAVE under "auto" leaves the host open to the planner: saved is not recomputed, wherever it lies.
+    # MUST_SAVE under "auto" leaves the host open to the planner: saved is not recomputed, on either memory.
     return _Asked(action, tensor.tag != "must_save" or spoken.binding, f"tag {name}{against}")
 
 
 def _spoken(tensor: SavedTensor, config: Settings, resolution: Resolution) -> _Asked:
-    """What the policy says, tags aside."""
+    """The policy's request, ignoring tags."""
     policy = config.policy
     if isinstance(policy, str):
         action = None if policy == "auto" else cast("Action", policy)
@@ -226,7 +226,8 @@ def _barred(tensor: SavedTensor, config: Settings, resolution: Resolution) -> di
 def _spend_fraction(
     table: SavedTable, config: Settings, asked: Mapping[str, _Asked], barred: dict[str, dict[Action, str]]
 ) -> None:
-    """offload_fraction of the bytes that may go, the cheapest first; what does not fit stays, smaller ones go on."""
+    """Choose offload_fraction of the eligible bytes, the cheapest first; one that does not fit is skipped, smaller ones may
+    follow."""
     if config.offload_fraction >= 1.0:
         return
     may_go = _cheapest_first(
@@ -249,8 +250,8 @@ def _spend_fraction(
 
 
 def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
-    """Fewer, larger transfers take less of the host's time; of about the same size (a factor of two) the earliest have most of
-    forward to hide behind. What has none, as less is produced behind it than it holds itself, comes last.
+    """Sort key. Fewer, larger transfers take less host time. Of tensors of about the same size (a factor of two), the earliest
+    overlap with most of forward. A tensor after which fewer bytes are produced than it holds itself comes last.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.produced_position)
     behind = sum(tensor.planned_bytes for tensor in ordered)
@@ -264,7 +265,7 @@ def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
 
 
 def _told(constraint: Constraint, tensor: SavedTensor, barred: Mapping[str, Mapping[Action, str]]) -> Constraint:
-    """The constraint with the reasons for what it does not allow: a limit, the tensor itself, or its tag."""
+    """The constraint with reasons for the actions that it does not allow: a limit, the tensor itself, or its tag."""
     why = barred[tensor.name]
     tag = f"tag {_TAG_NAMES[tensor.tag]}" if tensor.tag else ""
     return replace(

@@ -1,8 +1,8 @@
 """From constraints and limits to one action for every saved activation, each with its reason.
 
-every constraint given          nothing to plan: the constraints, as far as the host's memory goes
-a slowdown given          the planner, for the most memory it buys
-a budget, or "auto"       keep all where that fits; the planner where it does not
+every constraint given    nothing to plan: the constraints, as far as the host's memory allows
+a slowdown given          the planner, for the most memory within it
+a budget, or "auto"       keep all if that fits; the planner if it does not
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphoffload.compiler.constraints import Constraint
+from graphoffload.compiler.request import Work
+from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Action
 from graphoffload.facts.remedies import host_full, nothing_offloaded
@@ -18,7 +20,6 @@ from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.monitor.shared_budget import is_one_of_many
 from graphoffload.options.config import OffloadConfig
-from graphoffload.planner.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.planner.hint import saved_within
 from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.reasons import NO_CHOICE
@@ -26,16 +27,14 @@ from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.planner.solver import Solution, solve
 from graphoffload.units import format_bytes
 
-UNMEASURABLE = 0.005
-"""Share of a step below which its time does not repeat: what costs less is free."""
 _NO_GAIN = "recomputing it would not pay"
 _SAVED_ALL_THE_SAME = "torch's partitioner saves it, though it was to be recomputed"
 _FOR_THE_NEXT = (
-    "runs behind other graphs: copies are left to the next one, and where this one is the last of a forward its tensors stay; "
-    "both as far as max_inflight_bytes allows (None: what the largest graph offloads, up to a quarter of all)"
+    "runs downstream of other graphs: copies are left to the next one, and the tensors of a forward's last graph stay on the "
+    "device; both as far as max_inflight_bytes allows (None: what the largest graph offloads, up to a quarter of all)"
 )
 _CHEAP = 0.25  # recomputation that takes less than this share of the copy's time
-_HINT = 0.01  # the slowdown that a hint speaks of, where it saves at least this share of the peak:
+_HINT = 0.01  # the slowdown that a hint suggests, if it saves at least this share of the peak:
 _WORTH = 0.02
 
 
@@ -43,7 +42,7 @@ _WORTH = 0.02
 class Decided:
     """Actions and reasons in the order of the table; `warnings` are texts for the user, `notes` go into the plan.
 
-    `planned`: by the planner, for a goal; else every action was asked for or everything is kept. `release_late`: sources are
+    `planned`: by the planner, for a goal; else every action was requested or everything is kept. `release_late`: sources are
     released at the end of forward, whatever the timeline says: graphs before this one keep the link busy.
     """
 
@@ -60,59 +59,44 @@ class Decided:
     release_late: bool = False
 
 
-def with_noise(config: OffloadConfig) -> OffloadConfig:
-    """A slowdown that nobody could measure counts as none: max_slowdown=0.0 allows that much."""
-    if config.max_slowdown is None or config.max_slowdown >= UNMEASURABLE:
-        return config
-    return replace(config, max_slowdown=UNMEASURABLE)
-
-
-def decide_actions(
-    program: Program,
-    table: SavedTable,
-    wanted: Sequence[Constraint],
-    config: OffloadConfig,
-    limits: Limits,
-    hardware: HardwareProfile,
-) -> Decided:
-    """One action for each saved activation.
+def decide_actions(work: Work, program: Program, goal: Goal) -> Decided:
+    """One action for each saved activation of `program`, which is that of `work`.
 
     Raises:
-        BudgetError: no plan fits `limits.device_budget_bytes`.
+        BudgetError: no plan meets the budget of `goal`.
     """
+    table, wanted, config, limits, hardware = work.table, work.wanted, work.request.config, work.request.limits, work.hardware
+    budget = goal.device_budget_bytes
     keep = simulate(program, ["keep"] * len(program.candidates), hardware)
     warnings = [constraint.warning for constraint in wanted if constraint.warning]
     inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
     warnings += _nothing_offloaded(wanted, table, config)
-    if limits.explicit:
+    if goal.explicit:
         wanted = _without_advice(wanted)
     limit = "given" if config.host_budget != "auto" else "memlock" if limits.host_locked else "auto"
     wanted, too_much = _within_host(wanted, table, limits.host_budget_bytes, limit)
     warnings += too_much
     free, program = program, _constrained(program, wanted)
+    fits = budget is not None and _fits(program, hardware, budget - limits.reserve_bytes)
     if all(constraint.action is not None for constraint in wanted) and (
-        limits.device_budget_bytes is None
-        or all(constraint.binding for constraint in wanted)
-        or _fits(program, hardware, limits)
+        budget is None or fits or all(constraint.binding for constraint in wanted)
     ):
         if config.max_inflight_bytes is None:
             inflight = _window_bytes(program, hardware)
         asked = _as_asked(wanted, "", keep, warnings, inflight)
         return replace(asked, notes=(_FOR_THE_NEXT,)) if is_one_of_many(config, limits) else asked
-    budget = limits.device_budget_bytes
-    if config.max_slowdown is None and budget is None:
+    if isinstance(goal, KeepIfFits) and budget is None:
         return _as_asked(wanted, "nothing to fit: no device budget on a CPU", keep, warnings, inflight)
-    if config.max_slowdown is None and limits.shared and _fits(program, hardware, limits):
+    if fits and limits.shared:
         offered = _offload_the_rest(program, wanted, hardware)
         rest, too_much = _within_host(offered, table, limits.host_budget_bytes, limit)
         note = "device_budget is shared with the graphs before this one: from the third step on, what fits of it is not copied"
         return replace(_as_asked(rest, "", keep, [*warnings, *too_much], inflight), notes=(note,), release_late=True)
-    if config.max_slowdown is None and _fits(program, hardware, limits):
-        kept = _as_asked(wanted, f"fits in {format_bytes(budget)}", keep, warnings, inflight)
+    if fits:
+        kept = _as_asked(wanted, f"fits in {goal}", keep, warnings, inflight)
         return replace(kept, hint=_hint(program, hardware, limits))
-    goal = MeetBudget(budget or 0) if config.max_slowdown is None else WithinSlowdown(config.max_slowdown)
     wanted = _without_advice(wanted)
-    solution, reasons = _solve(_constrained(free, wanted), wanted, goal, config, limits, hardware)
+    solution, reasons = _solve(work, _constrained(free, wanted), wanted, goal)
     return Decided(
         actions=solution.actions,
         reasons=reasons,
@@ -126,50 +110,46 @@ def decide_actions(
     )
 
 
-def decide_again(
-    first: Decided,
-    program: Program,
-    wanted: Sequence[Constraint],
-    config: OffloadConfig,
-    limits: Limits,
-    hardware: HardwareProfile,
-) -> Decided:
+def decide_again(work: Work, first: Decided, program: Program, wanted: Sequence[Constraint]) -> Decided:
     """Keep or offload, anew, for what is saved once others are recomputed: only now is it known what that does to memory.
 
     Args:
-        first: what decided the recomputation; its time with everything kept is what a slowdown is relative to.
+        first: the decision about recomputation; a slowdown is relative to its time with everything kept.
         program: the instance after partitioning again. wanted: a constraint for each of its candidates.
 
     Raises:
         BudgetError: with this recomputation no plan fits.
     """
     wanted = _without_advice(wanted)
-    program = _constrained(program, wanted)
-    goal: Goal = MeetBudget(limits.device_budget_bytes or 0)
-    if config.max_slowdown is not None:
-        compute_s = simulate(program, program.keep_actions(), hardware).time_s
-        limit_s = (1.0 + config.max_slowdown) * first.keep_timeline.time_s
-        goal = WithinSlowdown(max(0.0, limit_s / compute_s - 1.0))
+    program, goal = _constrained(program, wanted), work.request.goal
+    if isinstance(goal, WithinSlowdown):
+        compute_s = simulate(program, program.keep_actions(), work.hardware).time_s
+        goal = WithinSlowdown(max(0.0, goal.allowed(first.keep_timeline.time_s, compute_s)))
     wanted = tuple(
         constraint if constraint.action or constraint.why_not_recompute else replace(constraint, why_not_recompute=_NO_GAIN)
         for constraint in wanted
     )
-    solution, reasons = _solve(program, wanted, goal, config, limits, hardware)
+    solution, reasons = _solve(work, program, wanted, goal)
     return replace(first, actions=solution.actions, reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
 
 
-def _solve(
-    program: Program, wanted: Sequence[Constraint], goal: Goal, config: OffloadConfig, limits: Limits, hardware: HardwareProfile
-) -> tuple[Solution, tuple[str, ...]]:
+def _solve(work: Work, program: Program, wanted: Sequence[Constraint], goal: Goal) -> tuple[Solution, tuple[str, ...]]:
     """The planner's solution for what nobody decided, and the reason for each of its actions."""
-    inflight = config.max_inflight_bytes if isinstance(config.max_inflight_bytes, int) else None
-    given = {"host_budget_bytes": limits.host_budget_bytes, "max_inflight_bytes": inflight}
-    solution = solve(program, hardware, goal, **given, patience=limits.patience)
+    solved = goal if isinstance(goal, WithinSlowdown) else MeetBudget(goal.device_budget_bytes or 0)
+    window = work.request.config.max_inflight_bytes
+    solution = solve(
+        program,
+        work.hardware,
+        solved,
+        host_budget_bytes=work.request.limits.host_budget_bytes,
+        max_inflight_bytes=window if isinstance(window, int) else None,
+        patience=work.patience,
+    )
     return solution, tuple(map(_reason, wanted, solution.actions, solution.reasons))
 
 
 def _reason(constraint: Constraint, action: Action, planners: str) -> str:
-    """The planner's reason, where it was asked; where it had no choice, what took it."""
+    """The planner's reason if it decided; if it had no choice, the reason for that."""
     if constraint.action == action:
         return constraint.reason
     if constraint.action:
@@ -180,7 +160,7 @@ def _reason(constraint: Constraint, action: Action, planners: str) -> str:
 
 
 def table_again(original: SavedTable, actions: Mapping[str, Action], table: SavedTable) -> SavedTable:
-    """What is saved once others are recomputed, with what is known of each tensor from before.
+    """The activations that are saved once others are recomputed, with what was known of each before.
 
     Args:
         actions: decided for the tensors of `original`, by name. table: as partitioned again.
@@ -198,9 +178,10 @@ def table_again(original: SavedTable, actions: Mapping[str, Action], table: Save
 def actions_again(
     actions: Mapping[str, Action], reasons: Mapping[str, str], table: SavedTable
 ) -> tuple[dict[str, Action], dict[str, str]]:
-    """Actions for `table` (of table_again), and reasons for all tensors, once those decided to be are recomputed.
+    """Actions for `table` (of table_again), and reasons for all tensors, once the chosen ones are recomputed.
 
-    What is saved after all is kept. What is not saved any more, though nobody chose that, is computed again from the others.
+    A tensor that is saved nevertheless is kept. A tensor that is not saved any more, without a decision, is recomputed from
+    others.
     """
     last: dict[str, Action] = {}
     words = dict(reasons)
@@ -216,7 +197,7 @@ def actions_again(
 
 
 def saved_all_the_same(table: SavedTable, actions: Mapping[str, Action]) -> list[str]:
-    """Notes on what was to be recomputed and is in `table` (of table_again) after all: what became of each in the end."""
+    """Notes on tensors that were to be recomputed and are in `table` (of table_again) nevertheless, with their final action."""
     became = {"offload": "offloaded"}
     return [
         f"{tensor.name} ({format_bytes(tensor.nbytes)}) of module {tensor.module or 'unknown'!r} could not be recomputed and "
@@ -227,8 +208,8 @@ def saved_all_the_same(table: SavedTable, actions: Mapping[str, Action]) -> list
 
 
 def without_recomputation(wanted: Sequence[Constraint], names: Collection[str] | None = None) -> tuple[Constraint, ...]:
-    """The same constraints without recomputation that nobody asked for (of `names`; None: all): partitioning again can
-    take more memory than it saves."""
+    """The same constraints without recomputation that no user requested (of `names`; None: all): partitioning again can take
+    more memory than it saves."""
     return tuple(
         replace(
             constraint,
@@ -242,23 +223,21 @@ def without_recomputation(wanted: Sequence[Constraint], names: Collection[str] |
 
 
 def _hint(program: Program, hardware: HardwareProfile, limits: Limits) -> str:
-    """What one percent of the step would buy; "" when that is not much, or not known at once."""
+    """A hint about the memory that one percent of the step would save; "" if it is little, or not known at once."""
     saved = saved_within(program, hardware, _HINT, host_budget_bytes=limits.host_budget_bytes)
     worth = simulate(program, program.keep_actions(), hardware).peak_bytes * _WORTH
     return f"max_slowdown={_HINT:g} would save {format_bytes(saved)}" if saved and saved >= worth else ""
 
 
-def _fits(program: Program, hardware: HardwareProfile, limits: Limits) -> bool:
-    """Whether nothing needs to change for the budget, with the reserve left free."""
-    assert limits.device_budget_bytes is not None
-    peak_bytes = simulate(program, program.keep_actions(), hardware).peak_bytes
-    return peak_bytes + limits.reserve_bytes <= limits.device_budget_bytes
+def _fits(program: Program, hardware: HardwareProfile, limit_bytes: int) -> bool:
+    """Whether nothing needs to change for a peak of at most this."""
+    return simulate(program, program.keep_actions(), hardware).peak_bytes <= limit_bytes
 
 
 def _window_bytes(program: Program, hardware: HardwareProfile) -> int | None:
-    """The window of outstanding copies for actions that are given: the least memory among those that cost no time.
+    """The window of outstanding copies for given actions: the least memory among windows that cost no time.
 
-    Where the link is what limits, compute waits for it with or without a window; with one it waits earlier, and memory falls.
+    If the link is the limit, compute waits for it with or without a window; with one it waits earlier, and memory falls.
     """
     actions = program.keep_actions()
     copied = sum(c.nbytes for c, action in zip(program.candidates, actions, strict=True) if action == "offload")
@@ -273,7 +252,7 @@ def _window_bytes(program: Program, hardware: HardwareProfile) -> int | None:
 
 
 def _nothing_offloaded(wanted: Sequence[Constraint], table: SavedTable, config: OffloadConfig) -> list[str]:
-    """A policy that asks to offload everything, offloads nothing and keeps something says so."""
+    """A warning if a policy asks to offload everything, offloads nothing and keeps something."""
     kept = [
         (constraint.why_not_offload or "it cannot be offloaded", tensor.planned_bytes)
         for constraint, tensor in zip(wanted, table.tensors, strict=True)
@@ -285,12 +264,12 @@ def _nothing_offloaded(wanted: Sequence[Constraint], table: SavedTable, config: 
 
 
 def _without_advice(wanted: Sequence[Constraint]) -> tuple[Constraint, ...]:
-    """Constraints for a planner that has a number to meet: it may overrule what does not bind. MUST_SAVE leaves it the host."""
+    """Constraints for a planner with a goal: it may overrule those that do not bind. MUST_SAVE leaves it the host."""
     return tuple(constraint if constraint.binding else replace(constraint, action=None) for constraint in wanted)
 
 
 def _constrained(program: Program, wanted: Sequence[Constraint]) -> Program:
-    """The instance with each candidate's choices cut down to what is asked for it."""
+    """The instance with each candidate's actions reduced to those that its constraint allows."""
     return replace(program, candidates=tuple(map(_constrain, program.candidates, wanted)))
 
 
@@ -309,16 +288,16 @@ def _constrain(candidate: Candidate, constraint: Constraint) -> Candidate:
 
 
 def _as_asked(wanted: Sequence[Constraint], reason: str, keep: Timeline, warnings: list[str], inflight: int | None) -> Decided:
-    """What was asked for; for `reason` what nobody decided is kept."""
+    """The requested actions; undecided activations are kept, for `reason`."""
     actions: tuple[Action, ...] = tuple(constraint.action or "keep" for constraint in wanted)
     reasons = tuple(constraint.reason if constraint.action else reason for constraint in wanted)
     return Decided(actions, reasons, keep, warnings=tuple(warnings), max_inflight_bytes=inflight)
 
 
 def _offload_the_rest(program: Program, wanted: Sequence[Constraint], hardware: HardwareProfile) -> list[Constraint]:
-    """What nobody decided goes, for the other graphs may need the memory; the runtime lets stay what fits.
+    """Offload undecided activations, since the other graphs may need the memory; the runtime keeps those that fit.
 
-    A row of such graphs cannot copy more than the link carries while they compute: the rest is recomputed where that is cheap.
+    A row of such graphs cannot copy more than the link carries while they compute. The rest is recomputed if that is cheap.
     """
     again = _cheaper_than_the_link(program, wanted, hardware)
     reasons: dict[Action, str] = {
@@ -336,7 +315,7 @@ def _offload_the_rest(program: Program, wanted: Sequence[Constraint], hardware: 
 
 
 def _cheaper_than_the_link(program: Program, wanted: Sequence[Constraint], hardware: HardwareProfile) -> set[int]:
-    """Candidates to recompute, the cheapest by the byte first, until the link carries the others during forward."""
+    """Candidates to recompute, the least time per byte first, until the link carries the others during forward."""
     carries = sum(step.time_s for step in program.forward) * hardware.copy_rate_bytes_per_s("d2h")
     offered = sum(
         c.nbytes
@@ -361,7 +340,7 @@ def _cheaper_than_the_link(program: Program, wanted: Sequence[Constraint], hardw
 def _within_host(
     wanted: Sequence[Constraint], table: SavedTable, budget: int | None, limit: str
 ) -> tuple[tuple[Constraint, ...], list[str]]:
-    """Offloads asked for, earliest produced first, until the host's memory is used up; the others are kept."""
+    """The requested offloads, earliest produced first, until host memory is used up; the others are kept."""
     if budget is None:
         return tuple(wanted), []
     used, refused, result = 0, 0, []

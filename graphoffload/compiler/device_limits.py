@@ -1,11 +1,10 @@
-"""What this process may use, in bytes: "auto" and percentages resolved against the device and the host as they are now."""
+"""The limits of this process in bytes: "auto" and percentages, resolved against the device and the host as they are now."""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ import torch
 from graphoffload.analysis.storages import example_storage_nbytes, storage_id
 from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.facts.limits import Limits
+from graphoffload.hardware import host_memory
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.config import OffloadConfig
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.units import parse_size
 
 _MARGIN_BYTES = 512 * 2**20
@@ -29,19 +30,21 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
 
     Args:
         tensors: real ones, or fake ones that stand for them.
-        parameters: those that are trained, where `tensors` cannot tell; None: leaves that require a gradient.
+        parameters: the trained ones, if `tensors` cannot tell; None: leaves that require a gradient.
     """
     inputs = [value for value in tensors if isinstance(value, torch.Tensor)]
     device = next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))
     hardware = resolve_hardware(config.hardware, str(device))
     reserve_bytes = _reserve(config, inputs, parameters, device, hardware)
+    host_budget_bytes, host_auto = _host_budget(config), config.host_budget == "auto"
     return Limits(
         explicit=config.device_budget != "auto" or config.max_slowdown is not None,
         device_budget_bytes=_device_budget(config, device, hardware, reserve_bytes),
         static_bytes=_static_bytes(device, inputs),
         reserve_bytes=reserve_bytes,
-        host_budget_bytes=_host_budget(config),
-        host_locked=config.host_budget == "auto" and _host_budget(config) == _lockable_bytes(),
+        host_budget_bytes=host_budget_bytes,
+        host_auto=host_auto,
+        host_locked=host_auto and host_budget_bytes == _lockable_bytes(),
     )
 
 
@@ -56,15 +59,15 @@ def _device_budget(config: OffloadConfig, device: torch.device, hardware: Hardwa
     if wanted != "auto":
         return parse_size(wanted, field="device_budget", whole_bytes=hardware.memory_bytes)
     if device.type != "cuda":
-        whole = hardware.memory_bytes  # planned for a GPU that is not there: what fits its memory
+        whole = hardware.memory_bytes  # planned for a GPU that is not there: its memory is the budget
         return None if hardware.source == "cpu" else max(0, whole - _margin(whole, reserve_bytes))
     free, total = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes))
 
 
 def _margin(whole_bytes: int, reserve_bytes: int) -> int:
-    """What is left free for what nobody predicts. More where much is to come: it lands where activations were, so that what
-    torch's allocator holds is cut into pieces."""
+    """Bytes left free for memory that is not predicted. More if a large reserve is to come: it is allocated where activations
+    were, which fragments the memory that torch's allocator holds."""
     return max(_MARGIN_BYTES, int(whole_bytes * _MARGIN_SHARE)) + int(reserve_bytes * _MARGIN_OF_RESERVE)
 
 
@@ -75,7 +78,7 @@ def _reserve(
     device: torch.device,
     hardware: HardwareProfile,
 ) -> int:
-    """Room for optimizer state that does not exist yet. None without a GPU, where nobody trains: explain() says so."""
+    """Bytes of optimizer state that does not exist yet. None without a GPU, where no training runs: explain() says so."""
     if config.reserve != "auto":
         return parse_size(config.reserve, field="reserve", whole_bytes=hardware.memory_bytes)
     if not _is_gpu(device):
@@ -91,58 +94,29 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def _host_budget(config: OffloadConfig) -> int:
-    """Host bytes for page-locked buffers: configured, or a share of what RAM, cgroup and memlock leave, per process here."""
-    whole = _host_memory_bytes()
+    """Host bytes for page-locked buffers: configured, or a share of what RAM, cgroup and memlock leave, per process here.
+
+    The share is of what is available now. What this process's pool holds already is its own and counts as available to it
+    alone: a second compile sees as much as the first, and so does each of several ranks that hold equally much.
+    """
+    ram = host_memory.for_this_process()
     if config.host_budget != "auto":
-        return parse_size(config.host_budget, field="host_budget", whole_bytes=whole)
-    processes = _processes_here()
-    available, locked = int(whole * _HOST_SHARE) // processes, _lockable_bytes()
-    return available if locked is None else min(available, locked)
+        return parse_size(config.host_budget, field="host_budget", whole_bytes=ram.total_bytes)
+    share = int(ram.available_bytes * _HOST_SHARE) // _processes_here() + int(POOL.snapshot().held_bytes * _HOST_SHARE)
+    locked = _lockable_bytes()
+    return share if locked is None else min(share, locked)
 
 
 def _lockable_bytes() -> int | None:
-    """What RLIMIT_MEMLOCK lets this user lock; None where nothing limits that or nothing is locked."""
+    """Bytes that RLIMIT_MEMLOCK lets this user lock; None if nothing limits that or nothing is locked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limited = soft not in (resource.RLIM_INFINITY, -1) and torch.cuda.is_available() and os.geteuid() != 0
     return soft if limited else None
 
 
 def _processes_here() -> int:
-    """Ranks on this host, as torchrun, Open MPI or MPICH say; 1 where nobody does."""
+    """Ranks on this host, as torchrun, Open MPI or MPICH say; 1 if none of them does."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if os.environ.get(name, "").isdigit():
             return max(1, int(os.environ[name]))
     return 1
-
-
-def _host_memory_bytes() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-
-
-def _cgroup_limits(table: Path, root: Path) -> Iterator[int]:
-    """Memory limits of this process's control group and of every one around it, versions 1 and 2.
-
-    In a container the table may name the host's path, of which only the root is mounted: missing folders are passed over.
-    """
-    for line in _text(table).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "memory" if controllers else root
-        folder = base / path.strip("/")
-        for place in (folder, *folder.parents):
-            for name in ("memory.limit_in_bytes",) if controllers else ("memory.max", "memory.high"):
-                text = _text(place / name)
-                if text.isdigit():
-                    yield int(text)
-            if place == base:
-                break
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -1,8 +1,8 @@
-"""Inductor's inner compile for graphs under a plan: without what would undo the plan or hold memory that it counts as free.
+"""Inductor's inner compile for graphs under a plan, with the settings that keep Inductor from undoing the plan.
 
-With CUDA graphs there are two ways: forward and backward each captured in one piece, copies and all (runtime/captured.py), or
-the pieces between the copies. The first is tried, and given up for a graph that something else cuts: each branch of a captured
-graph must end in it.
+With CUDA graphs there are two ways. Either forward and backward are each captured in one piece, copies included
+(runtime/captured.py), or the pieces between the copies are captured. The first is tried. It is given up for a graph that
+something else cuts, since each branch of a captured graph must end in it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from graphoffload.analysis.fusion import CRUMBS, FARTHEST
+from graphoffload.compiler.session import CompileSession
 from graphoffload.facts.plan import Plan
 from graphoffload.monitor.caveats import warn_of_cuts
 from graphoffload.passes.capture import make_capturable
@@ -31,27 +32,31 @@ AS_PLANNED = {
     "allow_buffer_reuse": False,
     "triton.reorder_for_reducing_graph_partitions": False,
 }
-"""Settings of torch._inductor.config without which Inductor would move what was planned."""
+"""Settings of torch._inductor.config without which Inductor would move the ops of a plan."""
 KEPT, APART = {"score_fusion_memory_threshold": 64}, {"score_fusion_memory_threshold": 65}
-"""Settings for a plan that changes nothing, and for one with operations apart: no fusion for scalars, as under
-`planned_fusions`. torch's compile cache knows by them that this is not what Inductor alone would make, or fused."""
+"""Settings for a plan that changes nothing, and for an unfused one: no fusion for a few shared bytes, as under
+`planned_fusions`. They are in the key of torch's compile cache, which so distinguishes this code from Inductor's own, and from
+fused code."""
 
 
-def compile_as_planned(key: str | None) -> Callable[..., Any]:
-    """Inductor's inner compile for the graphs of the plan `key`; for a plan that keeps everything only fusions for crumbs go.
+def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
+    """Inductor's inner compile for the graphs of a session; under a plan that keeps everything only fusions for crumbs go.
 
-    reorder_for_peak_memory moves every release next to its offload and every reload next to its wait. Buffer reuse holds the
-    memory of a dead buffer for a later one of the same size, as long as Inductor's own estimate of the peak allows it, which
-    knows nothing of kernels' workspaces and of reloads: on a 32k-token stack four gradients that nobody needs any more (3.8 GB)
-    stood at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well. With CUDA graphs,
-    Inductor also gathers what it may not capture, which takes every reload to the start of backward. And it leaves out copies
-    of memory that no output shares, saved values included: once a handle is saved in a copy's place, the copy would be left
-    out, and what is offloaded would be memory that others write to.
+    Each setting prevents one effect:
+
+    * reorder_for_peak_memory would move every release next to its offload and every reload next to its wait.
+    * Buffer reuse would hold the memory of a dead buffer for a later one of the same size, as long as Inductor's own estimate
+      of the peak allows it. The estimate ignores kernels' workspaces and reloads: on a 32k-token stack four dead gradients
+      (3.8 GB) were allocated at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well.
+    * With CUDA graphs, Inductor would gather operations that it may not capture, and move every reload to the start of
+      backward.
+    * Inductor would remove copies of memory that no output shares, saved values included. Once a handle is saved instead of
+      a copy, the copy would be removed, and memory that others write to would be offloaded.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
     def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        plan = registry.of_key(key) if key else None
+        plan = session.plan
         if plan is None or not plan.changes_anything:
             with inductor_config.patch(KEPT), planned_fusions(None, farthest=None):
                 return compile_fx_inner(gm, example_inputs, **kwargs)
@@ -82,7 +87,7 @@ def _asks_for_capture(kwargs: dict[str, Any]) -> bool:
 
 
 def _why_cut(plan: Plan, kwargs: dict[str, Any]) -> str:
-    """Why a graph cannot be captured with its copies, as far as it is known before compiling; "" where it may be."""
+    """Why a graph cannot be captured with its copies, as far as it is known before compiling; "" if it may be."""
     run = registry.run_plan(plan.key)
     if kwargs.get("is_backward") and not run.capturable:
         return "its forward is cut"
@@ -98,8 +103,8 @@ def _why_cut(plan: Plan, kwargs: dict[str, Any]) -> str:
 def _captured_whole(
     compile_fx_inner: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any], plan: Plan
 ) -> Any:
-    """The graph compiled so that its copies are captured with it; None where Inductor would cut it all the same, or torch would
-    run it without a graph, but capture its backward.
+    """The graph compiled so that its copies are captured with it; None if Inductor would cut it nevertheless, or torch would
+    run it without a graph but capture its backward.
     """
     attempt = copy_graph(gm)
     attempt.meta = gm.meta
@@ -126,21 +131,21 @@ def _mutates_inputs(compiled: Any, kwargs: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHEST) -> Iterator[None]:
-    """Operations are fused only where at most `farthest` others stand between them, and not for crumbs; two that do not need
-    each other not where each writes `unfused_bytes`.
+    """Fuse operations only if at most `farthest` others are between them, and if they share enough bytes. Do not fuse two that
+    do not need each other and write `unfused_bytes` each.
 
-    Near: Inductor's own limit for two that read the same data is 64, about one transformer layer: it fused what two layers
-    recompute from the same rotary table, so that the next layer's activations were needed a layer too early, before their
-    reloads could arrive. For one that reads the other's result it has none, and a kernel runs where its earliest part does:
-    for the sum of a shared parameter's two gradients all layers between them ran first, while their weight gradients waited
-    (+1.07 GB).
+    Distance: Inductor's own limit for two operations that read the same data is 64, about one transformer layer. It fused
+    values that two layers recompute from the same rotary table; the next layer's activations were then needed a layer too
+    early, before their reloads could arrive. For an operation that reads another's result there is no limit, and a kernel runs
+    where its earliest part does: for the sum of a shared parameter's two gradients, all layers between them ran first while
+    their weight gradients waited (+1.07 GB).
 
-    Crumbs: of two that neither needs the other Inductor makes one kernel for ten bytes that both read. A loss that is taken
-    in chunks to save memory has all chunks' logits alive at once then, since all read the same three scalars.
+    Few shared bytes: Inductor makes one kernel of two that do not need each other if both read the same ten bytes. If a loss is
+    computed in chunks to save memory, all chunks read the same three scalars, and the logits of all chunks were alive at once.
 
-    Apart: of a gated MLP's backward one kernel writes three tensors of its width while it reads three. One after the other they
-    read more, and four or five are alive instead of six. A plan asks for it where nothing else meets its budget, or uses up its
-    slowdown.
+    Unfused: in a gated MLP's backward one kernel reads three tensors of the MLP's width and writes three. Separate kernels read
+    more, but have four or five of these tensors alive instead of six. A plan asks for it if nothing else meets its budget, or
+    uses up its slowdown.
     """
     from torch._inductor.virtualized import V
 
@@ -169,7 +174,7 @@ def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHES
 
 @contextlib.contextmanager
 def noting_strides(run: registry.RunPlan) -> Iterator[None]:
-    """Note in `run.strides` how Inductor lays out each tensor that is offloaded, in the graphs that it compiles meanwhile."""
+    """Note in `run.strides` Inductor's layout of each offloaded tensor, for graphs compiled in the block."""
     from torch._inductor.graph import GraphLowering
 
     ours = (torch.ops.graphoffload.offload.default, torch.ops.graphoffload.offload_captured.default)
@@ -190,10 +195,10 @@ def noting_strides(run: registry.RunPlan) -> Iterator[None]:
 
 @contextlib.contextmanager
 def direct_calls() -> Iterator[None]:
-    """Let the Python that Inductor writes meanwhile call the four ops' functions, not torch.ops: half of an op's host time went
-    from Python through torch's dispatcher back to Python.
+    """Let the code that Inductor writes in the block call the four ops' functions instead of torch.ops: half of an op's host
+    time was the way from Python through torch's dispatcher back to Python.
 
-    Inductor sees the same ops, with the same schemas and tags. Code in C++ (cpp_wrapper) keeps going through the dispatcher.
+    Inductor sees the same ops, with the same schemas and tags. Code in C++ (cpp_wrapper) still uses the dispatcher.
     """
     from torch._inductor.graph import GraphLowering
 

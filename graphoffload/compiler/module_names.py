@@ -1,16 +1,16 @@
-"""What Dynamo compiles now, as the user knows it: which part of the model it is, and what its modules are called there.
+"""The graph that Dynamo compiles now in the user's terms: which part of the model it is, and the names of its modules.
 
     model.compile()                     the model, as named_modules() sees it: model.layers.0.mlp, lm_head
       model.forward         skipped     a frame that Dynamo cannot trace
         model.model.forward compiled    a frame of its own, whose `self` is model.model: tracing calls that layers.0.mlp
 
 Tracing names a module by the variable through which the frame reached it ("L['self'].__dict__['_modules']['model'].layers.0").
-Such a text says neither where in the model the frame starts, nor always the module's name. The key beside it is the module's
-identity (torch._dynamo.variables.nn_module), so names are looked up in named_modules(): of the model, if a function that
-torch.compile was given, or one that runs around the frame, belongs to one that holds the frame's module.
+Such a text says neither where in the model the frame starts, nor always the module's name. The key next to it is the module's
+identity (torch._dynamo.variables.nn_module), so names are looked up in named_modules() of the model. The model is found by the
+function that torch.compile was given, or by one that runs around the frame and belongs to a module that holds the frame's.
 
-Dynamo runs the code that it compiled for one module for every other one of its class, if the guards allow it. Where the model
-has several such modules, their names share what is equal in them, and the rest is "*": "layers.*.mlp".
+Dynamo runs the code that it compiled for one module for every other one of its class, if the guards allow it. If the model
+has several such modules, their common name has "*" where their names differ: "layers.*.mlp".
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _CALLS = tuple(str(_TORCH / place) for place in ("nn/modules/module.py", "nn/par
 
 
 def is_part(frame: dynamo.Compiling) -> bool:
-    """Whether this frame is not the function that torch.compile was given, but one that it calls, or a hook of its module."""
+    """Whether this frame is not the function that torch.compile was given, but one that this function calls, or a module's
+    hook."""
     if any(code is frame.code for code in _hooks(frame.running)):
         return True
     return any(not code.co_filename.startswith(_CALLS) for code in _callers(frame))
@@ -69,7 +70,7 @@ def _hooks(running: object) -> Iterator[CodeType]:
 
 
 def name_modules(gm: GraphModule) -> None:
-    """Give the modules around a graph's operations the names that the model's named_modules() has, if that is known.
+    """Give the modules around a graph's operations the names of the model's named_modules(), if the model is known.
 
     Only metadata changes. For graphs from Dynamo, before anything reads them; outside of a compile nothing happens.
     """
@@ -109,7 +110,7 @@ class _Names:
             identity = key.partition("@")[0]
             same = self._paths(start).get(int(identity), []) if identity.isdigit() else []
             return placed(self._place(start), path if path in same or not same else same[0])
-        outermost = clean_path(first)  # a function's: it starts wherever its first module is
+        outermost = clean_path(first)  # a function's frame: it starts at its first module
         if outermost and (path + ".").startswith(outermost + "."):
             return placed(outermost, path[len(outermost) + 1 :])
         return text
@@ -133,7 +134,7 @@ class _Names:
         return self.known[id(module)]
 
     def _place(self, module: nn.Module) -> str:
-        """Where a module is in the model; with "*" for what differs between those that this code may run for."""
+        """A module's name in the model; "*" where the names differ among modules that this code may run for."""
         if id(module) not in self.places:
             model = next((model for model in self.models if id(module) in self._paths(model)), module)
             self.places[id(module)] = self._place_in(model, module)
@@ -155,7 +156,7 @@ def _owner(frame: dynamo.Compiling) -> nn.Module | None:
 
 
 def _models(frame: dynamo.Compiling) -> Iterator[nn.Module]:
-    """Modules that may hold the frame's, the outermost first: whose method torch.compile was given, and those around."""
+    """Modules that may contain the frame's, outermost first: the one whose method torch.compile was given, and those around."""
     owners: list[Any] = [getattr(frame.running, "__self__", None)]
     owners += [_content(cell) for cell in getattr(frame.running, "__closure__", None) or ()]
     owners += [around.f_locals.get(next(iter(around.f_code.co_varnames), "")) for around in frame.around]
@@ -170,7 +171,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _common(names: list[str]) -> str:
-    """Names of equal depth in one, with "*" for each part that differs: "layers.*"; "" where they are not alike."""
+    """Names of equal depth as one name, with "*" for each part that differs: "layers.*"; "" if their depths differ."""
     parts = [name.split(".") for name in names]
     if len({len(each) for each in parts}) != 1:
         return ""

@@ -1,19 +1,20 @@
-"""What optimizers keep for the parameters of a graph, and what of it is still to come.
+"""Optimizer state for the parameters of a graph, and the part of it that does not exist yet.
 
     step 1   forward, backward, optimizer.step(): the state of every trained parameter is made, and stays
-    step 2   forward, backward: as large as before, and the state beside it
+    step 2   forward, backward: as large as before, plus the state
 
-A plan is made in the first forward, so it leaves room for what the optimizer will make. Whether the state of a parameter exists
-is the optimizers' to say: those of this process that hold it are looked at when a graph is compiled, and nothing is remembered.
-So the state of another model says nothing about this one, loaded state counts as what it is, and state that was dropped with
-its optimizer is to come again.
+A plan is made in the first forward, so it leaves room for the state that the optimizer will make. Only the optimizers know
+whether the state of a parameter exists. When a graph is compiled, those of this process that hold the parameter are inspected,
+and nothing is remembered. The state of another model therefore does not count here, loaded state counts with its own bytes, and
+state that was dropped with its optimizer counts as still to come.
 
-An optimizer that has made nothing yet keeps what its class is known to; one that nobody knows, or none at all, two tensors
-like the parameter, as Adam does. Too little where a wrapper keeps copies in another dtype: those are no optimizer's state.
+An optimizer without state yet is expected to make what its class is known to make. An unknown optimizer, or none, is expected
+to make two tensors like the parameter, as Adam does. This is too little if a wrapper keeps copies in another dtype: those are
+no optimizer's state.
 
-Optimizers are found among the objects that Python's garbage collector tracks, as torch tells of none before its first step.
-One that was frozen out of sight (gc.freeze) counts as not there. Fake parameters, as in explain() and in a joint graph,
-stand for real ones of the same shape, dtype and device, one for one.
+Optimizers are found among the objects that Python's garbage collector tracks, since torch does not report one before its first
+step. One that gc.freeze has hidden is not found. Fake parameters, as in explain() and in a joint graph, stand for real ones of
+the same shape, dtype and device, one for one.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-_TWO = 2  # tensors like the parameter: Adam and its kin
+_TWO = 2  # tensors like the parameter: Adam and similar
 _BLOCK_BYTES = 512  # torch's CUDA allocator takes whole blocks
 
 
 def state_bytes(parameters: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
     """Device bytes of optimizer state that trained parameters do not have yet.
 
-    `others`: leaves that need a gradient and may be trained or not; they count where an optimizer holds them.
+    `others`: leaves that need a gradient and may be trained or not; they count if an optimizer holds them.
     """
     held, leaves = _Held(), {id(leaf): leaf for leaf in parameters}
     known = sum(held.state_bytes(leaf, alone=_TWO) for leaf in leaves.values())
@@ -43,7 +44,7 @@ def state_bytes(parameters: Iterable[Tensor], others: Iterable[Tensor] = ()) -> 
 
 
 class _Held:
-    """Which optimizers hold which parameters, in which of their groups."""
+    """The optimizers of each parameter, and the parameter's group in each."""
 
     def __init__(self) -> None:
         self._holders: defaultdict[int, list[tuple[Optimizer, dict[str, Any]]]] = defaultdict(list)
@@ -56,7 +57,7 @@ class _Held:
                     self._holders[id(parameter)].append((optimizer, group))
 
     def state_bytes(self, leaf: Tensor, *, alone: int) -> int:
-        """For one leaf; `alone`: how many tensors like it are kept where no optimizer holds it."""
+        """Bytes for one leaf; `alone`: number of tensors like it if no optimizer holds it."""
         alike = self._alike[_kind(leaf)] if isinstance(leaf, FakeTensor) else []
         real = alike.pop(0) if alike else leaf
         holders = self._holders.get(id(real), [])
@@ -66,19 +67,19 @@ class _Held:
 
 
 def _optimizers() -> Iterator[Optimizer]:
-    """Those that live in this process, lazily started subclasses and wrapped ones included."""
+    """The optimizers of this process, including lazily started subclasses and wrapped ones."""
     for found in gc.get_objects():
         if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
             yield found
 
 
 def _bytes_by(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
-    """What one optimizer is expected to make for a parameter; 0 where it has made it."""
+    """Bytes that one optimizer is expected to make for a parameter; 0 if it has made them."""
     return 0 if optimizer.state.get(parameter) else _taken(parameter, _copies(optimizer, group))
 
 
 def _copies(optimizer: Optimizer, group: dict[str, Any]) -> int:
-    """How many tensors like a parameter an optimizer will keep for it."""
+    """Number of tensors like a parameter that an optimizer will keep for it."""
     kind = type(optimizer)
     if kind is torch.optim.SGD:
         return int(bool(group["momentum"]))
@@ -93,7 +94,7 @@ _ONE = {getattr(torch.optim, name, None) for name in ("Adagrad", "ASGD", "Muon")
 
 
 def _taken(parameter: Tensor, copies: int) -> int:
-    """What the allocator gives for `copies` like a parameter, and for the counter of steps that fused optimizers keep."""
+    """Bytes that the allocator gives for `copies` like a parameter, and for the step counter that fused optimizers keep."""
     nbytes = _nbytes(parameter)
     return (copies * -(-nbytes // _BLOCK_BYTES) + 1) * _BLOCK_BYTES if copies and nbytes else 0
 
@@ -103,7 +104,7 @@ def _kind(value: Tensor) -> tuple[Any, ...]:
 
 
 def _nbytes(value: Tensor) -> int:
-    """Of this process's part, where it is sharded; 0 for a size that is symbolic."""
+    """Bytes of this process's part if the parameter is sharded; 0 for a symbolic size."""
     local = value.to_local() if hasattr(value, "to_local") else value
     count = local.numel()
     return count * local.element_size() if isinstance(count, int) else 0

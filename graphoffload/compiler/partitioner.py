@@ -7,7 +7,7 @@ and puts its `uuid()` into its cache key.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,41 +15,33 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
-from graphoffload.compiler.cache_key import graph_key
-from graphoffload.compiler.device_limits import resolve_limits
-from graphoffload.compiler.module_names import name_modules
 from graphoffload.compiler.pipeline import Rewritten, rewrite
-from graphoffload.compiler.trial import Request
+from graphoffload.compiler.request import Request
+from graphoffload.compiler.session import CompileSession, session_of_joint
 from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
-from graphoffload.facts.limits import Limits
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log, say
 from graphoffload.monitor.caveats import asks_for_cuda_graphs, host_time_note, warn_of_surroundings
-from graphoffload.monitor.pattern_coverage import WHOLE, Fragment
 from graphoffload.options.config import OffloadConfig
 from graphoffload.passes.prepare_joint import copy_graph, tagged_copy
 from graphoffload.planner.predicted import Predicted
 from graphoffload.report import predictions
 from graphoffload.report.dump import write_dump
 from graphoffload.report.offload_report import plan_table, summary_line
-from graphoffload.runtime import registry
 from graphoffload.torch_internals import checkpoint_tags, partitioning, releases
 
 
 class OffloadPartitioner(CustomPartitionerFn):
     """Partitions AOTAutograd's joint graph: torch's own min-cut, then keep, recompute or offload for every saved activation.
 
-    As an Inductor option, `torch.compile(m, options={"custom_partitioner_fn": OffloadPartitioner(config)})`, it needs
-    `"reorder_for_peak_memory": False` beside it, and says so. torch then asks for its `uuid()` before it has seen the graph,
-    so it cannot tell two module namings apart and is never served from a compile cache; the backend can, and is.
+    As an Inductor option, `torch.compile(m, options={"custom_partitioner_fn": OffloadPartitioner(config)})`, it also needs the
+    option `"reorder_for_peak_memory": False`, and raises without it. torch then asks for its `uuid()` before it has seen the
+    graph. So it cannot tell two module namings apart, and a compile cache never answers for it; for the backend it can.
 
     Args:
         config: what the user asks for; None: what the environment says, else what fits the device.
-        key: identity of graph, names, annotations and configuration together, where the caller knows it.
-        limits: what the process may use, where the caller has seen the graph's real inputs; None: as the joint graph's, which
-            are fake, tell.
-        parameters: which of the graph's inputs, by position, are parameters; None: as Dynamo says. What is no parameter is
-            the caller's memory, which backward reads only where torch alone would.
+        key, name: as in CompileSession, where the caller knows them.
+        session: made by a backend, which has seen the graph's real inputs; None: each call makes one from its joint graph.
     """
 
     def __init__(
@@ -58,29 +50,24 @@ class OffloadPartitioner(CustomPartitionerFn):
         *,
         key: str | None = None,
         name: str = "",
-        fragment: Fragment = WHOLE,
-        limits: Limits | None = None,
-        parameters: tuple[int, ...] | None = None,
+        session: CompileSession | None = None,
     ) -> None:
         if config is not None and not isinstance(config, OffloadConfig):
             raise ConfigError(f"OffloadPartitioner got config={config!r}, a {type(config).__name__}; give an OffloadConfig.")
+        self.session = session
+        if session is not None:
+            config, key, name = session.config, session.key, session.name
         self.config = config if config is not None else OffloadConfig.from_options({})
         self.key = key
         self.name = name
-        self.fragment = fragment
-        self.limits = limits
-        self.parameters = parameters
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What torch's cache key sees: not the name, which numbers the graphs of a process, nor the model's number, nor bytes
-        that differ from run to run, but what decides the plan."""
-        fragment = replace(self.fragment, model=0)
-        limits = None if self.limits is None else self.limits.quantised()
-        graph = {"key": self.key, "name": "", "fragment": fragment, "limits": limits, "parameters": self.parameters}
-        return {"config": self.config, **graph}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What torch's cache key sees; it is never loaded to partition with."""
+        identity = (self.config, self.key) if self.session is None else self.session.identity()
+        return _without_session, identity
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
-        """Inductor copies its configuration; a copy is this partitioner, name included."""
+        """Inductor copies its settings; a copy is this partitioner, session included."""
         return self
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -89,32 +76,18 @@ class OffloadPartitioner(CustomPartitionerFn):
         _check_torch_settings()
         if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
             return _partition_region(gm, joint_inputs, kwargs)
-        limits = self.limits
-        if limits is None:
-            limits = resolve_limits(self.config, _inputs(gm), partitioning.trained_inputs(gm.graph, kwargs))
-        if self.key is None:
-            name_modules(gm)  # no backend has done so
-        key = self.key or graph_key(gm, self.config)
-        request = Request(
-            gm,
-            joint_inputs,
-            kwargs,
-            self.config,
-            key,
-            self.name or f"graph{len(registry.last_plans())}",
-            limits,
-            self.fragment,
-            partitioning.parameters_among(gm.graph, self.parameters),
-        )
-        rewritten = rewrite(request)
+        session = self.session or session_of_joint(self.config, self.key, self.name, gm, kwargs)
+        parameters = partitioning.parameters_among(gm.graph, session.parameters)
+        rewritten = rewrite(Request(session, gm, joint_inputs, kwargs, session.goal, parameters))
         inductor = kwargs.get("compiler") == "inductor"
+        notes = rewritten.plan.notes
         if note := host_time_note(rewritten.plan, self.config, rewritten.kernels, inductor=inductor):
-            rewritten = replace(rewritten, plan=replace(rewritten.plan, notes=(*rewritten.plan.notes, note)))
+            notes = (*notes, note)
+        rewritten = replace(rewritten, plan=replace(rewritten.plan, notes=notes, part=session.is_part))
         if rewritten.plan.transfers and self.key is None and inductor:
             _check_inductor_settings(self.config)
         warn_of_surroundings(rewritten.plan, self.config, inductor=inductor)
-        part = limits.downstream or bool(self.fragment)
-        _announce(replace(rewritten, plan=replace(rewritten.plan, part=part)), gm, self.config, limits)
+        _announce(rewritten, gm, session)
         return rewritten.graphs.forward, rewritten.graphs.backward
 
     def uuid(self) -> str:
@@ -125,7 +98,7 @@ class OffloadPartitioner(CustomPartitionerFn):
 def _partition_region(
     joint: GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
 ) -> tuple[GraphModule, GraphModule]:
-    """A region (analysis/regions.py), which torch gives without inputs, as torch partitions it; names tags of more."""
+    """Partition a region (analysis/regions.py), which torch passes without inputs, as torch does; warn about offload tags."""
     tagged = [node for node in joint.graph.nodes if checkpoint_tags.tag_of(node.meta) == "must_offload"]
     if tagged:
         warn(
@@ -137,11 +110,8 @@ def _partition_region(
     return partitioning.min_cut(tagged_copy(joint, relax=False, notes=[]), joint_inputs, kwargs)
 
 
-def _inputs(joint: GraphModule) -> Iterator[object]:
-    """Values of the model's inputs; gradients of its outputs are placeholders as well, but nothing that lives throughout."""
-    for node in joint.graph.find_nodes(op="placeholder"):
-        if not str(node.target).startswith("tangents"):
-            yield node.meta.get("val")
+def _without_session(config: OffloadConfig, key: str | None, *_identity: object) -> OffloadPartitioner:
+    return OffloadPartitioner(config, key=key)
 
 
 def partition_fn(gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -154,7 +124,9 @@ def partition_fn(gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any)
     return OffloadPartitioner(config)(gm, joint_inputs, **kwargs)
 
 
-def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, limits: Limits) -> None:
+def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession) -> None:
+    """Say the plan's one line, keep what it predicts, and write the dump that was asked for."""
+    config, limits = session.config, session.limits
     hardware = resolve_hardware(config.hardware, rewritten.plan.device)
     device_bytes = None if hardware.source == "cpu" else hardware.memory_bytes
     budget_bytes = None if config.device_budget == "auto" else limits.device_budget_bytes
@@ -166,9 +138,9 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
         hint=rewritten.hint,
     )
     named = "" if config.hardware == "measure" or hardware.source == "cpu" else hardware.name
-    plan = replace(rewritten.plan, summary=summary, hardware=named)
-    predicted = _predicted(rewritten, limits, hardware.name, config.max_slowdown)
-    registry.register(plan)
+    plan = replace(rewritten.plan, summary=summary, hardware=named, host_budget_bytes=session.limits.host_budget_bytes)
+    predicted = _predicted(rewritten, session, hardware.name)
+    session.finish(plan)
     predictions.remember(plan.key, predicted)
     say(f"{plan.graph}: {plan.summary}")
     if log.isEnabledFor(10):
@@ -186,9 +158,9 @@ def _announce(rewritten: Rewritten, joint: GraphModule, config: OffloadConfig, l
         )
 
 
-def _predicted(rewritten: Rewritten, limits: Limits, hardware: str, slowdown: float | None) -> Predicted:
-    budget = limits.device_budget_bytes if slowdown is None else None  # what is planned for a slowdown is to meet no budget
-    limit_bytes = None if budget is None else max(0, budget - limits.reserve_bytes)
+def _predicted(rewritten: Rewritten, session: CompileSession, hardware: str) -> Predicted:
+    budget = session.goal.device_budget_bytes
+    limit_bytes = None if budget is None else max(0, budget - session.limits.reserve_bytes)
     candidates = {candidate.name: candidate for candidate in rewritten.candidates}
     return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware, candidates)
 
@@ -218,7 +190,7 @@ def _check_inductor_settings(config: OffloadConfig) -> None:
         warn(
             FallbackWarning,
             "torch._inductor.config.reorder_for_peak_memory is on: it moves every release next to its offload and every "
-            'reload next to its wait, so that no copy hides behind compute. Add "reorder_for_peak_memory": False to '
+            'reload next to its wait, so that no copy overlaps with compute. Add "reorder_for_peak_memory": False to '
             'options, or use backend="graphoffload", which does.',
             stacklevel=5,
         )

@@ -3,7 +3,7 @@
     joint ─copy─▶ min-cut ─▶ saved_table ─▶ constraints ─▶ decide ─▶ [tag, min-cut again] ─▶ schedule ─▶ passes ─▶ verify
                   keep-all    facts                    actions    only to recompute       Plan
 
-The joint graph that torch handed over is never written to; everything works on copies of it.
+torch's joint graph is never written to; everything works on copies of it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.verify import verify_graphs
 from graphoffload.compiler.checkpoint_regions import hint_of, trial_of
 from graphoffload.compiler.constraints import Constraint, check_tags, constraints_for, without_effect
-from graphoffload.compiler.decide import Decided, with_noise
+from graphoffload.compiler.decide import Decided
 from graphoffload.compiler.placement import PlannedPair, make_plan
-from graphoffload.compiler.trial import Request, Work, device_name, partition
+from graphoffload.compiler.request import Request, Work
+from graphoffload.compiler.trial import device_name, partition
 from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
+from graphoffload.facts.goals import Goal, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.monitor.pattern_coverage import remember, warn_of_unmatched
-from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution, resolve
 from graphoffload.options.policies import patterns_of
 from graphoffload.passes.offload import insert_offloads
@@ -37,15 +38,14 @@ from graphoffload.passes.prepare_joint import Binding, bind, copy_graph, tagged_
 from graphoffload.passes.reload import insert_reloads
 from graphoffload.planner.problem import Candidate
 from graphoffload.planner.simulator import Timeline
-from graphoffload.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
     """The result: graphs to compile, their plan, and the graphs before the passes for a dump (None without one).
 
-    kernels: how many the graphs are expected to run.
-    candidates: what was planned for the final graphs.
+    kernels: expected number of kernels that the graphs run.
+    candidates: those that were planned for the final graphs.
     """
 
     graphs: GraphPair
@@ -65,7 +65,7 @@ def rewrite(request: Request) -> Rewritten:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
     try:
-        trial = trial_of(replace(request, config=with_noise(request.config)), _analyse)
+        trial = trial_of(request, _analyse)
     except BudgetError as error:
         if not (cache := _cache_of(request)):
             raise
@@ -75,15 +75,15 @@ def rewrite(request: Request) -> Rewritten:
     work, decided = trial.work, trial.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
-    if trial.excess > 0 and request.limits.explicit:  # the planner's own plans that miss a budget are errors
-        warn(GoalMissedWarning, _goal_missed(request.config, request.limits, trial.timeline, decided), stacklevel=4)
+    if trial.excess > 0 and request.goal.explicit:  # the planner's own plans that miss a budget are errors
+        warn(GoalMissedWarning, _goal_missed(request.goal, request.limits, trial.timeline, decided), stacklevel=4)
     plan = make_plan(
         PlannedPair(work.pair, trial.original, work.table, trial.instance, trial.timeline, decided.release_late),
         trial.actions,
         trial.reasons,
         decided,
-        key=request.key,
-        name=request.name,
+        key=request.session.key,
+        name=request.session.name,
         notes=work.notes,
         device=device_name(work.table),
         checksum=request.config.verify == "checksum",
@@ -100,14 +100,10 @@ def rewrite(request: Request) -> Rewritten:
     return Rewritten(graphs, plan, before, trial.timeline, decided.keep_timeline, instance.kernels, hint, candidates)
 
 
-def _goal_missed(config: OffloadConfig, limits: Limits, timeline: Timeline, decided: Decided) -> str:
+def _goal_missed(goal: Goal, limits: Limits, timeline: Timeline, decided: Decided) -> str:
     """What a plan that nobody but the user decided misses, and what to do about it."""
-    if config.max_slowdown is not None:
-        asked = f"max_slowdown={config.max_slowdown:g}"
-        missed = f"predicted slowdown {timeline.time_s / decided.keep_timeline.time_s - 1.0:+.1%}"
-    else:
-        asked = f"device_budget={format_bytes(limits.device_budget_bytes)}"
-        missed = f"predicted peak {format_bytes(timeline.peak_bytes + limits.reserve_bytes)}"
+    slowdown = timeline.time_s / decided.keep_timeline.time_s - 1.0
+    asked, missed = goal.missed(timeline.peak_bytes + limits.reserve_bytes, slowdown)
     return (
         f"{asked} is not met: {missed}. Policy, patterns and tags decide every activation, and nothing is left to plan. Leave "
         'some of them to the planner (policy="auto"), or change the number.'
@@ -139,14 +135,15 @@ def _analyse(request: Request) -> Work:
     hardware = resolve_hardware(request.config.hardware, device_name(table))
     resolution, wanted = _wanted(request, table, notes)
     symbolic = sum(tensor.nbytes is None for tensor in table.tensors)
-    measured_by_size = request.config.max_slowdown is not None or request.limits.device_budget_bytes is not None
+    measured_by_size = isinstance(request.goal, WithinSlowdown) or request.goal.device_budget_bytes is not None
     if symbolic and measured_by_size and any(constraint.action is None for constraint in wanted):
         notes.append(f"{symbolic} of {len(table)} activations change their size: planned for the sizes of this call")
     return Work(request, hardware, pair, table, chains, wanted, resolution, notes, binding)
 
 
 def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable, Binding]:
-    """Torch's own partition, again and again while backward decides on floats that it computes again; and what binds others."""
+    """Torch's own partition, repeated while backward makes discrete decisions on recomputed floats; and the rules for later
+    partitions."""
     joint = tagged_copy(request.joint, relax=request.relax, notes=notes)
     binding = Binding(user_recomputed=users_own(joint))
     while True:
@@ -173,10 +170,10 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Reso
     patterns = patterns_of(config.policy, config.offload_modules)
     roots = dict.fromkeys(root for node in nodes for root in module_roots(node))
     resolution = resolve(patterns, [p for p in operations if p], boundaries, operations, tuple(roots))
-    remember(request.fragment, config.digest(), patterns, resolution)
-    if request.fragment.place == "last":
-        warn_of_unmatched(request.fragment.model, config.digest())
+    remember(request.session.fragment, config.digest(), patterns, resolution)
+    if request.session.fragment.place == "last":
+        warn_of_unmatched(request.session.fragment.model, config.digest())
     check_tags(tagged_operations(nodes), config, resolution)
-    wanted = constraints_for(table, config, resolution, fragment=bool(request.fragment))
+    wanted = constraints_for(table, config, resolution, fragment=bool(request.session.fragment))
     notes.extend(without_effect(table, config, resolution))
     return resolution, wanted

@@ -1,4 +1,4 @@
-"""From a simulated timeline to a Plan: steps of the simulation become places in the graphs."""
+"""From a simulated timeline to a Plan: steps of the simulation become positions in the graphs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from graphoffload.torch_internals import releases
 
 @dataclass(frozen=True, slots=True)
 class PlannedPair:
-    """Partitioned graphs with what was simulated on them.
+    """Partitioned graphs with their simulation.
 
     Attributes:
         original: saved activations before anything was recomputed; `table`: those of `pair`.
-        release_late: every release stands at the end of forward (decide.Decided).
+        release_late: every release is at the end of forward (decide.Decided).
     """
 
     pair: GraphPair
@@ -48,7 +48,7 @@ def make_plan(
     """The plan of one pair of graphs.
 
     Args:
-        actions, reasons: by SavedTensor name; what is only in `planned.original` is recomputed.
+        actions, reasons: by SavedTensor name; a tensor that is only in `planned.original` is recomputed.
         notes, device, checksum, unfused_bytes: as in Plan.
     """
     original, table, timeline = planned.original, planned.table, planned.timeline
@@ -78,7 +78,7 @@ def make_plan(
 
 
 class _Places:
-    """The graphs' nodes by position; where something must stand to run at a step is the instance's knowledge."""
+    """The graphs' nodes by position. The instance knows before which node an op must be inserted to run at a step."""
 
     def __init__(self, planned: PlannedPair) -> None:
         pair = planned.pair
@@ -87,7 +87,7 @@ class _Places:
 
 
 def _transfer(planned: PlannedPair, places: _Places, number: int, item: Scheduled) -> Transfer:
-    """A scheduled transfer at its places in the graphs."""
+    """A scheduled transfer with its nodes in the graphs."""
     tensor = planned.table.tensors[item.candidate]
     wait_at = max(tensor.backward_positions[0], places.after_inputs)
     reload_at = min(max(planned.instance.backward_places[item.reload_at], places.after_inputs), wait_at)
@@ -104,7 +104,7 @@ def _transfer(planned: PlannedPair, places: _Places, number: int, item: Schedule
 
 
 def _release_after(planned: PlannedPair, places: _Places, item: Scheduled) -> str | None:
-    """The forward node behind which a release stands; None at the end of forward."""
+    """The forward node after which a release is inserted; None at the end of forward."""
     if item.release_at is None or planned.release_late:
         return None
     tensor = planned.table.tensors[item.candidate]

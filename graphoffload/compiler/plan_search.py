@@ -1,15 +1,16 @@
-"""Which trials of a plan are made, and which of them is taken.
+"""Makes trials of a plan and chooses one.
 
-    a budget     fused ──far from the bound, or above──▶ apart ──▶ outputs not held ──▶ both ──▶ tighter budgets
+    a budget     fused ──far from the bound, or above──▶ unfused ──▶ outputs not held ──▶ both ──▶ tighter budgets
                    │ near the bound                                                                    │
                    └──────────────────────────▶ the cheapest that meets it ◀──────────────────────────┘
-    a slowdown   fused, apart where time is left, half the slowdown, budgets below the peak: the smallest
+    a slowdown   fused, unfused if time is left, half the slowdown, budgets below the peak: the smallest
 
-Recomputation may hold more memory than was estimated: a compiler makes what is computed again together with something else. A
-trial that misses its budget by that is made again without recomputing what was there where memory is above it.
+Recomputation may hold more memory than estimated, since the compiler fuses recomputed values with other operations. A trial
+that misses its budget for this reason is repeated without recomputing values that are in memory where it is above the budget.
 
-A plan that is near its bound is as good as any for a tighter budget, whose bound is no lower. Where it is not, plans for
-tighter budgets are made as well: who can do with less can do with this. Their budgets lie on one grid, which neighbours share.
+A plan near its bound is about as good as any plan for a tighter budget, since the tighter budget's bound is no lower. For any
+other plan, trials for tighter budgets are made as well, as each of them also meets this budget. Tighter budgets are on one
+grid, which neighboring budgets share.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import returned_bytes
 from graphoffload.compiler import trial as trials
 from graphoffload.compiler.decide import without_recomputation
-from graphoffload.compiler.trial import Trial, Work, against, instance_of, keep_all
+from graphoffload.compiler.request import Work
+from graphoffload.compiler.trial import Trial, against, instance_of, keep_all
 from graphoffload.errors import BudgetError
-from graphoffload.facts.limits import Limits
-from graphoffload.options.config import OffloadConfig
+from graphoffload.facts.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.patience import Patience
 from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.bottleneck import describe, held_at
@@ -38,12 +39,12 @@ _ATTEMPTS = 4
 _REPAIRS = 3
 _SEARCHES = 2
 _WORTH = 0.03
-_UNUSED = 0.005  # of keep-all's time, left by a plan for a slowdown: operations that run apart take about as much
-_FAR = 0.03  # of keep-all's time above the bound: other ways and tighter budgets are looked at
+_UNUSED = 0.005  # of keep-all's time, unused by a plan for a slowdown: about what unfused operations cost
+_FAR = 0.03  # of keep-all's time above the bound: beyond it, other ways and tighter budgets are tried
 _DEAR = 0.1  # a slowdown that the plan explains
 _RUNG = 1.02
 _RUNGS = 4
-_NAMED = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # above the least that was found, until one is met
+_NAMED = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # steps above the least budget that was found, until one is met
 
 
 def feasible_trial(work: Work) -> Trial:
@@ -51,37 +52,36 @@ def feasible_trial(work: Work) -> Trial:
 
     Raises:
         BudgetError: no trial meets the budget in any way. It names the least budget that is met whatever the caller does, and
-            the slowdown at which it is.
+            the slowdown at that budget.
     """
-    patience = Patience(work.request.name)
-    work = _at(work, replace(work.request.limits, patience=patience))
-    trial = _smallest(work) if work.request.config.max_slowdown is not None else _for_budget(work)
+    patience = Patience(work.request.session.name)
+    work = replace(work, patience=patience)
+    goal = work.request.goal
+    trial = _smallest(work, goal) if isinstance(goal, WithinSlowdown) else _for_budget(work)
     if patience.ended:
         trial.work.notes.append(patience.note())
     return trial
 
 
-def _at(work: Work, limits: Limits) -> Work:
-    return replace(work, request=replace(work.request, limits=limits))
+def _at(work: Work, goal: Goal) -> Work:
+    return replace(work, request=replace(work.request, goal=goal))
 
 
 def _over(work: Work) -> bool:
     """Whether the clock ends planning."""
-    patience = work.request.limits.patience
-    return patience is not None and patience.over()
+    return work.patience is not None and work.patience.over()
 
 
-def _make(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Trial:
+def _make(work: Work, instance: Instance, goal: Goal) -> Trial:
     """One trial; says what is being done to whoever waits."""
-    if limits.patience is not None:
-        goal = f"max_slowdown={config.max_slowdown:g}" if config.max_slowdown is not None else None
-        limits.patience.doing = f"a trial for {goal or format_bytes(limits.device_budget_bytes)}"
-    return trials.make_trial(work, instance, limits, config)
+    if work.patience is not None:
+        work.patience.doing = f"a trial for {goal}"
+    return trials.make_trial(work, instance, goal)
 
 
 @dataclass(slots=True)
 class _Found:
-    """What the ways to meet one budget came to: the best trial, those above the budget, and errors where there was none."""
+    """Results of the ways to meet one budget: the best trial, those above the budget, and errors of ways without a trial."""
 
     best: Trial | None
     misses: list[Trial]
@@ -100,7 +100,7 @@ def _for_budget(work: Work) -> Trial:
 
 
 def _held(trial: Trial) -> str:
-    """ "at mm_57, which holds logits 500 MiB, ...": where a trial's memory is highest, and what that is."""
+    """ "at mm_57, which holds logits 500 MiB, ...": the step with a trial's peak, and the tensors held there."""
     program = trial.instance.program
     actions = [trial.actions[tensor.name] for tensor in trial.work.table.tensors]
     arrays = arrays_of(program, trial.work.hardware)
@@ -144,7 +144,7 @@ def _meets(work: Work, ways: tuple[Work, ...]) -> _Found:
 
 
 def _condition_s(best: Trial, way: Work) -> float:
-    """By how much a plan has to be faster to be taken instead: one that asks something of the caller, by what is called far."""
+    """Seconds by which a plan that asks something of the caller must be faster to be preferred."""
     return 0.0 if way.outputs_stay or not best.work.outputs_stay else _FAR * best.decided.keep_timeline.time_s
 
 
@@ -156,22 +156,20 @@ def _is_far(trial: Trial) -> bool:
 
 def _tighter(work: Work, way: Work, instance: Instance) -> Iterator[Trial]:
     """Trials for budgets below that of `work`, on a grid that is the same for all budgets."""
-    limits = work.request.limits
-    budget = max(2, limits.device_budget_bytes or 0)
+    budget = max(2, work.request.goal.device_budget_bytes or 0)
     step = math.ceil(math.log(budget, _RUNG)) - 1
     for rung in range(step, step - _RUNGS, -1):
         if _over(work):
             return
         try:
-            yield _make(way, instance, replace(limits, device_budget_bytes=int(_RUNG**rung)), way.request.config)
+            yield _make(way, instance, work.request.goal.tightened(budget - int(_RUNG**rung)))
         except BudgetError:
             return
 
 
 def _refusal(work: Work, found: _Found) -> BudgetError:
     """The error that names the least budget which is met: it is planned for before it is named."""
-    limits = work.request.limits
-    budget = limits.device_budget_bytes or 0
+    budget = work.request.goal.device_budget_bytes or 0
     held = [trial for trial in found.misses if trial.work.outputs_stay] or found.misses
     known = [budget + int(trial.excess) for trial in held]
     least = min([*known, *(error.least_bytes for error in found.errors if error.least_bytes is not None)], default=None)
@@ -180,17 +178,14 @@ def _refusal(work: Work, found: _Found) -> BudgetError:
     ways = (work, *(way for way in _other_ways(work) if way.outputs_stay))
     for share in _NAMED:
         asked = int(max(least, budget + 1) * (1.0 + share))
-        met = _meets(_at(work, replace(limits, device_budget_bytes=asked)), _at_all(ways, asked)).best
+        goal = work.request.goal.tightened(budget - asked)
+        met = _meets(_at(work, goal), tuple(_at(way, goal) for way in ways)).best
         if met is not None:
             return _error(budget, asked, met, _held(met))
         if _over(work):
             break
     nearest = min(held, key=lambda trial: trial.excess, default=None)
     return found.errors[0] if nearest is None else _error(budget, budget + int(nearest.excess), nearest, _held(nearest))
-
-
-def _at_all(ways: tuple[Work, ...], budget: int) -> tuple[Work, ...]:
-    return tuple(_at(way, replace(way.request.limits, device_budget_bytes=budget)) for way in ways)
 
 
 def _error(budget: int, least: int, trial: Trial, held: str) -> BudgetError:
@@ -205,8 +200,8 @@ def _error(budget: int, least: int, trial: Trial, held: str) -> BudgetError:
 
 
 def _other_ways(work: Work) -> Iterator[Work]:
-    """Ways to need less memory: large operations that run apart, which costs time; a caller who does not hold what the model
-    returns, which is not ours to decide; both."""
+    """Ways to need less memory: unfused large operations, which cost time; a caller who does not hold the model's outputs,
+    which is not ours to decide; both."""
     returned = returned_bytes(work.pair)
     note = f"{NOT_HELD} ({format_bytes(returned)}) once backward begins"
     not_held = replace(work, outputs_stay=False, notes=[*work.notes, note])
@@ -229,17 +224,17 @@ def _apart(work: Work, why: str) -> Work:
 
 
 def _best_trial(work: Work, instance: Instance) -> Trial:
-    """The best trial for the budget of `work`, above it where none meets it.
+    """The best trial for the budget of `work`; a trial above it if none meets it.
 
-    Where recomputation turns out to need more memory than was planned, again without recomputing what is in memory there; then
-    for as much less as it needs more, and where nothing meets that, for a half and a quarter of it; at last without
+    If recomputation needs more memory than planned, the trial is repeated without recomputing values that are in memory there.
+    Next come budgets lower by the excess, then by a half and a quarter of it if none is met. The last trial is without
     recomputation.
 
     Raises:
         BudgetError: there is no trial at all.
     """
-    limits, config = work.request.limits, work.request.config
-    first = best = _make(work, instance, limits, config)
+    goal = work.request.goal
+    first = best = _make(work, instance, goal)
     barred: frozenset[str] = frozenset()
     trial, more = first, _recomputed_where_over(work, first)
     for _ in range(_REPAIRS):
@@ -247,17 +242,17 @@ def _best_trial(work: Work, instance: Instance) -> Trial:
             break
         barred |= more
         try:
-            trial = _make(replace(work, wanted=without_recomputation(work.wanted, barred)), instance, limits, config)
+            trial = _make(replace(work, wanted=without_recomputation(work.wanted, barred)), instance, goal)
         except BudgetError:
             break
         best = min(best, _bounded(trial, first), key=lambda trial: trial.score)
         more = _recomputed_where_over(work, trial)
     less_bytes = int(first.excess) + 1
     for _ in range(_ATTEMPTS - 1):
-        if best.excess <= 0 or not best.decided.planned or limits.device_budget_bytes is None or _over(work):
+        if best.excess <= 0 or not best.decided.planned or _over(work):
             break
         try:
-            trial = _make(work, instance, replace(limits, device_budget_bytes=limits.device_budget_bytes - less_bytes), config)
+            trial = _make(work, instance, goal.tightened(less_bytes))
         except BudgetError:
             less_bytes //= 2
             continue
@@ -269,14 +264,14 @@ def _best_trial(work: Work, instance: Instance) -> Trial:
 
 
 def _bounded(trial: Trial, first: Trial) -> Trial:
-    """A trial for a tighter budget or with fewer choices, with the bound of what was asked, which is lower."""
+    """A trial for a tighter budget or with fewer choices, with the bound of the original goal, which is lower."""
     return replace(trial, decided=replace(trial.decided, lower_bound_s=first.decided.lower_bound_s))
 
 
 def _recomputed_where_over(work: Work, trial: Trial) -> frozenset[str]:
     """What a trial of `work` computes again and has in memory at steps of backward where that is above the budget."""
-    limits, timeline = work.request.limits, trial.timeline
-    most = (limits.device_budget_bytes or 0) - limits.reserve_bytes
+    timeline = trial.timeline
+    most = (work.request.goal.device_budget_bytes or 0) - work.request.limits.reserve_bytes
     over = [step for step in range(timeline.forward_steps, len(timeline.memory)) if timeline.memory[step] > most]
     alive = {b.name for b in trial.instance.program.buffers if any(b.first <= step <= b.last for step in over)}
     saved = {tensor.name for tensor in trial.work.table.tensors}
@@ -284,32 +279,30 @@ def _recomputed_where_over(work: Work, trial: Trial) -> frozenset[str]:
     return frozenset(t.name for t in gone if not alive.isdisjoint((t.name, *t.views, *work.chains[t.name].nodes)))
 
 
-def _within(work: Work, instance: Instance) -> Trial:
+def _within(work: Work, instance: Instance, goal: WithinSlowdown) -> Trial:
     """The best trial for the slowdown of `work`: one that turns out too slow is made again for a smaller one."""
-    limits, config = work.request.limits, work.request.config
     best: Trial | None = None
     for _ in range(_ATTEMPTS):
-        trial = _make(work, instance, limits, config)
+        trial = _make(work, instance, goal)
         best = trial if best is None or trial.score < best.score else best
         if trial.excess <= 0 or not trial.decided.planned or _over(work):
             break
-        over = trial.excess / trial.decided.keep_timeline.time_s
-        config = config.with_slowdown(max(0.0, (config.max_slowdown or 0.0) - 1.1 * over))
+        goal = goal.tightened(1.1 * trial.excess / trial.decided.keep_timeline.time_s)
     assert best is not None
     return best
 
 
-def _smallest(work: Work) -> Trial:
+def _smallest(work: Work, goal: WithinSlowdown) -> Trial:
     """The best trial for a slowdown: of fused operations, or where those leave time unused, of operations apart."""
     instance = instance_of(work)
-    fused = _within(work, instance)
+    fused = _within(work, instance, goal)
     if not fused.decided.planned or _over(work):
         return fused
-    apart = _smallest_unfused(work, instance, fused)
-    return _smaller(work, instance, fused) if apart is None else min(fused, apart, key=lambda trial: trial.score)
+    apart = _smallest_unfused(work, instance, fused, goal)
+    return _smaller(work, instance, fused, goal) if apart is None else min(fused, apart, key=lambda trial: trial.score)
 
 
-def _smallest_unfused(work: Work, instance: Instance, fused: Trial) -> Trial | None:
+def _smallest_unfused(work: Work, instance: Instance, fused: Trial, goal: WithinSlowdown) -> Trial | None:
     """The smallest trial of operations apart; None where there is no time for that, nothing to take apart, or no memory to
     gain. Their slowdown is against their own keep-all, which is slower, until they are trials."""
     keep = fused.decided.keep_timeline
@@ -319,44 +312,40 @@ def _smallest_unfused(work: Work, instance: Instance, fused: Trial) -> Trial | N
     unfused_instance = instance_of(apart)
     if unfused_instance.program == instance.program:
         return None
-    ratio = keep.time_s / keep_all(unfused_instance, apart).time_s
-    allowed = (1.0 + (work.request.config.max_slowdown or 0.0)) * ratio - 1.0
+    allowed = goal.allowed(keep.time_s, keep_all(unfused_instance, apart).time_s)
     if allowed <= 0.0:
         return None
-    apart = replace(apart, request=replace(work.request, config=work.request.config.with_slowdown(allowed)))
-    trial = _within(apart, unfused_instance)
+    own = WithinSlowdown(allowed)
+    apart = _at(apart, own)
+    trial = _within(apart, unfused_instance, own)
     if (trial.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
         return None
-    return against(_smaller(apart, unfused_instance, trial), work.request, keep)
+    return against(_smaller(apart, unfused_instance, trial, own), work.request, keep)
 
 
 def _or_without_recomputation(work: Work, instance: Instance, best: Trial) -> Trial:
-    """`best`, or a trial in which nothing is recomputed that nobody asked to, if that is better."""
+    """`best`, or a trial without recomputation that no user requested, if that is better."""
     with contextlib.suppress(BudgetError):
         kept = replace(work, wanted=without_recomputation(work.wanted))
-        return min(best, _make(kept, instance, work.request.limits, work.request.config), key=lambda trial: trial.score)
+        return min(best, _make(kept, instance, work.request.goal), key=lambda trial: trial.score)
     return best
 
 
-def _smaller(work: Work, instance: Instance, best: Trial) -> Trial:
+def _smaller(work: Work, instance: Instance, best: Trial, goal: WithinSlowdown) -> Trial:
     """A smaller plan within the slowdown, or one as small and faster, of trials for half the slowdown and for budgets below
     `best`'s peak: what was recomputed for the least peak as it was estimated need not give the least once torch has partitioned
     again."""
     bound = best.decided.lower_bound_peak_bytes or 0
     if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
-        half = work.request.config.with_slowdown((work.request.config.max_slowdown or 0.0) / 2)
-        best = min(best, _make(work, instance, work.request.limits, half), key=lambda trial: trial.score)
+        best = min(best, _make(work, instance, goal.tightened(goal.max_slowdown / 2)), key=lambda trial: trial.score)
         best = _or_without_recomputation(work, instance, best)
     low, peak = bound, best.timeline.peak_bytes
     for _ in range(_SEARCHES):
         if peak - low <= _WORTH * peak or _over(work):
             break
         low = (low + peak) // 2
-        budget = low + work.request.limits.reserve_bytes
-        limits = replace(work.request.limits, device_budget_bytes=budget)
-        config = replace(work.request.config, max_slowdown=None, device_budget=budget)
         with contextlib.suppress(BudgetError):
-            trial = _make(work, instance, limits, config)
+            trial = _make(work, instance, MeetBudget(low + work.request.limits.reserve_bytes))
             if trial.score < best.score:
                 decided = replace(trial.decided, lower_bound_s=None, lower_bound_peak_bytes=bound)
                 low = bound if trial.score[:2] < best.score[:2] else low

@@ -1,10 +1,10 @@
-"""A trial of a plan: one way to decide, partitioned again and simulated; search.py makes several.
+"""A trial of a plan: one attempt to decide, partition again and simulate; plan_search.py makes several.
 
-    decide for a goal ──▶ partition again where something is recomputed ──▶ decide keep or offload ──▶ simulate ──▶ score
-          ▲                                                                                              │
-          └──────────────── a smaller budget or slowdown, or without recomputation, where it misses ─────┘
+    decide for a goal ──▶ partition again if something is recomputed ──▶ decide keep or offload ──▶ simulate ──▶ score
+          ▲                                                                                            │
+          └──────────────── a smaller budget or slowdown, or without recomputation, if it misses ──────┘
 
-What recomputation does to memory and time is known once torch has partitioned with it; a decision is a trial until then.
+The memory and time of recomputation are known only once torch has partitioned with it. Until then a decision is a trial.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured
 from graphoffload.analysis.decisions import repeated_decisions
 from graphoffload.analysis.program import Instance, build_program
@@ -26,72 +24,24 @@ from graphoffload.analysis.saved_values import GraphPair, saved_table
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.cache_files import cache_dir
-from graphoffload.compiler.constraints import Constraint, constraints_for
+from graphoffload.compiler.constraints import constraints_for
 from graphoffload.compiler.decide import Decided, actions_again, decide_actions, decide_again, saved_all_the_same, table_again
+from graphoffload.compiler.request import Request, Work
 from graphoffload.errors import BudgetError
-from graphoffload.facts.limits import Limits
+from graphoffload.facts.goals import Goal, Score
 from graphoffload.facts.plan import Action
 from graphoffload.facts.saved_tensors import SavedTable
-from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.monitor.pattern_coverage import WHOLE, Fragment
-from graphoffload.options.config import OffloadConfig
-from graphoffload.options.patterns import Resolution
-from graphoffload.passes.prepare_joint import Binding, bind, tagged_copy
+from graphoffload.passes.prepare_joint import bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
 from graphoffload.planner.prefetch import with_slack
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.torch_internals import partitioning
 from graphoffload.units import format_bytes
 
-_AS_SMALL = 0.002  # plans whose peaks differ by less than this share of keep-all's are as small as each other
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a partitioner is asked: the joint graph, the arguments for torch's own partitioner, and the identity of the plan."""
-
-    joint: GraphModule
-    joint_inputs: Any
-    arguments: dict[str, Any]
-    config: OffloadConfig
-    key: str
-    name: str
-    limits: Limits
-    fragment: Fragment = WHOLE
-    parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
-    relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
-
-    @property
-    def num_fwd_outputs(self) -> int:
-        """How many forward outputs are the model's own."""
-        return int(self.arguments["num_fwd_outputs"])
-
-
-@dataclass(slots=True)
-class Work:
-    """What is known about one joint graph while it is planned."""
-
-    request: Request
-    hardware: HardwareProfile
-    pair: GraphPair
-    table: SavedTable
-    chains: dict[str, Chain]
-    wanted: tuple[Constraint, ...]
-    resolution: Resolution
-    notes: list[str]
-    binding: Binding
-    outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
-    unfused_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
-
-    @property
-    def fuses(self) -> bool:
-        """Whether the inner compiler fuses operations."""
-        return self.request.config.inner == "inductor"
-
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One way to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
+    """One attempt to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
 
     work: Work
     original: SavedTable
@@ -103,39 +53,37 @@ class Trial:
     excess: float
 
     @property
-    def score(self) -> tuple[float, int, float]:
-        """Less is better: what misses its goal least, then what is fastest; for a slowdown the fastest of the smallest."""
-        size = 0
-        if self.work.request.config.max_slowdown is not None:
-            size = round(self.timeline.peak_bytes / (_AS_SMALL * self.decided.keep_timeline.peak_bytes))
-        return max(0.0, self.excess), size, self.timeline.time_s
+    def score(self) -> Score:
+        """How good the trial is for the request's goal; less is better."""
+        goal, keep_peak_bytes = self.work.request.goal, self.decided.keep_timeline.peak_bytes
+        return goal.score(self.excess, self.timeline.peak_bytes, self.timeline.time_s, keep_peak_bytes)
 
 
 def keep_all_trial(work: Work) -> Trial:
-    """Everything that nobody decided is kept."""
+    """Constraints under which all undecided activations are kept."""
     reason = "the step as it is: what was planned for the goal needs more memory, or none was asked for"
     keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in work.wanted)
     work = replace(work, wanted=keep, notes=[*work.notes])
-    return make_trial(work, instance_of(work), work.request.limits, work.request.config)
+    return make_trial(work, instance_of(work), work.request.goal)
 
 
 def keep_all(instance: Instance, work: Work) -> Timeline:
-    """What keeping everything is simulated to take."""
+    """The simulation of keep-all."""
     return simulate(instance.program, instance.program.keep_actions(), work.hardware)
 
 
 def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
-    """The trial beside another keep-all, of fused operations or of regions as written: plans of that kind take its time."""
+    """The trial with figures relative to another keep-all: of fused operations, or of regions as written."""
     bound_s = None if trial.decided.lower_bound_s is None else min(trial.decided.lower_bound_s, keep.time_s)
     decided = replace(trial.decided, keep_timeline=keep, lower_bound_s=bound_s)
     excess = excess_of(request, decided, trial.timeline)
     return replace(trial, work=replace(trial.work, request=request), decided=decided, excess=excess)
 
 
-def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadConfig) -> Trial:
-    """Decide for `limits` and `config`; what is left after partitioning again is decided for the request's own."""
+def make_trial(work: Work, instance: Instance, goal: Goal) -> Trial:
+    """Decide for `goal`; what is left after partitioning again is decided for the request's own."""
     request = work.request
-    decided = decide_actions(instance.program, work.table, work.wanted, config, limits, work.hardware)
+    decided = decide_actions(work, instance.program, goal)
     work = replace(work, notes=[*work.notes, *decided.notes])
     original = work.table
     names = [tensor.name for tensor in original.tensors]
@@ -144,9 +92,9 @@ def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadCo
         actions, reasons = _partition_again(work, actions, reasons)
         instance = instance_of(work)
         if decided.planned:
-            wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.fragment))
+            wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.session.fragment))
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
-                decided = decide_again(decided, instance.program, wanted, request.config, request.limits, work.hardware)
+                decided = decide_again(work, decided, instance.program, wanted)
                 names = [tensor.name for tensor in work.table.tensors]
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
@@ -156,16 +104,14 @@ def make_trial(work: Work, instance: Instance, limits: Limits, config: OffloadCo
 
 
 def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
-    """Bytes above the budget, or seconds above the slowdown; negative below."""
-    if request.config.max_slowdown is not None:
-        return timeline.time_s - (1.0 + request.config.max_slowdown) * decided.keep_timeline.time_s * (1.0 + 1e-9)
-    budget = request.limits.device_budget_bytes
-    return -1.0 if budget is None else float(timeline.peak_bytes + request.limits.reserve_bytes - budget)
+    """By how much a timeline misses the request's goal: bytes or seconds; negative where it meets it."""
+    peak_bytes = timeline.peak_bytes + request.limits.reserve_bytes
+    return request.goal.excess(peak_bytes, timeline.time_s, decided.keep_timeline.time_s)
 
 
 def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
-    """Torch's min-cut on a tagged copy, and what it saves; the user's own tags are read from the joint graph as it came, but
-    for advice to recompute where regions are relaxed."""
+    """Torch's min-cut on a tagged copy, and the values that it saves. The user's own tags are read from the original joint
+    graph, except for advice to recompute if regions are relaxed."""
     pair = GraphPair(*partitioning.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
     table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
     if request.relax:
@@ -174,12 +120,12 @@ def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTab
 
 
 def device_name(table: SavedTable) -> str:
-    """The device of the activations; "cpu" where they are nowhere else."""
+    """The device of the activations; "cpu" if they are on no other."""
     return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
 
 
 def instance_of(work: Work) -> Instance:
-    """The planning instance of what is known, with kernels' times where they are measured."""
+    """The planning instance of the facts, with kernels' times where they are measured."""
     times: dict[str, Measured] = {}
     if work.hardware.source == "measured":
         graphs = (work.pair.forward.graph, work.pair.backward.graph)
@@ -208,9 +154,9 @@ def _partition_again(
 ) -> tuple[dict[str, Action], dict[str, str]]:
     """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.
 
-    An activation that only now is saved (min-cut cut a chain elsewhere than expected) is kept, and a note says so. Two chains
-    that are sound alone may together bring all that a comparison reads into backward, and min-cut then takes the comparison
-    there with them: such chains are kept, and the graph is partitioned without them.
+    An activation that is saved only now (min-cut cut a chain at another place than expected) is kept, and a note says so. Two
+    chains that are sound alone may together bring everything that a comparison reads into backward, and min-cut then moves the
+    comparison there too. Such chains are kept, and the graph is partitioned without them.
     """
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
     while True:
@@ -256,8 +202,8 @@ def _schedule(work: Work, instance: Instance, actions: dict[str, Action], decide
 
     timeline = simulated({})
     limit_bytes = timeline.peak_bytes
-    if decided.planned and work.request.config.max_slowdown is None:
-        limits = work.request.limits
-        limit_bytes = max(limit_bytes, (limits.device_budget_bytes or 0) - limits.reserve_bytes)
+    if decided.planned:
+        request = work.request
+        limit_bytes = max(limit_bytes, (request.goal.device_budget_bytes or 0) - request.limits.reserve_bytes)
     late = not isinstance(work.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
     return with_slack(instance.program, timeline, simulated, limit_bytes=limit_bytes, late=late)

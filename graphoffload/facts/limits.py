@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from graphoffload.patience import Patience
 from graphoffload.units import coarse_size
 
 
@@ -15,8 +14,8 @@ class Limits:
     explicit: the user gave a budget or a slowdown. device_budget_bytes: None where there is nothing to fit (a CPU).
     static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free. shared: the budget is
     for several graphs, of which this one is not the first, and the runtime lets stay what fits of what they offload together.
-    downstream: the graph reads what other trained graphs compute. host_locked: the host budget is what this user may lock.
-    patience: how long planning may take; None: as long as it does.
+    downstream: the graph reads what other trained graphs compute. host_auto: the host budget is a share of what was
+    available when it was resolved. host_locked: it is what this user may lock.
     """
 
     explicit: bool = False
@@ -26,14 +25,20 @@ class Limits:
     host_budget_bytes: int | None = None
     shared: bool = False
     downstream: bool = False
+    host_auto: bool = False
     host_locked: bool = False
-    patience: Patience | None = field(default=None, compare=False, repr=False)
 
     def quantised(self) -> Limits:
-        """For cache keys: what "auto" measures in steps of 1 GiB, so that two runs on the same machine agree."""
+        """For cache keys: what "auto" measures in steps of 1 GiB, so that two runs on the same machine agree.
+
+        What the host has available differs by GiBs from run to run, and few plans depend on it. It is left out where it was
+        measured, and `Plan.suits_host` says whether a stored plan may be used with what there is now.
+        """
+        host_bytes = None if self.host_auto else coarse_size(self.host_budget_bytes)
         return replace(
             self,
             device_budget_bytes=coarse_size(self.device_budget_bytes),
             static_bytes=coarse_size(self.static_bytes) or 0,
-            host_budget_bytes=coarse_size(self.host_budget_bytes),
+            host_budget_bytes=host_bytes,
+            host_locked=self.host_locked and not self.host_auto,
         )

@@ -15,6 +15,9 @@ from typing import Literal
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 
 Action = Literal["keep", "recompute", "offload"]
+FORMAT = 1
+"""Of a plan as JSON: another number wherever an older reader would misread a field or lack one."""
+_HARDLY_MORE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class Plan:
     `unfused_bytes`: two operations that write so much each and do not need each other are not fused; None: they may be.
     `device`: that of the tensors; `hardware`: name of the profile that was planned for, "" where it is this device's own.
     `part`: other graphs are trained with this one, and what they keep is in none of its figures.
+    `host_budget_bytes`: host memory that it was made within; None: unbounded.
     """
 
     key: str
@@ -110,6 +114,18 @@ class Plan:
     hardware: str = ""
     unfused_bytes: int | None = None
     part: bool = False
+    host_budget_bytes: int | None = None
+
+    def suits_host(self, host_budget_bytes: int | None) -> bool:
+        """Whether this is the plan to run with so much host memory: it needs no more, and less was no reason for it.
+
+        Less was none where all that is saved would have fitted, nor where there is hardly more now.
+        """
+        if host_budget_bytes is None or self.host_budget_bytes is None:
+            return host_budget_bytes == self.host_budget_bytes
+        everything = sum(tensor.planned_bytes for tensor in self.saved.tensors)
+        unbounded = self.host_budget_bytes >= min(everything, host_budget_bytes / _HARDLY_MORE)
+        return unbounded and self.prediction.host_bytes <= host_budget_bytes
 
     def action(self, name: str) -> Action:
         """Decision for a SavedTensor's name; "keep" when the plan does not mention it."""
@@ -140,12 +156,19 @@ class Plan:
 
     def to_json(self) -> str:
         """The whole plan as JSON; Plan.from_json reads it back."""
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of to_json."""
+        """Inverse of to_json.
+
+        Raises:
+            ValueError: the text is no JSON, or a plan of another format, which another release wrote.
+        """
         data = json.loads(text)
+        found = data.pop("format", None)
+        if found != FORMAT:
+            raise ValueError(f"this plan has format {found}, and format {FORMAT} is read here: plan again with this release.")
         data["saved"] = SavedTable(tuple(SavedTensor.from_dict(t) for t in data["saved"]["tensors"]))
         data["decisions"] = tuple(Decision(**d) for d in data["decisions"])
         data["transfers"] = tuple(Transfer(**t) for t in data["transfers"])

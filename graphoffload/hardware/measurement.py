@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import fcntl
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from graphoffload.cache_files import cache_dir, write_whole
 from graphoffload.errors import ConfigError, HardwareWarning, warn
@@ -73,15 +74,15 @@ def cache_path(device_name: str, torch_version: str) -> Path:
 
 
 def cached(path: Path, make: Callable[[], HardwareProfile]) -> HardwareProfile:
-    """The profile at `path`, or `make()` written there. Processes take turns (fcntl lock), readers never see half a file.
+    """The profile at `path`, or `make()` written there. Processes take turns (a file lock), readers never see half a file.
 
     A file that does not parse is measured again. Without locks several processes may measure; a cache that cannot be written is
     done without: a warning.
     """
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):  # no place for it, or a file system that knows no locks
+        with contextlib.suppress(OSError, NotImplementedError):  # no place for it, or a file system that knows no locks
             path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(held.enter_context(open(path.with_suffix(".lock"), "a")), fcntl.LOCK_EX)
+            held.enter_context(FileLock(path.with_suffix(".lock")))
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             return HardwareProfile.from_json(path.read_text())
         profile = make()

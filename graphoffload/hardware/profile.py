@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from typing import Literal
 
 from graphoffload.errors import ConfigError
+from graphoffload.hardware import host_memory
 from graphoffload.units import format_bytes, parse_size
 
 Direction = Literal["d2h", "h2d"]
@@ -151,7 +151,7 @@ PROFILES: dict[str, HardwareProfile] = {
         HardwareProfile(
             name="cpu",
             source="cpu",
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            memory_bytes=host_memory.machine().total_bytes,
             d2h_bytes_per_s=10e9,
             h2d_bytes_per_s=10e9,
             copy_latency_s=1e-6,

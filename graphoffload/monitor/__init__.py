@@ -1,1 +1,1 @@
-"""What is watched while training runs, and the warnings that say what was asked for and not done."""
+"""Checks while training runs, and the warnings about requests that had no effect."""

@@ -1,4 +1,4 @@
-"""Whether a budget was kept in truth: looked at after a few steps, and said once if not."""
+"""Whether a budget was kept: checked after a few steps, with one warning if it was not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
 from graphoffload.units import format_bytes
 
-_LOOKS = (3, 10)  # calls of a graph before which the peak so far is looked at: compiling is over, optimizer state exists
+_LOOKS = (3, 10)  # calls of a graph before the peak is read: compiling is over, optimizer state exists
 _said: set[str] = set()
 
 
 def watch_budget(compiled: Callable[..., Any], key: str, config: OffloadConfig, limits: Limits) -> Callable[..., Any]:
-    """`compiled`, with a BudgetExceededWarning where steps take more than an explicit device_budget; itself without one."""
+    """`compiled`, with a BudgetExceededWarning if steps take more than an explicit device_budget; `compiled` itself without
+    one."""
     plan, budget = registry.of_key(key), limits.device_budget_bytes
     if plan is None or budget is None or config.device_budget == "auto" or torch.device(plan.device).type != "cuda":
         return compiled

@@ -1,8 +1,8 @@
-"""What surrounds a plan and changes what it means: CUDA graphs cut at its copies, other ranks with other plans, a slow host.
+"""Conditions outside a plan that change what it means: CUDA graphs cut at its copies, other ranks' plans, a slow host.
 
-Inductor captures a graph with its copies (runtime/captured.py) unless something else in it cannot be captured. Then it cuts the
-graph at the copies as well, captures the parts between, and calls the ops in every step (`graph_partition`, on by default since
-2.9); where it may not cut, it captures nothing. Both are said here, once a plan.
+Inductor captures a graph with its copies (runtime/captured.py) unless another part of it cannot be captured. It then also cuts
+the graph at the copies, captures the parts between, and calls the ops in every step (`graph_partition`, on by default since
+2.9). If it may not cut, it captures nothing. A warning reports either once a plan.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from graphoffload.facts.plan import Plan
 from graphoffload.options.config import OffloadConfig
 
 KERNEL_HOST_S = 33e-6
-"""What a kernel of compiled code takes the host: 5.5 ms of a small keep-all, by the 168 kernels that are counted of it."""
+"""Host time of one kernel of compiled code: 5.5 ms of a small keep-all step, divided by its 168 kernels."""
 
 OPS_HOST_S = 80e-6
-"""What the four ops of a transfer take the host in a real step (docs/history/benchmarks-2026-11.md, twelfth session)."""
+"""Host time of the four ops of one transfer in a real step (docs/history/benchmarks-2026-11.md, twelfth session)."""
 
 _BUSY_SHARE = 0.6
 _warned_of_ranks = False
@@ -33,9 +33,9 @@ def asks_for_cuda_graphs(config: OffloadConfig) -> bool:
 
 
 def host_time_note(plan: Plan, config: OffloadConfig, kernels: int, *, inductor: bool) -> str:
-    """That times are predicted for a GPU that never waits for its host, where it may have to; "" elsewhere.
+    """A note that predicted times assume a GPU that never waits for its host, if it may have to wait; "" otherwise.
 
-    Forward and backward can each be bound by the host when it is busy for most of both. In a CUDA graph it is not.
+    The host can limit forward and backward if it is busy for most of both. In a CUDA graph it cannot.
     """
     host_s = kernels * KERNEL_HOST_S + len(plan.transfers) * OPS_HOST_S
     whole_s = plan.prediction.predicted_time_s
@@ -53,7 +53,7 @@ def host_time_note(plan: Plan, config: OffloadConfig, kernels: int, *, inductor:
 
 
 def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool) -> None:
-    """Say what a new plan, or one from a compile cache, meets: CUDA graphs that do not reach across it, and other ranks."""
+    """Warn about conditions of a new plan, or of one from a compile cache: CUDA graphs that do not span it, and other ranks."""
     if not plan.changes_anything:
         return
     if plan.transfers and asks_for_cuda_graphs(config) and not inductor:
@@ -65,9 +65,9 @@ def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool) -
 
 
 def warn_of_cuts(plan: Plan, why: str) -> None:
-    """Say that a graph is not captured with its copies. Called while Inductor compiles it, with Inductor's settings for it."""
+    """Warn that a graph is not captured with its copies. Called while Inductor compiles it, with Inductor's settings for it."""
     if not plan.device.startswith("cuda"):
-        return  # no CUDA graphs on a CPU, with us or without
+        return  # a CPU has no CUDA graphs
     count = len(plan.transfers)
     if inductor_config.graph_partition and not inductor_config.cpp_wrapper:
         found = (

@@ -1,13 +1,13 @@
-"""Modules that offload() compiled in place without effect: another torch.compile takes them in, nobody calls them, or Dynamo
-leaves them to eager.
+"""Modules that offload() compiled in place without effect: another torch.compile inlines them, they are not called, or Dynamo
+runs them in eager.
 
-    offload(net, ...)      net waits
-    net(x)                 it ran, and waits for a graph with one of its parameters
-    graph compiled         of such a graph: nothing is watched any more
-    optimizer.step()       twice, on parameters of a net that still waits: a warning
+    offload(net, ...)      net is watched
+    net(x)                 it ran; it is watched until a graph with one of its parameters is compiled
+    graph compiled         the modules in that graph are no longer watched
+    optimizer.step()       twice, on parameters of a net that is still watched: a warning
 
-Dynamo goes straight to the forward of a module that it finds in a function, past how the module was compiled. Where it does so
-for graphoffload itself, the parameters among the graph's inputs tell whose module it was.
+Dynamo goes straight to the forward of a module that it finds in a function, past the module's own compile. If it does so for
+graphoffload itself, the parameters among the graph's inputs identify the module.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from graphoffload.torch_internals import dynamo
 
 @dataclass(slots=True)
 class _Waiting:
-    """What was asked for a module that has not run as it was compiled.
+    """A request for a module that has not run as it was compiled.
 
-    `steps`: of an optimizer, in which it had gradients. `call`: what stands for the compiled call until it runs, and holds the
-    module. `ran`: it ran as it was compiled, and no graph of it was seen.
+    `steps`: of an optimizer, in which it had gradients. `call`: a stand-in for the compiled call until it runs; it holds the
+    module. `ran`: the module ran as it was compiled, and no graph of it was seen.
     """
 
     config: OffloadConfig
@@ -47,7 +47,7 @@ _compiled: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
 
 
 def watched(module: nn.Module, config: OffloadConfig, options: Mapping[str, Any]) -> nn.Module:
-    """A module compiled in place, which is watched until a graph of it is compiled. Returns the same module."""
+    """Watch a module that was compiled in place until a graph of it is compiled. Returns the same module."""
     if type(module).__hash__ is None:
         return module
     compiled: Any = module._compiled_call_impl
@@ -71,7 +71,7 @@ def watched(module: nn.Module, config: OffloadConfig, options: Mapping[str, Any]
 
 
 def taken_in(inputs: Iterable[Any], config: OffloadConfig) -> None:
-    """graphoffload compiles a graph with these inputs and parameters: modules that wait and are in it are offloaded by that."""
+    """graphoffload compiles a graph with these inputs and parameters: watched modules in it are offloaded by that graph."""
     parameters = {id(value) for value in inputs if isinstance(value, nn.Parameter)} if _waiting else set()
     for module, waiting in list(_waiting.items()):
         if not any(id(parameter) in parameters for parameter in module.parameters()):
@@ -113,7 +113,7 @@ def given_text(options: Mapping[str, Any]) -> str:
 
 
 def other_options(what: str, given: str, ours: OffloadConfig, theirs: OffloadConfig) -> str:
-    """The warning where an outer compile by graphoffload has other options than what it takes in."""
+    """The warning if an outer compile by graphoffload has other options than the module that it inlines."""
     names = [name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name)]
     differ = ", ".join(f"{name}={getattr(theirs, name)!r} instead of {getattr(ours, name)!r}" for name in names)
     return (

@@ -1,12 +1,12 @@
-"""What is said when a compiled step runs out of memory: predicted peak, allocated peak, and the budget to try next.
+"""The note for a compiled step that runs out of memory: predicted peak, allocated peak, and the budget to try next.
 
     outputs = compiled(*args)            forward: a try around the compiled callable
-    CompiledFunction._backward_impl      backward: a try around what AOTAutograd calls in autograd's thread
+    CompiledFunction._backward_impl      backward: a try around the function that AOTAutograd calls in autograd's thread
 
 The error stays the object that the allocator raised; it only gets a note. AOTAutograd makes the class of the backward anew for
-every compile, also when a compile cache answered, and nobody but the outputs' grad_fn knows it: it is wrapped once, behind the
-first forward that needs a gradient. It lives as long as a backward may come, so it is also made known there as an owner of what
-CUDA graphs captured. Arguments travel on as they came, a list that the callee empties included.
+every compile, also when a compile cache answered, and only the outputs' grad_fn refers to it. It is wrapped once, after the
+first forward that needs a gradient. It lives as long as a backward may come, so it is also registered there as an owner of the
+buffers that CUDA graphs captured. Arguments are passed on unchanged, including a list that the callee empties.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MARK = "graphoffload: out of memory"
 
 
 def with_note(compiled: Callable[..., Any], key: str) -> Callable[..., Any]:
-    """`compiled`, whose out-of-memory errors, those of its backward included, say what the plan `key` predicted."""
+    """`compiled`, whose out-of-memory errors (also those of its backward) get a note with the prediction of plan `key`."""
     backward_is_wrapped = False
 
     @functools.wraps(compiled)  # with its attributes: `_boxed_call`, `serialize`
@@ -72,7 +72,7 @@ def _noting(backward: Callable[..., Any], key: str) -> Callable[..., Any]:
 
 
 def _annotate(error: torch.OutOfMemoryError, key: str, where: str) -> None:
-    """Add the note once; an error on its way out is never replaced by one from here."""
+    """Add the note once; an error here never replaces the original one."""
     plan = registry.stored(key)
     if plan is None or any(str(line).startswith(_MARK) for line in getattr(error, "__notes__", ())):
         return
@@ -85,7 +85,7 @@ def _annotate(error: torch.OutOfMemoryError, key: str, where: str) -> None:
 
 
 def note(plan: Plan, where: str, allocated_peak_bytes: int | None) -> str:
-    """The note for an error in `where`, "forward" or "backward"; the allocated peak is None where no allocator counts."""
+    """The note for an error in `where`, "forward" or "backward"; the allocated peak is None if no allocator counts."""
     prediction = plan.prediction
     allocated = "unknown" if allocated_peak_bytes is None else format_bytes(allocated_peak_bytes)
     predicted = format_bytes(prediction.with_reserve(prediction.predicted_peak_bytes))
@@ -111,12 +111,12 @@ def _what_to_do(plan: Plan, allocated_peak_bytes: int | None) -> str:
 
 
 def next_budget_bytes(plan: Plan, allocated_peak_bytes: int | None) -> int | None:
-    """The budget to try next; None where none would help.
+    """The budget to try next; None if none would help.
 
-    Where more was allocated than predicted, the prediction was short by the difference, and the next plan's will be: the budget
-    goes down by that. Where less was, that much is what there is: other processes or fragmentation have the rest. In both cases
-    5 % are left free, as the allocation that failed is in none of the figures. No plan gets below what lives beside the saved
-    activations at keep-all's peak.
+    If more was allocated than predicted, the next plan's prediction will be too low by the same difference, so the budget is
+    reduced by it. If less was allocated, the allocated peak is the memory that there is: other processes or fragmentation use
+    the rest. In both cases 5 % are left free, since the failed allocation is in none of the figures. No plan is smaller than
+    the memory that is not saved activations at keep-all's peak.
     """
     prediction = plan.prediction
     predicted = prediction.with_reserve(prediction.predicted_peak_bytes)

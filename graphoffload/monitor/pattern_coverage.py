@@ -1,11 +1,11 @@
-"""Patterns over the graphs of one model: with graph breaks each graph sees only a part of the modules.
+"""Patterns over the graphs of one model: with graph breaks each graph contains only some of the modules.
 
-A model is what one torch.compile was given: the function that runs while Dynamo compiles. What another one is made of says
-nothing about it, equal configurations or not.
+A model is the function that one torch.compile was given and that runs while Dynamo compiles. The parts of another model say
+nothing about it, even if the configurations are equal.
 
-What matched nowhere is said after the last part. Where none is known to be the last (DDP cuts one graph into parts of its
-own, what ends after a break may need no gradient, and a frame that Dynamo skips leaves the functions that it calls, each
-compiled by itself) it is said once an optimizer has made two steps.
+Patterns that matched nowhere are reported after the last part. Sometimes no part is known to be the last: DDP cuts one graph
+into parts of its own, the part after a break may need no gradient, and the functions that a frame skipped by Dynamo calls are
+compiled by themselves. The report then comes once an optimizer has made two steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from graphoffload.options.patterns import Resolution, what_there_is
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What a graph is of what the user compiled: all of it (""), a part, or the last part; and the number of that model."""
+    """The role of a graph in the user's compiled function: all of it (""), a part, or the last part; and the number of that
+    model."""
 
     place: Literal["", "part", "last"] = ""
     model: int = 0
@@ -39,9 +40,10 @@ WHOLE = Fragment()
 
 @dataclass(slots=True)
 class _Model:
-    """What is known of one model under one configuration: whether it broke, what matched and what was warned of.
+    """One model under one configuration: whether it broke, what matched, and what was warned about.
 
-    missing: what matched in no part so far. steps: of optimizers since. paths, boundaries: modules and names of all parts.
+    missing: patterns that matched in no part so far. steps: of optimizers since. paths, boundaries: modules and names of all
+    parts.
     """
 
     breaks: bool = False
@@ -53,17 +55,17 @@ class _Model:
     boundaries: dict[str, None] = field(default_factory=dict)
 
 
-_STEPS = 2  # of an optimizer: by then all parts of what it trains were compiled
+_STEPS = 2  # optimizer steps by which all parts of the trained model were compiled
 _models: defaultdict[tuple[int, str], _Model] = defaultdict(_Model)
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
 _next = itertools.count(1)
 
 
 def fragment_of(running: object, config: str, *, whole: bool) -> Fragment:
-    """What a graph is that is compiled now.
+    """The role of the graph that is compiled now.
 
     Args:
-        running: the function that torch.compile was given and that runs now; None where that is unknown.
+        running: the function that torch.compile was given and that runs now; None if unknown.
         config: digest of the configuration. whole: no graph break ends this graph.
     """
     number = _number(running)
@@ -84,9 +86,9 @@ def _number(running: object) -> int:
 
 
 def remember(graph: Fragment, config: str, patterns: Iterable[str], resolution: Resolution) -> None:
-    """Remember which patterns of a configuration (by its digest) matched in a graph, and, of a part, which did not.
+    """Remember which patterns of a configuration (by its digest) matched in a graph, and for a part also which did not.
 
-    A whole graph may have parts beside it: the hooks of its module are compiled by themselves.
+    A whole graph may have separate parts: the hooks of its module are compiled by themselves.
     """
     if graph == WHOLE:
         return

@@ -1,10 +1,10 @@
-"""One budget over several graphs: who shares it, and a warning when what they keep together is more than the user gave.
+"""One budget over several graphs: which graphs share it, and a warning if together they keep more than the user gave.
 
     for block in model.layers: block.compile(backend=...)       one plan, made for the first block, runs for every one of them
 
-Each graph is planned with what is allocated when it is compiled as static: on a GPU, in the first forward, that includes what
-the graphs before it keep. What comes after it is unknown then, other blocks that run the same compiled code included. So the
-first forward is counted: which plans ran, how often; when its backward begins the sum is known.
+Each graph is planned with the memory that is allocated when it is compiled as static. On a GPU, in the first forward, this
+includes what earlier graphs keep. Later graphs are unknown then, including other blocks that run the same compiled code. So the
+calls of the first forward are counted: which plans ran, and how often. When its backward begins, the sum is known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from graphoffload.units import format_bytes
 
 
 class _Call:
-    """One call of a graph: a hook of its outputs' backward, which alone holds it, as it holds what the call saved."""
+    """One call of a graph. Only a hook of its outputs' backward holds it, as it holds the saved activations of the call."""
 
     def __init__(self, forward: _Forward, key: str) -> None:
         self.forward = forward
@@ -43,8 +43,8 @@ class _Call:
 
 
 class _Forward:
-    """Calls of the first forward of all graphs compiled with one configuration. One that was dropped without a backward keeps
-    nothing, and does not count.
+    """Calls of the first forward of all graphs compiled with one configuration. A call that was dropped without a backward
+    keeps nothing and does not count.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -54,7 +54,7 @@ class _Forward:
 
     @property
     def calls(self) -> Counter[str]:
-        """How many calls of each plan's key are still to have their backward."""
+        """How many calls of each plan's key still wait for their backward."""
         return Counter(call.key for call in self._living)
 
     def ran(self, key: str, outputs: Any) -> None:
@@ -67,14 +67,14 @@ class _Forward:
                 return
 
     def begin_backward(self) -> None:
-        """What one forward keeps is known now; looked at once."""
+        """The bytes that one forward keeps are known now; checked once."""
         if not self.judged:
             self.judged = True
             judge(self.calls, self.limits)
 
 
 def judge(calls: Mapping[str, int], limits: Limits) -> None:
-    """A warning where what one forward keeps, by the calls of each plan's key in it, is more than the explicit budget."""
+    """Warn if one forward, by the calls of each plan's key in it, keeps more than the explicit budget."""
     plans = [(plan, count) for key, count in calls.items() if (plan := registry.of_key(key)) is not None]
     number = sum(count for _, count in plans)
     budget = limits.device_budget_bytes
@@ -95,25 +95,25 @@ def judge(calls: Mapping[str, int], limits: Limits) -> None:
 
 
 def may_link(config: OffloadConfig) -> bool:
-    """Whether copies, and what stays instead of being copied, may outlive the graphs of this configuration (decision 6)."""
+    """Whether copies, and tensors that stay uncopied, may outlive the graphs of this configuration (decision 6)."""
     return registry.across_graphs() and (config.inner == "aot_eager" or not asks_for_cuda_graphs(config))
 
 
 def may_share_budget(config: OffloadConfig) -> bool:
-    """Whether a graph after others draws on the same explicit budget."""
+    """Whether a downstream graph uses the same explicit budget."""
     return config.device_budget != "auto" and config.max_slowdown is None and may_link(config)
 
 
 def is_downstream(inputs: Iterable[Any]) -> bool:
-    """Whether a graph reads what something trained has computed: an input that is not a leaf needs a gradient."""
+    """Whether a graph is downstream of a trained one: an input that is not a leaf needs a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
 
 
 def where_it_runs(limits: Limits, gm: GraphModule, inputs: Sequence[Any], config: OffloadConfig) -> Limits:
-    """Limits of a graph with what follows from where it runs, as its inputs show; its compile is for such inputs alone.
+    """Limits of a graph that also say where it runs, as its inputs show. Its compile is guarded to such inputs.
 
-    Equal blocks share one compile. Where the first one's input is a leaf that needs a gradient (hidden states of a frozen
-    embedding), the plan of a graph that runs alone would be that of all others as well.
+    Equal blocks share one compile. If the first one's input is a leaf that needs a gradient (hidden states of a frozen
+    embedding), its plan for a graph that runs alone would otherwise be the plan of all others as well.
     """
     downstream = is_downstream(inputs)
     found = replace(limits, shared=downstream and may_share_budget(config), downstream=downstream)
@@ -123,7 +123,7 @@ def where_it_runs(limits: Limits, gm: GraphModule, inputs: Sequence[Any], config
 
 
 def budget_of(limits: Limits) -> Budget | None:
-    """What the runtime needs to know of a shared budget; None where there is none."""
+    """The part of a shared budget that the runtime needs; None without one."""
     if not limits.shared or limits.device_budget_bytes is None:
         return None
     return Budget(limits.device_budget_bytes, limits.reserve_bytes, limits.static_bytes)
@@ -133,7 +133,7 @@ _FORWARDS: dict[str, _Forward] = {}
 
 
 def count_calls(compiled: Callable[..., Any], key: str, config: OffloadConfig, limits: Limits) -> Callable[..., Any]:
-    """`compiled`, counted in the first forward after it; itself where no budget was given."""
+    """`compiled`, counted in the first forward that follows; `compiled` itself without a budget."""
     if config.device_budget == "auto" or config.max_slowdown is not None or limits.device_budget_bytes is None:
         return compiled
     digest = config.digest()
@@ -152,5 +152,5 @@ def count_calls(compiled: Callable[..., Any], key: str, config: OffloadConfig, l
 
 
 def is_one_of_many(config: OffloadConfig, limits: Limits) -> bool:
-    """Whether a graph offloads without a goal and after others: they share the link, and no number counts on its copies."""
+    """Whether a downstream graph offloads without a goal: such graphs share the link, and no number relies on their copies."""
     return limits.downstream and not limits.explicit and config.policy == "offload"

@@ -1,1 +1,1 @@
-"""What the user says: every option with its checks, policies, patterns on module names, and named boundaries."""
+"""The user's requests: every option with its checks, policies, patterns on module names, and named boundaries."""

@@ -3,13 +3,13 @@
     mark_boundary(layer.self_attn, name="core_attn")
     mark_boundaries(model, {"core_attn": "*.self_attn"})
 
-A marked module runs its forward inside `torch.fx.traceback.annotate`, so every operation traced in it, and every backward
-operation that autograd adds for one, carries the name in `node.meta["custom"]`: one key per name, such as
-"graphoffload_boundary.core_attn". A key per name, and not one key with a value, because an inner annotation replaces an outer
-one of the same key: with nested boundaries both names must stay known.
+A marked module runs its forward inside `torch.fx.traceback.annotate`. Every operation traced in it, and every backward
+operation that autograd adds for one, carries the name in `node.meta["custom"]`. There is one key per name, such as
+"graphoffload_boundary.core_attn", since an inner annotation replaces an outer one of the same key, and nested boundaries must
+keep both names.
 
-The module object stays the one it was: its class becomes a subclass of itself, made once per class. So state_dict keys,
-isinstance, hooks and parameters are unchanged, and deepcopy and pickle carry the mark to the copy.
+The module object stays the same: its class becomes a subclass of itself, made once per class. state_dict keys, isinstance,
+hooks and parameters are unchanged, and deepcopy and pickle carry the mark to the copy.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MARKED: dict[type[nn.Module], type[nn.Module]] = {}  # one marked class per cla
 def mark_boundary(module: ModuleT, name: str = "core_attn") -> ModuleT:
     """Give a module's boundary a name that `offload_modules` and policies can refer to. Returns the same module.
 
-    Marking again with another name gives it both. Mark before compiling: what is compiled already keeps its plan until it is
-    compiled again.
+    Marking again with another name gives it both. Mark before compiling: compiled code keeps its plan until it is compiled
+    again.
 
     Raises:
         ConfigError: not a Module, a name that is not a plain word, a module whose forward was replaced on the instance, or one
@@ -155,7 +155,7 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 
 
 def _remark(build: Callable[..., nn.Module], args: tuple[Any, ...], names: tuple[str, ...]) -> nn.Module:
-    """For classes that copy and pickle in a way of their own: build as they do, then mark."""
+    """For classes with their own copy and pickle: build as they do, then mark."""
     module = build(*args)
     for name in names if not names_of(module) else ():
         mark_boundary(module, name)

@@ -8,7 +8,6 @@ docs/config.md describes every field with an example and the error for bad input
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import hashlib
@@ -26,7 +25,7 @@ from graphoffload.options.policies import StoredPolicy, normalize_policy, stable
 from graphoffload.units import parse_size
 
 ENV_PREFIX = "GRAPHOFFLOAD_"
-OTHER_VARIABLES = frozenset({"GRAPHOFFLOAD_CACHE_DIR", "GRAPHOFFLOAD_ACROSS_GRAPHS"})  # no fields; read elsewhere
+OTHER_VARIABLES = frozenset({"GRAPHOFFLOAD_CACHE_DIR", "GRAPHOFFLOAD_ACROSS_GRAPHS"})  # not fields; read elsewhere
 VERIFY_LEVELS = ("graph", "checksum", "off")
 INNER_COMPILERS = ("inductor", "aot_eager")
 
@@ -93,11 +92,11 @@ class OffloadConfig:
     ) -> OffloadConfig:
         """Configuration from torch.compile's `options`, over the GRAPHOFFLOAD_* variables of `environ` (default: os.environ).
 
-        An option wins over its variable. device_budget and max_slowdown are one choice: an explicit one of them in `options`
-        also sets aside the other's variable. Keys of torch._inductor.config land in `inductor_options`.
+        An option overrides its variable. device_budget and max_slowdown are one choice: an explicit one of them in `options`
+        also overrides the other's variable. Keys of torch._inductor.config go to `inductor_options`.
 
         Raises:
-            ConfigError: an unknown key or variable, or a bad value; the variable is named where the value came from one.
+            ConfigError: an unknown key or variable, or a bad value; the message names the variable that the value came from.
         """
         own, inductor = split_options(options)
         from_env = read_environment(os.environ if environ is None else environ)
@@ -117,12 +116,6 @@ class OffloadConfig:
         if unknown:
             raise ConfigError(_unknown_key(unknown[0], "option"))
         return dataclasses.replace(self, **changes)
-
-    def with_slowdown(self, fraction: float) -> OffloadConfig:
-        """A copy with a max_slowdown that was computed: nobody is asked whether it was meant."""
-        changed = copy.copy(self)
-        object.__setattr__(changed, "max_slowdown", fraction)
-        return changed
 
     def digest(self) -> str:
         """Hex digest over all fields, equal in every process: for cache keys. A policy function counts by name and source."""
@@ -154,7 +147,7 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
 
 
 def _inductor_value(key: str, name: str, value: Any) -> Any:
-    from torch._inductor import config as inductor_config  # late: only here is it needed, and it is slow to import
+    from torch._inductor import config as inductor_config  # late: needed only here, and slow to import
 
     known = inductor_config.get_config_copy()
     if name not in known:
@@ -238,7 +231,7 @@ def _number(name: str, text: str) -> float:
 
 
 def _size(name: str, value: Any, *, word: str | None = "auto", share: bool = True, least: int = 0) -> int | str:
-    """Ints for sizes; "auto" and percentages (as "80%") stay text, because only the device or host knows their bytes."""
+    """Ints for sizes; "auto" and percentages (as "80%") stay text, since only the device or host knows their bytes."""
     if word is not None and value == word:
         return word
     try:
@@ -258,7 +251,7 @@ _BUDGETS = ("device_budget", "host_budget", "reserve")
 
 
 def _least_meant(value: Any) -> int:
-    """Bytes below which a size without a unit cannot have been meant: what is typed by hand may also have lost its "MiB"."""
+    """Bytes below which a size without a unit is probably a mistake; a size typed by hand may also have lost its "MiB"."""
     if isinstance(value, str):
         return 2**20 if re.fullmatch(r"[\s\d.]+", value) else 0
     return 2**12
@@ -363,7 +356,7 @@ def _inner(name: str, value: Any) -> str:
 def _mode(name: str, value: Any) -> str | None:
     if value is None:
         return None
-    from torch._inductor import list_mode_options  # late: only here is it needed, and it is slow to import
+    from torch._inductor import list_mode_options  # late: needed only here, and slow to import
 
     return _choice(name, value, list_mode_options())
 

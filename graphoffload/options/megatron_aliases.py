@@ -1,11 +1,11 @@
-"""Names of `--offload-modules` in Megatron-LM, and what they mean on Hugging Face and Megatron layers. Pure strings.
+"""Names of `--offload-modules` in Megatron-LM, and their meaning on Hugging Face and Megatron layers. Pure strings.
 
-A name is looked up by the last part of module paths ("q_proj"), inside an attention module, an MLP or the routed experts. Where
-no module has the name, because the model calls a function there, it is the operations that run directly in the body of the
+A name is looked up by the last part of module paths ("q_proj"), inside an attention module, an MLP or the routed experts. If no
+module has the name, since the model calls a function there, the name means the operations that run directly in the body of the
 module around them: the attention operation in `self_attn`, the expert matrix products in `experts`.
 
 router_fc1 and router_fc2 are the two matrix products of the *routed experts* (Megatron-LM #1752 applies them in TEGroupedMLP);
-expert_fc1 is the later name of the first. In a dense model the MLP stands for the experts. Nothing stands for shared experts.
+expert_fc1 is the later name of the first. In a dense model they mean the MLP. No name means shared experts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FC1 = _words("linear_fc1 fc1 gate_proj up_proj gate_up_proj c_fc fc_in dense_h_
 _FC2 = _words("linear_fc2 fc2 down_proj c_proj fc_out dense_4h_to_h w2 wo output_linear")
 _ACT = _words("act_fn act activation activation_fn activation_func moe_act gelu_impl")
 _SHARED = _words("shared_experts shared_expert shared_mlp")
-# The first row that matches wins: where a norm is named after the MLP, one named after attention is another thing.
+# The first row that matches wins. If a norm is named after the MLP, one named after attention is another norm.
 _ATTN_NORM = (_words("attn_norm input_layernorm ln_1 attention_norm self_attn_layer_norm input_norm norm1"),)
 _MLP_NORM = (
     _words("mlp_norm pre_mlp_layernorm pre_feedforward_layernorm ffn_norm"),
@@ -72,10 +72,10 @@ class BodyRule:
 
     Attributes:
         needed: globs on backward operations; an activation that one of them reads there is selected.
-        produced: globs on forward operations; for recompute, what one of them produced there is selected.
-        masks: globs on forward operations whose product there is selected for offload and keep too.
+        produced: globs on forward operations; for recompute, their results there are selected.
+        masks: globs on forward operations whose results there are selected for offload and keep too.
         modules: where they run, innermost module exactly; None: anywhere.
-        made_here: narrows `needed` by who produced the activation. True: one of `_POINTWISE` in these modules; False: all else.
+        made_here: narrows `needed` by the producer. True: one of `_POINTWISE` in these modules; False: any other.
     """
 
     needed: tuple[str, ...]
@@ -121,7 +121,7 @@ def _in_attention(path: str) -> bool:
 def rules_for(
     name: str, paths: tuple[str, ...], ops_by_path: Mapping[str, Collection[str]] | None
 ) -> tuple[frozenset[str], tuple[BodyRule, ...]]:
-    """(modules, body rules) that a Megatron name stands for among the paths; both empty where the model has no such thing."""
+    """(modules, body rules) that a Megatron name means among the paths; both empty if the model has nothing of the kind."""
     if name == "core_attn":
         return _core_attention(paths, ops_by_path)
     if name in ("attn_norm", "mlp_norm"):
@@ -161,7 +161,7 @@ def _core_attention(
 
 
 def _routed(paths: Iterable[str]) -> list[str]:
-    """Paths of routed experts where a model has them, else all paths of dense MLPs; shared experts are neither."""
+    """Paths of routed experts if a model has them, else all paths of dense MLPs; shared experts are neither."""
     found = [p for p in paths if _SHARED.isdisjoint(p.split(".")) and not _in_attention(p) and _last(p) not in _ATTENTION]
     routed = [path for path in found if "experts" in path.split(".")]
     return routed or found

@@ -1,14 +1,14 @@
-"""Which activations a pattern means. Pure strings: module paths and operation names in, selections out; no torch.
+"""The activations that a pattern selects. Pure strings: module paths and operation names in, selections out; no torch.
 
     pattern          selects
     "*"              everything
     "*.self_attn"    a glob on module paths: "*" also spans dots, and "*.x" also matches the path "x"
-    "my_boundary"    what mark_boundary named so
-    "core_attn"      a name that Megatron users know; megatron_names.py says what it means in other models
-    "op:aten.silu*"  what an operation of that name produced
+    "my_boundary"    modules that mark_boundary gave this name
+    "core_attn"      a name that Megatron users know; megatron_aliases.py says what it means in other models
+    "op:aten.silu*"  results of operations of that name
 
-A module's saved activations are those that an operation inside it *needs for backward*, its inputs included. Recomputing a
-module means running it again from its inputs, so for "recompute" a pattern selects what was *produced* inside it instead:
+A module's saved activations are those that an operation inside it *needs for backward*, including its inputs. Recomputing a
+module means running it again from its inputs, so for "recompute" a pattern selects results that were *produced* inside it:
 {"*norm": "recompute"} drops the normed values and not the residual stream that the norm reads.
 """
 
@@ -35,23 +35,23 @@ _OP_PREFIX = "op:"
 def placed(root: str, path: str) -> str:
     """A module's path in tracing's form: `path` from the module whose code is compiled, which is `root` in the model.
 
-    clean_path makes one name of both; root_of gives the first.
+    clean_path makes one name of both; root_of returns the first.
     """
     return ".".join(part for part in (f"M['{root}']", path) if part)
 
 
 def root_of(raw: str) -> str:
-    """The first argument of `placed`; "" for a path that was made otherwise."""
+    """The first argument of `placed`; "" for any other path."""
     found = _PLACED.match(raw.strip())
     return found[2] if found else ""
 
 
 def clean_path(raw: str) -> str:
-    """A module path as `named_modules` gives it, from what tracing calls it; "" is the root.
+    """A module path as `named_modules` gives it, from tracing's name; "" is the root.
 
     "L['self'].layers[0]._modules['mlp']" and "getattr(L['self'].layers, '0').mlp" both become "layers.0.mlp". A root of any
-    name (L['self'], L['s'], G['model']) is dropped, so are the wrappers that compile and checkpointing put around a module. The
-    root that `placed` writes is kept: "M['model'].layers[0]" becomes "model.layers.0".
+    name (L['self'], L['s'], G['model']) is dropped, and so are the wrappers that compile and checkpointing put around a module.
+    The root that `placed` writes is kept: "M['model'].layers[0]" becomes "model.layers.0".
     """
     text = re.sub(r"@\d+$", "", raw.strip())
     text = _PLACED.sub(r"\2", text, count=1) if _PLACED.match(text) else text
@@ -77,8 +77,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def matches(pattern: str, path: str, roots: Iterable[str] = ()) -> bool:
     """Whether a glob matches a module path: "*" spans dots, and "*.self_attn" also matches "self_attn".
 
-    What torch.compile and checkpointing put around a module ("_orig_mod") may stand in the pattern or not. roots: modules from
-    which the path may be written as well.
+    The pattern may contain the wrappers of torch.compile and checkpointing ("_orig_mod") or leave them out. roots: modules from
+    which the path may start as well.
     """
     pattern = _without_wrappers(pattern)
     if _compiled(pattern).match(path):
@@ -94,19 +94,19 @@ def _without_wrappers(pattern: str) -> str:
 
 
 def ancestors(path: str) -> tuple[str, ...]:
-    """The path and every module around it, innermost first; the root "" is not among them."""
+    """The path and the path of every module around it, innermost first, without the root ""."""
     parts = path.split(".") if path else []
     return tuple(".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What one pattern selects in one graph.
+    """The selection of one pattern in one graph.
 
     Attributes:
         pattern: as the user wrote it.
-        everything: the pattern is "*", which also selects what belongs to no module.
-        modules: paths of selected modules; what is inside them is selected too.
+        everything: the pattern is "*", which also selects activations that belong to no module.
+        modules: paths of selected modules; everything inside them is selected too.
         boundaries: names given by mark_boundary. boundary_modules: innermost modules inside those boundaries.
         op: glob on the producing operation.
         rules: operations that run directly in the body of some modules, for names without a module of their own.
@@ -154,14 +154,14 @@ def resolve(
     ops_by_path: Mapping[str, Collection[str]] | None = None,
     roots: Collection[str] = (),
 ) -> Resolution:
-    """What each pattern selects among the modules, boundaries and operations of a graph.
+    """The selection of each pattern among the modules, boundaries and operations of a graph.
 
     Args:
         patterns: globs, boundary names, Megatron names or "op:" globs; any order, duplicates once.
-        paths: module paths of the graph's operations, as clean_path gives them; modules around them are known by themselves.
+        paths: module paths of the graph's operations, as clean_path gives them; the modules around them follow from the paths.
         boundaries: names given by mark_boundary; a mapping also gives the innermost modules inside each.
         ops_by_path: forward operations directly inside each module path ("" for none); without it, none is missing.
-        roots: modules whose code is compiled by itself: a pattern may be written from there as well.
+        roots: modules whose code is compiled by itself: a pattern may start there as well.
 
     Bad patterns do not raise here: `Resolution.error()` makes the PatternError.
     """
@@ -198,8 +198,8 @@ def _select(
 
 
 def selects(selection: Selection, tensor: SavedTensor, action: Action = "offload") -> bool:
-    """Whether a pattern means this activation: what is needed inside for "keep" and "offload", what is produced inside for
-    "recompute". Where a table does not say who needs an activation, its producer decides."""
+    """Whether a pattern selects this activation: needed inside for "keep" and "offload", produced inside for "recompute". If
+    the table does not say who needs an activation, its producer decides."""
     if selection.everything:
         return True
     if selection.op:
@@ -239,7 +239,7 @@ def no_match(
 
 
 def what_there_is(pattern: str, paths: Iterable[str], boundaries: Iterable[str] = ()) -> str:
-    """What a pattern that matches nothing may have meant, and some of the modules that exist."""
+    """Suggestions for a pattern that matches nothing, and some of the modules that exist."""
     paths = tuple(paths)
     lines = []
     if pattern in MEGATRON_NAMES:
@@ -261,21 +261,20 @@ def _near_text(pattern: str, known: Iterable[str]) -> str:
 
 
 def near_misses(pattern: str, known: Iterable[str], count: int = 3) -> tuple[str, ...]:
-    """Up to `count` names that the pattern may have meant, as one would write them: known paths and boundary names, and what
-    Megatron calls things only where none of those is near.
-    """
+    """Up to `count` names close to the pattern: known paths and boundary names, and Megatron's names only if none of those is
+    close."""
     last = pattern.removeprefix(_OP_PREFIX).strip("*.").rsplit(".", maxsplit=1)[-1]
     return (_near(last, known) or _near(last, MEGATRON_NAMES))[:count]
 
 
 def _near(last: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Names whose last part is near to `last`, the nearest first."""
+    """Names whose last part is close to `last`, the closest first."""
     by_last: dict[str, str] = {}
     for name in known:
         end = name.rsplit(".", maxsplit=1)[-1]
         if end and not end.isdigit():
             by_last.setdefault(end, f"*.{end}" if "." in name else name)
     close = difflib.get_close_matches(last, by_last, n=len(by_last) or 1, cutoff=0.5)
-    # "kk" and "k" are close to a person, not to a ratio over longer names.
+    # "kk" and "k" are close for a person, but not by a ratio over longer names.
     close += [end for end in by_last if last and end not in close and (end in last or last in end)]
     return tuple(by_last[end] for end in close)

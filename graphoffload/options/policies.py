@@ -1,11 +1,11 @@
 """Policies: what a user may say about each saved activation, checked, and made into values.
 
     policy "auto"                          no constraint: the planner decides
-    policy "keep" | "offload" | "recompute"   the same constraint for every activation that may have it
-    policy {"*.mlp": "recompute", ...}     first match wins, the rest is planned; `modules.py` says what a pattern matches
+    policy "keep" | "offload" | "recompute"   the same constraint for every activation that allows it
+    policy {"*.mlp": "recompute", ...}     the first match wins, the planner decides the rest; `patterns.py` defines matches
     policy MyPolicy(...) or my_function    called with each SavedTensor; returns an action, or None to let the planner decide
 
-compiler/constraints.py turns a policy, the user's tags and the limits into what each activation may become.
+compiler/constraints.py turns a policy, the user's tags and the limits into the actions that each activation may have.
 
 A policy is a *value*: torch's compile cache must be able to tell two of them apart, and pickles the partitioner that holds
 one. So a callable is a module-level function or an instance of a frozen dataclass; a lambda or closure is refused.
@@ -176,7 +176,8 @@ class PatternPolicy:
     resolution: Resolution
 
     def match(self, tensor: SavedTensor) -> tuple[str, Action | None] | None:
-        """(pattern, action) that decides; the action is None for "auto". None where no pattern selects the activation."""
+        """(pattern, action) of the pattern that decides; the action is None for "auto". None if no pattern selects the
+        activation."""
         by_pattern = {selection.pattern: selection for selection in self.resolution.selections}
         for pattern, word in self.pairs:
             action = None if word == "auto" else cast("Action", word)
@@ -199,7 +200,7 @@ def ask(policy: Callable[[SavedTensor], Action | None], tensor: SavedTensor) -> 
     """The answer of a policy object or function for one activation.
 
     Raises:
-        ConfigError: it answered with something that is no action and not None.
+        ConfigError: the answer is neither an action nor None.
     """
     answer = policy(tensor)
     if answer is None or answer in ACTIONS:

@@ -7,28 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from graphoffload.facts.goals import MeetBudget, Score, WithinSlowdown
 from graphoffload.facts.plan import Action
 from graphoffload.patience import Patience
 from graphoffload.planner.arrays import Arrays
 from graphoffload.planner.simulator import Evaluation, evaluate
 
-
-@dataclass(frozen=True, slots=True)
-class MeetBudget:
-    """Least time with a peak, the program's reserve added, of at most this many bytes."""
-
-    device_budget_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WithinSlowdown:
-    """Least peak at a time of at most (1 + max_slowdown) times keep-all's."""
-
-    max_slowdown: float
-
+__all__ = ["Evaluator", "Goal", "MeetBudget", "Proposal", "WithinSlowdown"]
 
 Goal = MeetBudget | WithinSlowdown
-Score = tuple[float, float, float]
+"""What can be solved: KeepIfFits is MeetBudget once it is known that not everything fits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is shown of plans: the one line, tables, pictures of a step and of a graph, and the dump folder."""
+"""Output about plans: the line after each compile, tables, pictures of a step and of a graph, and the dump folder."""
 
 from graphoffload.report.offload_report import OffloadReport
 

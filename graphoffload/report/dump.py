@@ -1,14 +1,14 @@
-"""Dump folders: what one graph looked like before and after, as files a person or a script can read.
+"""Dump folders: one graph before and after the passes, as files for a person or a script.
 
     <graph>.<key>.joint.txt               the joint graph, readable, with shapes
-    <graph>.<key>.forward.before.txt      as torch's partitioner left it        (backward likewise)
+    <graph>.<key>.forward.before.txt      as torch's partitioner made it        (backward likewise)
     <graph>.<key>.forward.after.txt       with our operations                   (backward likewise)
-    <graph>.<key>.joint.svg, .before.svg, .after.svg     coloured by decision
+    <graph>.<key>.joint.svg, .before.svg, .after.svg     colored by decision
     <graph>.<key>.plan.json, .plan.txt    the plan, and its table
 
-With several processes every name carries ".rank<N>", and a file appears whole or not at all (written aside, then renamed), so
-that ranks and compile workers can share a folder. A dump is an aid: a graph that cannot be printed or drawn leaves a file that
-says so and never stops the compilation. Only a folder that cannot be written does, since somebody asked for it.
+With several processes every name carries ".rank<N>". A file appears whole or not at all (written under another name, then
+renamed), so ranks and compile workers can share a folder. A dump is an aid: a graph that cannot be printed or drawn leaves a
+file that says so and never stops the compilation. Only a folder that cannot be written does, since the user asked for it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def write_dump(
     backward: GraphModule | None = None,
     predicted: Predicted | None = None,
 ) -> list[Path]:
-    """Writes everything given about one graph into `folder`, which is made if it is not there; graphs are not changed.
+    """Write everything given about one graph into `folder`, which is made if needed; graphs are not changed.
 
     Args:
         folder: as in GRAPHOFFLOAD_DUMP_DIR or dump_dir=.
-        plan: decides the colours, and is written as JSON and as its table.
-        joint: before partitioning. forward_before, backward_before: as torch's partitioner left them.
+        plan: decides the colors, and is written as JSON and as its table.
+        joint: before partitioning. forward_before, backward_before: as torch's partitioner made them.
         forward, backward: with our operations.
-        predicted: what the step is predicted to look like; drawn, and written as a trace.
+        predicted: the predicted step; drawn, and written as a trace.
 
     Returns:
         The files written, in a fixed order.
@@ -81,10 +81,10 @@ def write_dump(
 
 
 def write_pictures(folder: str | Path, plan: Plan, predicted: Predicted | None) -> list[Path]:
-    """Writes the picture of the predicted step (SVG) and its trace (JSON, for Perfetto and chrome://tracing) into `folder`.
+    """Write the picture of the predicted step (SVG) and its trace (JSON, for Perfetto and chrome://tracing) into `folder`.
 
     Args:
-        predicted: None where the plan was made in another process: the picture says so, and there is no trace.
+        predicted: None if the plan was made in another process: the picture says so, and there is no trace.
 
     Returns:
         The files written.
@@ -108,7 +108,7 @@ def _pictures(plan: Plan, predicted: Predicted | None) -> dict[str, Callable[[],
 
 
 def _write_all(folder: Path, plan: Plan, texts: dict[str, Callable[[], str]], what: str, remedy: str) -> list[Path]:
-    """Every text under the plan's name; what it is called to the user and what else to do if that fails."""
+    """Write every text under the plan's name; `what` and `remedy` are for the error message if that fails."""
     stem = f"{_plain(plan.graph) or 'graph'}.{_plain(plan.key)[:8] or 'nokey'}{_rank_suffix()}"
     written: list[Path] = []
     try:
@@ -124,15 +124,15 @@ def _write_all(folder: Path, plan: Plan, texts: dict[str, Callable[[], str]], wh
 
 
 def _readable(graph: GraphModule) -> str:
-    """The graph's code with shapes; its bare node list where torch cannot print it."""
+    """The graph's code with shapes; its bare node list if torch cannot print it."""
     try:
         return str(graph.print_readable(print_output=False))
-    except Exception as error:  # torch prints user values by repr, which may do anything
+    except Exception as error:  # torch prints user values by repr, which can raise anything
         return f"# print_readable failed ({type(error).__name__}: {error}); the nodes follow\n{graph.graph}\n"
 
 
 def _or_say_so(make: Callable[[], str]) -> str:
-    """What `make` returns, or a line that says why there is nothing."""
+    """The result of `make`, or a line that says why there is none."""
     try:
         return make()
     except Exception as error:  # a dump must not stop a compilation
@@ -140,7 +140,7 @@ def _or_say_so(make: Callable[[], str]) -> str:
 
 
 def _drawing(plan: Plan, first: GraphModule | None, second: GraphModule | None, title: str) -> str:
-    """SVG of a joint graph (`second` None), or of forward and backward together, or of what there is of them."""
+    """SVG of a joint graph (`second` None), of forward and backward together, or of the one that exists."""
     actions: dict[str, str] = {tensor.name: "keep" for tensor in plan.saved.tensors}
     actions |= {decision.name: decision.action for decision in plan.decisions}
     modules = {tensor.name: tensor.module for tensor in plan.saved.tensors if tensor.module}
@@ -152,7 +152,7 @@ def _drawing(plan: Plan, first: GraphModule | None, second: GraphModule | None, 
             assert graph is not None
             nodes, edges = drawn_nodes(graph, actions, side="backward" if first is None else None, modules=modules)
         return graph_svg(nodes, edges, title=title)
-    except Exception as error:  # as above; the text must stay XML
+    except Exception as error:  # never stop a compilation; the text must stay XML
         return _apology(error)
 
 
@@ -170,5 +170,5 @@ def _rank_suffix() -> str:
 
 
 def _plain(name: str) -> str:
-    """`name` with what a file name cannot hold replaced."""
+    """`name` with characters replaced that a file name cannot hold."""
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80].strip("_")

@@ -1,14 +1,14 @@
-"""A graph as a picture: forward on the left, read downwards; backward on the right, read upwards, so that a layer's two halves
-face each other and what is saved crosses from left to right.
+"""A graph as a picture: forward on the left, read downwards; backward on the right, read upwards. The two halves of a layer
+face each other, and saved activations cross from left to right.
 
-    fx.GraphModule -- drawn_nodes --> DrawnNode, edges -- draw_graph --> SVG
+    fx.GraphModule -- drawn_nodes --> DrawnNode, edges -- graph_svg --> SVG
 
-Boxes are coloured by decision, operations that copy have colours of their own, everything else is grey. Runs of grey nodes of
-one module are one box, so that 2000 nodes stay readable; inputs that are not saved and outputs are left out. Bands behind the
-boxes are layers. Hovering over a box shows its full name, operation, module, shape and bytes. Graphs are only read here.
+Boxes are colored by decision, ops that copy have colors of their own, and everything else is grey. Runs of grey nodes of one
+module are one box, so that 2000 nodes stay readable. Inputs that are not saved and outputs are left out. Bands behind the boxes
+are layers. Hovering over a box shows its full name, operation, module, shape and bytes. Graphs are only read here.
 
-The layers of the drawing are topological generations (networkx): O(nodes + edges), no crossing minimisation beyond one
-barycentre sweep. Merging a run is sound because nodes come in program order: an interval of a topological order that becomes
+The layers of the drawing are topological generations (networkx): O(nodes + edges), no crossing minimization beyond one
+barycenter sweep. Merging a run is sound because nodes come in program order: an interval of a topological order that becomes
 one box cannot close a cycle.
 """
 
@@ -18,7 +18,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import networkx as nx
@@ -72,9 +71,9 @@ def drawn_nodes(
 
     Args:
         actions: "keep", "recompute" or "offload" by node name, such as a plan's decisions.
-        side: the graph's side; None for a joint graph, whose backward is what follows from a placeholder "tangents_*"
-            and what only that reads.
-        modules: module paths by node name; what it lacks is read from the node's `nn_module_stack`.
+        side: the graph's side; None for a joint graph, whose backward is everything computed from a placeholder "tangents_*"
+            and everything that only backward reads.
+        modules: module paths by node name; for other nodes the path is read from `nn_module_stack`.
     """
     nodes: list[DrawnNode] = []
     edges: list[Edge] = []
@@ -105,18 +104,6 @@ def drawn_pair(
     crossing = [(node.name, f"bwd/{node.name}") for node in after if node.op == "placeholder" and node.name in saved]
     nodes += [replace(node, name=f"bwd/{node.name}") for node in after]
     return nodes, [*edges, *((f"bwd/{source}", f"bwd/{target}") for source, target in inner), *crossing]
-
-
-def draw_graph(nodes: Sequence[DrawnNode], edges: Iterable[Edge], path: str | Path, *, title: str = "") -> Path:
-    """Writes graph_svg's picture to `path` and returns it.
-
-    Raises:
-        ValueError: see graph_svg.
-        OSError: the file cannot be written.
-    """
-    path = Path(path)
-    path.write_text(graph_svg(nodes, edges, title=title), encoding="utf-8")
-    return path
 
 
 def graph_svg(nodes: Sequence[DrawnNode], edges: Iterable[Edge], *, title: str = "") -> str:
@@ -206,7 +193,7 @@ def _rows(boxes: Sequence[_Box], links: set[tuple[int, int]]) -> list[list[_Box]
     graph.add_nodes_from(by_index)
     graph.add_edges_from((source, target) for source, target in links if source in by_index and target in by_index)
     depth = {index: level for level, generation in enumerate(nx.topological_generations(graph)) for index in generation}
-    for index in reversed(list(nx.topological_sort(graph))):  # beside its first reader, not at the top
+    for index in reversed(list(nx.topological_sort(graph))):  # above its first reader, not at the top
         depth[index] = min((depth[reader] - 1 for reader in graph.successors(index)), default=depth[index])
     levels: dict[int, list[int]] = {}
     for index, level in depth.items():
@@ -243,7 +230,7 @@ def _bands(rows: Sequence[Sequence[_Box]], left: float, width: float, margin: fl
 
 
 def _edge(source: _Box, target: _Box) -> str:
-    """A curve: across for what is saved, straight on to the next row, around the left for longer ways."""
+    """A curve: across for saved activations, straight to the next row, around the left for longer distances."""
     colour, weight = "#9a9a9a", 0.8
     if source.side != target.side:
         colour, weight = _LOOKS[source.role][0] if source.role != "other" else "#777777", 1.4
@@ -266,7 +253,7 @@ def _edge(source: _Box, target: _Box) -> str:
 
 
 def _drawn_box(box: _Box) -> str:
-    """The box, its name and size, and everything else on hovering."""
+    """The box, its name and size, and the rest as a tooltip."""
     fill, ink, _ = _LOOKS[box.role]
     first, count = box.members[0], len(box.members)
     size = format_bytes(first.nbytes) if box.role != "other" and first.nbytes is not None else ""
@@ -285,7 +272,7 @@ def _drawn_box(box: _Box) -> str:
 
 
 def _legend(nodes: Sequence[DrawnNode], title: str) -> list[str]:
-    """Title and one swatch for every role that occurs, with how often."""
+    """Title and one swatch for every role that occurs, with its count."""
     counts = Counter(node.role for node in nodes)
     drawn = [element("text", text=title, x=12, y=20, font_size=14, fill="#222222")] if title else []
     left = 12.0
@@ -299,7 +286,7 @@ def _legend(nodes: Sequence[DrawnNode], title: str) -> list[str]:
 
 
 def _backward_only(nodes: Sequence[DrawnNode], edges: Iterable[Edge]) -> list[DrawnNode]:
-    """The same nodes, where grey ones that only backward reads (transposed weights) are on its side."""
+    """The same nodes; grey ones that only backward reads (transposed weights) move to its side."""
     readers: dict[str, list[str]] = {}
     for source, target in edges:
         readers.setdefault(source, []).append(target)

@@ -1,13 +1,13 @@
-"""OffloadReport: the plans of all graphs that one call compiled, what they are predicted to cost, and what was measured.
+"""OffloadReport: the plans of all graphs that one call compiled, their predicted costs, and measurements.
 
     print(graphoffload.explain(model, config)(*args))
 
 prints a table for every graph (identical graphs, as per-block compile makes them, share one), totals, and predicted against
-measured where a step ran. See graphoffload.report.table for how the table reads.
+measured values if a step ran. graphoffload.report.table explains the table.
 
     OffloadReport(plans=graphoffload.last_plans()).save_pictures("pictures")
 
-draws every graph's step as it was predicted; see graphoffload.report.step_picture.
+draws the predicted step of every graph; see graphoffload.report.step_picture.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RELAXED = 1e-6  # a plan that keeps all is faster than keep-all only where it r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a step really took. Bytes are absolute device bytes at the peak; times are one step; None when not measured."""
+    """Measurements of a real step. Bytes are absolute device bytes at the peak; times are one step; None if not measured."""
 
     peak_bytes: int | None = None
     step_time_s: float | None = None
@@ -43,14 +43,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadReport:
-    """The plans of all graphs that one call compiled, what they are predicted to cost and, once run, what they did.
+    """The plans of all graphs that one call compiled, their predicted costs and, once run, the measured ones.
 
     Attributes:
         plans: in the order of compilation.
         graph_breaks: how often the model's code was cut into graphs.
         measured: None until a step ran.
-        notes: what `tune` tried, or what `explain` leaves out, a line each.
-        calls: how often each plan's graph ran in the forward that was explained; () where that is not known.
+        notes: plans that `tune` tried, or memory that `explain` leaves out, a line each.
+        calls: how often each plan's graph ran in the forward that was explained; () if unknown.
     """
 
     plans: tuple[Plan, ...] = ()
@@ -63,27 +63,27 @@ class OffloadReport:
     def predicted_peak_bytes(self) -> int:
         """Largest predicted peak of any graph of the call; 0 without a prediction.
 
-        Each plan's peak is absolute: it counts what lives outside its graph, as far as its planner knew of it. Graphs planned
-        one by one, each as if alone, do not know of each other's saved activations: then this is a lower bound. What is
-        reserved comes on top: `reserve_bytes`.
+        Each plan's peak is absolute: it includes memory outside its graph, as far as its planner knew of it. Graphs that are
+        planned one by one, each as if alone, do not know each other's saved activations; this is then a lower bound.
+        `reserve_bytes` is not included.
         """
         return max((plan.prediction.predicted_peak_bytes for plan in self.plans), default=0)
 
     @property
     def keep_peak_bytes(self) -> int:
-        """The same with everything kept."""
+        """Largest keep-all peak of any graph of the call."""
         return max((plan.prediction.keep_peak_bytes for plan in self.plans), default=0)
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes that are left free beside a graph's predicted peak, the most of any graph: optimizer state to come, say."""
+        """Bytes that are left free above a graph's predicted peak, the most of any graph; for example for optimizer state."""
         return max((plan.prediction.reserve_bytes for plan in self.plans), default=0)
 
     @property
     def predicted_slowdown(self) -> float:
-        """Extra time of all graphs together relative to keep-all, 0.02 for 2 %; 0.0 when nothing changes or none is known.
+        """Extra time of all graphs together relative to keep-all, 0.02 for 2 %; 0.0 if nothing changes or no time is known.
 
-        Negative where checkpoint regions of the model are relaxed: keep-all recomputes them, as plain torch.compile does.
+        Negative if checkpoint regions of the model are relaxed: keep-all recomputes them, as plain torch.compile does.
         """
         keep_s = sum(plan.prediction.keep_time_s for plan in self.plans)
         changed = any(
@@ -95,7 +95,7 @@ class OffloadReport:
 
     @property
     def lower_bound_slowdown(self) -> float | None:
-        """Extra time that no plans under the same budgets can undercut; None when a graph with times has no bound."""
+        """Lower bound on the extra time of any plans under the same budgets; None if a graph with times has no bound."""
         timed = [plan.prediction for plan in self.plans if plan.prediction.keep_time_s]
         bounds = [prediction.lower_bound_time_s for prediction in timed if prediction.lower_bound_time_s is not None]
         if not timed or len(bounds) < len(timed):
@@ -104,7 +104,7 @@ class OffloadReport:
 
     @property
     def lower_bound_peak_bytes(self) -> int | None:
-        """Peak that no plans within the same slowdown can undercut; None where no graph was planned for a slowdown."""
+        """Lower bound on the peak of any plans within the same slowdown; None if no graph was planned for a slowdown."""
         bounds = [plan.prediction.lower_bound_peak_bytes for plan in self.plans]
         return max((least for least in bounds if least is not None), default=None)
 
@@ -115,31 +115,31 @@ class OffloadReport:
 
     @property
     def recomputed_bytes(self) -> int:
-        """Bytes that backward computes again."""
+        """Bytes that backward recomputes."""
         return totals(folded_rows(self.plans))["recompute"][1]
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that stay on the device until backward."""
+        """Bytes kept on the device until backward."""
         return totals(folded_rows(self.plans))["keep"][1]
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Twin of predicted_peak_bytes; None until a step ran."""
+        """The measured counterpart of predicted_peak_bytes; None until a step ran."""
         return self.measured.peak_bytes if self.measured else None
 
     @property
     def measured_slowdown(self) -> float | None:
-        """Twin of predicted_slowdown; None until a step ran with this plan and one with everything kept."""
+        """The measured counterpart of predicted_slowdown; None until a step ran with this plan and one with everything kept."""
         if self.measured is None or self.measured.step_time_s is None or not self.measured.keep_step_time_s:
             return None
         return self.measured.step_time_s / self.measured.keep_step_time_s - 1.0
 
     def save_pictures(self, folder: str | Path) -> list[Path]:
-        """Writes, for each graph, its predicted step as a picture (SVG) and as a trace for Perfetto (JSON) into `folder`.
+        """Write each graph's predicted step into `folder`, as a picture (SVG) and as a trace for Perfetto (JSON).
 
-        The picture has compute, D2H and H2D over time with stalls in red, and memory for keep-all and for the plan. What was
-        predicted is known to the process that planned: a plan out of a compile cache or from_json gets a picture that says so.
+        The picture has compute, D2H and H2D over time with stalls in red, and the memory of keep-all and of the plan. Only the
+        process that planned has the prediction: for a plan from a compile cache or from_json the picture says so.
 
         Returns:
             The files written.
@@ -167,7 +167,7 @@ class OffloadReport:
 
     @classmethod
     def from_json(cls, text: str) -> OffloadReport:
-        """Inverse of to_json; "derived" is computed anew.
+        """Inverse of to_json; "derived" is computed again.
 
         Raises:
             PlanError: `text` was not written by to_json of this format.
@@ -200,7 +200,7 @@ class OffloadReport:
         return "\n".join([*parts, *self._in_one_forward(), *self._against_measured(), *self.notes]).rstrip("\n")
 
     def _in_one_forward(self) -> list[str]:
-        """What all calls of one forward hold until backward, where some graph runs more than once (blocks of one shape)."""
+        """Bytes that all calls of one forward hold until backward, if some graph runs more than once (blocks of one shape)."""
         if max(self.calls, default=1) < 2:
             return []
         ran = ", ".join(f"{plan.graph} {count} times" for plan, count in zip(self.plans, self.calls, strict=True) if count > 1)
@@ -211,7 +211,7 @@ class OffloadReport:
         return [f"one forward runs {ran}: together they {', '.join(amounts)}", ""]
 
     def _against_measured(self) -> list[str]:
-        """Predicted against measured, one line a figure; nothing until a step ran and beyond one graph without predictions."""
+        """Predicted against measured, one line a figure; empty until a step ran, and for several graphs without predictions."""
         if self.measured is None and (len(self.plans) < 2 or not self.predicted_peak_bytes):
             return []
         peak, slowdown = self.predicted_peak_bytes, self.predicted_slowdown
@@ -224,7 +224,7 @@ class OffloadReport:
         lines = [f"peak      predicted {shown} ({', '.join(against)})"]
         lines.append(f"slowdown  predicted {percent(slowdown) + bound(self.lower_bound_slowdown) if timed else 'nothing'}")
         if self.measured_peak_bytes is not None:
-            # How much of the reserve was taken by then, nobody knows: a peak between the two is as predicted.
+            # It is unknown how much of the reserve was in use by then: a peak between the two is as predicted.
             measured = self.measured_peak_bytes
             due = max(peak, min(measured, peak + reserve))
             off = f" ({percent(measured / due - 1.0)})" if peak and (due != measured or not reserve) else ""

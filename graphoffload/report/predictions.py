@@ -1,4 +1,4 @@
-"""Timelines beside the plans of this process, for pictures. A plan out of a compile cache or a file has none."""
+"""Timelines of the plans of this process, for pictures. A plan from a compile cache or a file has none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BY_KEY: dict[str, Predicted] = {}
 
 
 def remember(key: str, predicted: Predicted) -> None:
-    """Keep what was predicted of the plan with this key."""
+    """Store the prediction of the plan with this key."""
     _BY_KEY.pop(key, None)
     _BY_KEY[key] = predicted
     while len(_BY_KEY) > _KEPT:
@@ -17,5 +17,5 @@ def remember(key: str, predicted: Predicted) -> None:
 
 
 def predicted_of(key: str) -> Predicted | None:
-    """What was predicted of the plan with this key; None when it was made in another process."""
+    """The prediction of the plan with this key; None if it was made in another process."""
     return _BY_KEY.get(key)

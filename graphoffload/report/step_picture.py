@@ -1,4 +1,4 @@
-"""One step as a picture: what computes, what is copied, where compute stalls, and memory for keep-all and for the plan.
+"""One step as a picture: compute, copies, stalls of compute, and memory for keep-all and for the plan.
 
     layer    | layers.0 | layers.1 |  | layers.1 | layers.0 |
     compute  |######## forward ####|xx|####### backward ####|      x: a stall, in red, with its cause on hovering
@@ -6,8 +6,8 @@
     H2D                               |====|====|
     memory   keep-all in grey, the plan in blue, the budget as a dashed line
 
-`picture_of` makes one of what the simulator predicted; a StepPicture is plain tuples, so that what a profiler measured can be
-drawn alike. `timeline_svg` draws it, `trace_json` writes the same lanes for chrome://tracing and Perfetto.
+`picture_of` makes one from the simulator's prediction. A StepPicture is plain tuples, so a profiler's measurements can be drawn
+the same way. `timeline_svg` draws it, `trace_json` writes the same lanes for chrome://tracing and Perfetto.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _NO_TIMELINE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPicture:
-    """What is drawn of one step, forward and backward.
+    """The content of a picture of one step, forward and backward.
 
     Attributes:
         lanes: (lane, start_s, end_s, label); lanes appear as layer, compute, D2H, H2D, then others by first use.
         stalls: (start_s, end_s, cause): compute waits for a copy; drawn in the compute lane.
         memory_keep, memory_plan: (time_s, bytes) in order of time, bytes hold until the next; either may be empty.
-        budget_bytes: drawn as a dashed line; None: none was to be met.
+        budget_bytes: drawn as a dashed line; None: there was no budget.
         forward_end_s: where backward starts. facts: lines below the title.
 
     Raises:
@@ -78,7 +78,7 @@ class StepPicture:
 
 
 def picture_of(plan: Plan, predicted: Predicted | None) -> StepPicture:
-    """The picture of a plan's step as it was predicted; one that says why there is nothing to see where it was not."""
+    """The picture of a plan's predicted step; without a prediction, a picture that says why there is none."""
     if predicted is None:
         return StepPicture(title=f"{plan.graph}: one step, forward and backward", facts=_NO_TIMELINE)
     timeline = predicted.timeline
@@ -151,7 +151,7 @@ def _layer_of(path: str) -> str:
 
 
 def _stalls(timeline: Timeline, labels: dict[str, str]) -> Iterator[Stall]:
-    """The timeline's stalls, one after the other, in the gaps that compute has."""
+    """The timeline's stalls, one after the other, in the gaps of compute."""
     waiting = list(timeline.stalls)
     moment_s = 0.0
     for start_s in (*(stretch.start_s for stretch in timeline.lanes.compute), timeline.time_s):
@@ -234,7 +234,7 @@ def _lane(picture: StepPicture, name: str, top: float, scale: float) -> list[str
 
 
 def _spans(spans: Sequence[Lane], top: float, scale: float) -> list[str]:
-    """Boxes of one lane; what is narrower than a pixel joins its neighbour, so that a step of 10 000 kernels stays small."""
+    """Boxes of one lane; boxes narrower than a pixel join their neighbor, so that a step of 10 000 kernels stays small."""
     merged: list[list[Lane]] = []
     for span in sorted(spans, key=lambda span: span[1]):
         group = merged[-1] if merged else None
@@ -262,7 +262,7 @@ def _spans(spans: Sequence[Lane], top: float, scale: float) -> list[str]:
 
 
 def _label_in(lane: str, label: str, characters: int) -> str:
-    """What can be read of a label in a box: "layers.3", or "3" where that is too long; copies by tensor; "" for no room."""
+    """The part of a label that fits in a box: "layers.3", or "3" if that is too long; copies by tensor; "" if nothing fits."""
     text = ".".join(label.split(".")[-2:]) if lane == "layer" else label.partition(",")[0]
     if len(text) > characters and lane == "layer":
         text = text.rpartition(".")[2] if text.rpartition(".")[2].isdigit() else text
@@ -272,7 +272,7 @@ def _label_in(lane: str, label: str, characters: int) -> str:
 
 
 def _time_axis(picture: StepPicture, scale: float, floor: float) -> list[str]:
-    """Ticks in milliseconds through lanes and memory, and where backward starts."""
+    """Ticks in milliseconds through lanes and memory, and the start of backward."""
     step_s, drawn = _nice(picture.end_s / 8), []
     bottom = floor - _MEMORY_H - 40  # of the lanes; the lines leave out the key between lanes and memory
     for number in range(int(picture.end_s / step_s * (1 + 1e-9)) + 1):
@@ -330,7 +330,7 @@ def _memory(picture: StepPicture, scale: float, floor: float) -> list[str]:
 
 
 def _curve(name: str, points: Sequence[Memory], colour: str, scale: float, floor: float, base: int, tall: float) -> list[str]:
-    """One staircase; of what happens within half a pixel its largest and its last value are drawn."""
+    """One staircase; within half a pixel only the largest and the last value are drawn."""
     columns: list[tuple[float, int, int]] = []
     for second, nbytes in points:
         x = _LEFT + second * scale
@@ -349,7 +349,7 @@ def _curve(name: str, points: Sequence[Memory], colour: str, scale: float, floor
 
 
 def _key(text: str, colour: str, dashes: str, left: float, y: float) -> tuple[list[str], float]:
-    """A short line in the curve's colour and what it is; and where the next one starts."""
+    """A short line in the curve's color and its name; returns where the next one starts."""
     drawn = []
     if colour:
         dashed = {"stroke_dasharray": dashes} if dashes else {}
@@ -360,7 +360,7 @@ def _key(text: str, colour: str, dashes: str, left: float, y: float) -> tuple[li
 
 
 def _scale_of(least: int, most: int) -> tuple[int, float, float]:
-    """(lowest byte, bytes a line, highest byte) of the axis, without what lies below all curves where that is most of it."""
+    """(lowest byte, bytes a line, highest byte) of the axis, without the part below all curves if that is most of it."""
     base = least if least > 0.6 * most else 0
     span = max(most - base, 1) * 1.06
     unit = 2.0 ** (10 * min(int(math.log2(max(span, 1.0)) // 10), 3))

@@ -1,4 +1,4 @@
-"""The few lines of SVG that the drawings are made of. Text in, text out; nothing here knows a graph."""
+"""The few SVG elements that the drawings are made of. Text in, text out; nothing here knows a graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page(width: float, height: float, body: Sequence[str], *, font_size: float =
 
 
 def shorten(text: str, characters: int) -> str:
-    """`text` in at most `characters`, cut in the middle: both ends of a node's name tell it apart."""
+    """`text` in at most `characters`, cut in the middle: both ends of a node's name identify it."""
     if len(text) <= characters:
         return text
     tail = max((characters - 1) // 2, 0)

@@ -1,11 +1,12 @@
-"""The plan table and the one line that always says what a plan does.
+"""The plan table, and the line that every plan prints.
 
     module            tensor    shape      dtype   n      size  decision   why               hides behind
     layers.0-7.mlp    mm_2-9    8x64x256   bf16    8  1.00 MiB  offload    fits the window   fwd to mm_4, bwd mm_20 to mm_22
 
 Identical layers fold into one row: storages whose module paths differ only in numbers, with the same operation, shape, dtype,
-decision and reason. A folded row shows the range of every number ("0-7"), how many storages it stands for and their bytes
-together; folding drops no byte. In "layers.0-3.experts.0-7" the ranges are independent: the count may be below their product.
+decision and reason. A folded row shows the range of every number ("0-7"), the number of storages and the sum of their bytes;
+folding drops no byte. In "layers.0-3.experts.0-7" the ranges are independent: the count may be below their product.
+
 Text is plain ASCII of a fixed width, so that it can be compared, logged and diffed.
 """
 
@@ -35,8 +36,8 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(slots=True)
 class Row:
-    """One line of the table: `count` storages of `nbytes` together; `about` of them change their size and count as in the call
-    that was compiled; `symbolic` of them have no size (counted as 0 bytes)."""
+    """One line of the table: `count` storages of `nbytes` together. `about`: storages whose size changes, counted as in the
+    call that was compiled. `symbolic`: storages without a size (counted as 0 bytes)."""
 
     action: Action
     op: str
@@ -62,21 +63,21 @@ class Row:
 
     @property
     def tensor(self) -> str:
-        """Node names, folded like the module path; first and last where they differ in more than numbers."""
+        """Node names, folded like the module path; first and last if they differ in more than numbers."""
         if len({_NUMBER.sub("#", name) for name in self.tensors}) == 1:
             return _fold_paths(self.tensors)
         return f"{self.tensors[0]}..{self.tensors[-1]}"
 
     @property
     def size(self) -> str:
-        """Bytes of all storages; "~" where they change, "+" where some are unknown."""
+        """Bytes of all storages; "~" if they change, "+" if some are unknown."""
         if self.symbolic == self.count:
             return format_bytes(None)
         return "~" * bool(self.about) + format_bytes(self.nbytes) + "+" * bool(self.symbolic)
 
     @property
     def overlaps_with(self) -> str:
-        """Nodes between the ends of the first storage's copies; "e.g." where the others have other ones."""
+        """Nodes at the ends of the first storage's copies; "e.g." if the others have different ones."""
         return self.hides[0] if len(set(self.hides)) == 1 else f"e.g. {self.hides[0]}"
 
 
@@ -126,14 +127,14 @@ def plan_table(plan: Plan, *, width: int = 128, color: bool = False) -> str:
 def summary_line(
     plan: Plan, *, device_bytes: int | None = None, budget_bytes: int | None = None, reserved_for: str = "", hint: str = ""
 ) -> str:
-    """One line that says what the plan does, also where that is nothing. Its peaks count what is reserved.
+    """The line about a plan, also if it changes nothing. Its peaks include the reserve.
 
     Args:
         plan: decisions for one graph; its own `summary` is not read.
         device_bytes: memory of the device, for "31.2 of 139.0 GiB"; None when unknown.
-        budget_bytes: the budget that was given, for "9.93 of 10.0 GiB budget"; None where none was.
-        reserved_for: what the reserve is for; "" where only the user knows.
-        hint: what another option would do, such as "max_slowdown=0.01 would save 13 GiB".
+        budget_bytes: the budget that was given, for "9.93 of 10.0 GiB budget"; None without one.
+        reserved_for: purpose of the reserve; "" if only the user knows it.
+        hint: the effect of another option, such as "max_slowdown=0.01 would save 13 GiB".
     """
     predicted, amounts = plan.prediction, totals(folded_rows([plan]))
     peak_bytes = predicted.with_reserve(predicted.predicted_peak_bytes)
@@ -164,7 +165,7 @@ def summary_line(
 
 
 def _caveats(plan: Plan, reserved_for: str) -> list[str]:
-    """What the peak in a plan's line has in it, and what not."""
+    """What the peak in a plan's line includes, and what it does not."""
     if not plan.prediction.predicted_peak_bytes:
         return []
     reserve = plan.prediction.reserve_bytes
@@ -223,7 +224,7 @@ def _rich_table(rows: Sequence[Row], width: int) -> Table:
 
 
 def _widths(columns: dict[str, list[str]], width: int) -> dict[str, int]:
-    """Characters for each column: what it needs, and the wide ones shrunk, the widest first, until the table fits."""
+    """Characters for each column: its need; then wide columns shrink, the widest first, until the table fits."""
     widths = {name: max(len(cell) for cell in (name, *cells)) for name, cells in columns.items()}
     wide = ("module", "tensor", "shape", "why", "hides behind")
     spare = width - 2 * (len(columns) - 1) - sum(widths.values())
@@ -313,7 +314,8 @@ def _dtype(dtype: str) -> str:
 
 
 def _overlaps_with(transfer: Transfer | None) -> str:
-    """What runs while the copies do: forward from the producer (or a node named) to release, backward from reload to wait."""
+    """Operations that run during the copies: forward from the producer (or a node named) to release, backward from reload to
+    wait."""
     if transfer is None:
         return "no transfer planned"
     start = "" if transfer.offload_after == transfer.tensor else f"{transfer.offload_after} "

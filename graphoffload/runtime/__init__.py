@@ -1,13 +1,13 @@
-"""What runs in a training step: the ops, their streams, the host memory, and the handles that tie them together.
+"""What runs in a training step: the ops, their streams, the host memory, and the handles that connect them.
 
 ops.py                  the four ops                            captured.py   the four ops inside a CUDA graph
 offloaded_tensors.py    the states of an offloaded tensor       handles.py    handle -> the tensor it stands for
-registry.py             plans by key                            layouts.py    how a tensor lies in memory
-counters.py             what moved                              checksum.py   digests on the device
+registry.py             plans by key                            layouts.py    how a tensor is laid out in memory
+counters.py             bytes and calls so far                  checksum.py   digests on the device
 hooks.py                switches for tests
-streams/                side streams and events of a device; a copy and its events as one call; what compute waited for
-pinned/                 page-locked slabs, buffers of exact size cut from them, memory taken while a plan compiles
-step/                   from graph to graph: copies that outlive their graph, tensors that stay under a shared budget
+streams/                side streams and events of a device; a copy and its events as one call; stalls of compute
+pinned/                 page-locked slabs, buffers of exact size cut from them, memory allocated while a plan compiles
+step/                   across graphs: copies that outlive their graph, tensors that stay under a shared budget
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = [
 
 
 def stats() -> dict[str, Any]:
-    """What was copied in this process since it started or since reset_stats(), by the names of runtime.counters.Counters.
+    """Totals of this process since it started or since reset_stats(), by the names of runtime.counters.Counters.
 
-    Integers; and once runtime.trace_stalls timed something `stall_ms_by_tensor`, the milliseconds that compute waited.
-    `host_peak_bytes` beside them: most host bytes in use at one time since the process started.
+    Values are integers. Once runtime.trace_stalls has timed something, `stall_ms_by_tensor` has the milliseconds that compute
+    waited. `host_peak_bytes` has the most host bytes in use at one time since the process started.
     """
     return {**COUNTERS.as_dict(), "host_peak_bytes": POOL.snapshot().peak_bytes}
 
 
 def host_memory() -> HostMemory:
-    """Host memory held for offloaded activations, after handles that nobody owns any more were cleared."""
+    """Host memory held for offloaded activations, after handles without an owner were cleared."""
     ENTRIES.sweep()
     captured.collect()
     by_tensor: Counter[str] = Counter()
@@ -51,7 +51,7 @@ def host_memory() -> HostMemory:
 
 
 def release_host_memory() -> int:
-    """Give idle host memory back to the operating system; returns the bytes. Memory in use stays."""
+    """Give idle host memory back to the operating system; returns the bytes. Memory in use is not touched."""
     ENTRIES.sweep()
     captured.collect()
     return POOL.release_idle()

@@ -4,15 +4,15 @@
               D2H         \\= sign, copy =========/
     replay    no Python: kernels and copies as captured, to and from the host buffer of the capture
 
-The host buffers belong to one capture of a forward, as its saved activations do, and torch keeps those apart (microbatches
-in flight are captured one behind the other, each with memory of its own). A handle that somebody else copied is not kept
-apart: so each replay of a forward counts up a number on the device and writes it to its handles, and each replay of a
-backward compares, before its first copy, the handle with the number of the forward that its buffers belong to. Where they
-differ, the buffers hold another step's bytes, and the device stops. One number and one comparison serve all transfers of a
-capture: the handles of a backward are of one forward, and tiny kernels beside large ones cost a small model more than copies.
+The host buffers belong to one capture of a forward, as its saved activations do. torch keeps captures apart: microbatches in
+flight are captured one after the other, each with its own memory. torch does not keep apart a handle that was copied. So each
+replay of a forward increments a number on the device and writes it to its handles. Each replay of a backward compares, before
+its first copy, the handle with the number of the forward that its buffers belong to. If they differ, the buffers hold another
+step's bytes, and the device stops. One number and one comparison serve all transfers of a capture, since the handles of a
+backward are of one forward, and tiny kernels beside large ones cost a small model more than the copies do.
 
-The number is also how a reload finds its buffer: while it is captured, or where torch calls it without a graph. What runs
-before a capture (torch's warm-up), or instead of one, runs as the ops of ops.py.
+A reload also finds its buffer by the number: while it is captured, or when torch calls it without a graph. Code that runs
+before a capture (torch's warm-up) or instead of one uses the ops of ops.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from graphoffload.runtime.streams.memcpy import relaxed_capture
 TAGS = (torch.Tag.flexible_layout,)
 NAMES = ("offload", "release", "reload", "wait")
 _ROWS = 1 << 18
-"""Forwards that may be captured on a device, over all shapes and microbatches in flight."""
+"""The most forwards that may be captured on a device, over all shapes and microbatches in flight."""
 _SHIFT = 32  # replays are counted in the lower half of a number; the upper half is the capture's
 _GONE = "graphoffload: a forward was replayed from a CUDA graph whose host buffers were given back. Please report this."
 _STALE = (
@@ -60,9 +60,9 @@ class Forward:
 
 
 class Ledger:
-    """The forwards captured on one device, by the upper half of their numbers, and what counts their replays.
+    """The forwards captured on one device, by the upper half of their numbers, and the replay counts.
 
-    counts, flags, alive: by row. A row is of one capture, and is not used again.
+    counts, flags, alive: by row. A row belongs to one capture and is not used again.
     """
 
     __slots__ = ("_next", "alive", "counts", "flags", "forwards", "rows", "streams")
@@ -100,7 +100,7 @@ class Ledger:
         return self.counts[forward.row : forward.row + 1]
 
     def forget(self, entries: list[OffloadedTensor], begun: Forward | None) -> None:
-        """Take entries out of the captures that they are of, which need not be the one begun last; captures with none go."""
+        """Remove entries from their captures, which need not be the latest; drop captures that have none left."""
         with _LOCK:
             for number, forward in list(self.forwards.items()):
                 gone = [id for id, entry in forward.entries.items() if entry in entries]
@@ -120,8 +120,8 @@ class _Open(threading.local):
     """This thread's captures: offloads and reloads that were not released or waited for yet, by plan and id; the forward and
     the backward that the next one may be part of.
 
-    A graph captures each of its transfers once and always in the same order, also one whose capture was given up. So one that
-    is there already begins another capture.
+    A graph captures each of its transfers once and always in the same order, also if its capture was given up. A transfer that
+    is already present therefore begins another capture.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class _Open(threading.local):
         self.checked: tuple[Forward | None, set[int]] = None, set()
 
     def forward_of(self, ledger: Ledger, plan: str, id: int) -> tuple[Forward, bool]:
-        """The capture that an offload is part of, and whether it is the first there."""
+        """The capture that an offload is part of, and whether the offload is its first."""
         forward = self.forward
         known = forward is not None and ledger.forwards.get(forward.number) is forward  # on this device, and not given back
         if forward is None or not known or forward.plan != plan or id in forward.entries:
@@ -155,7 +155,8 @@ _LOCK = threading.Lock()
 
 
 def prepare(device: torch.device) -> bool:
-    """What captures on a device need; False where there are none. Called before: memory taken in a capture belongs to it."""
+    """Objects that captures on a device need; False if there are none. Call it first: memory allocated in a capture belongs to
+    it."""
     streams = capture_streams_of(device)
     if streams is None:
         return False
@@ -186,7 +187,7 @@ def _offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
     if not is_captured(x.device):
         handle = ops.offload(x, plan, id)
         if not ops.handles_may_be_copied():
-            handle.fill_(-1)  # nobody's number
+            handle.fill_(-1)  # no capture has this number
         return handle
     with _joined_on_error():
         return _capture_offload(x, plan, id)
@@ -219,7 +220,7 @@ def _capture_offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
         handle.copy_(count)
 
     done = streams.copy("d2h", entry, (), *ops.copy_to_host(x, entry), first=sign)
-    _OPEN.offloads[plan, id] = entry, done  # the event is the graph's, and nobody outside of it may wait for it
+    _OPEN.offloads[plan, id] = entry, done  # the event is the graph's, and nothing outside may wait for it
     COUNTERS.captured += 1
     COUNTERS.captured_bytes += layout.nbytes
     return handle
@@ -257,7 +258,7 @@ def _capture_reload(
     if entry is None or forward is None or forward.plan != plan:
         raise CaptureError(
             f"{run.name(id)}: its backward is being captured in a CUDA graph, but its forward was not: torch ran it without "
-            f"one, as it does behind too many re-recordings, or a saved-tensors hook copied its handle (plan {plan}). Every "
+            f"one, as it does after too many re-recordings, or a saved-tensors hook copied its handle (plan {plan}). Every "
             "replay would use this one host buffer. Compile with mode=None."
         )
     as_it_lies = ops.checked_layout(entry, size, stride, dtype)
@@ -329,7 +330,7 @@ def _joined_on_error() -> Iterator[None]:
 
 
 def _abandon() -> None:
-    """An error in a capture: its open branches join, as they must for torch to end it, and its host buffers are free again."""
+    """After an error in a capture: join its open branches, so that torch can end it, and free its host buffers."""
     events = [*_OPEN.offloads.values(), *[(entry, done) for entry, _, done in _OPEN.reloads.values()]]
     entries = [entry for entry, _ in _OPEN.offloads.values()]
     forward, _OPEN.forward, _OPEN.checked = _OPEN.forward, None, (None, set())
@@ -341,12 +342,12 @@ def _abandon() -> None:
     for ledger in list(_LEDGERS.values()):
         ledger.forget(entries, forward)
     for entry in entries:
-        if entry.state is not CLOSED:  # its plan's captures were given back, and this one had been given up before
+        if entry.state is not CLOSED:  # its plan's captures were given back after this one had been given up
             entry.close()
 
 
 def own(plan: str, owner: object) -> None:
-    """Whoever may still replay forwards of a plan, or backwards of them; several compiles may share a plan."""
+    """The compiled functions that may still replay forwards or backwards of a plan; several compiles may share a plan."""
     with _LOCK:
         owners = _OWNERS.setdefault(plan, [])
         owners[:] = [ref for ref in owners if ref() is not None and ref() is not owner]
@@ -354,7 +355,8 @@ def own(plan: str, owner: object) -> None:
 
 
 def collect() -> None:
-    """Give back the host buffers of plans that nobody is left to replay. No finalizer calls it: it waits for the device."""
+    """Free the host buffers of plans that no compiled function can replay any more. It waits for the device: no finalizer calls
+    it."""
     if any(is_captured(device) for device in list(_LEDGERS)):
         return
     with _LOCK:
@@ -366,7 +368,7 @@ def collect() -> None:
 
 
 def give_back(plan: str) -> None:
-    """The captures of a plan are gone, and their host buffers are free again. A replay that came all the same would stop."""
+    """Drop a plan's captures and free their host buffers. A replay that happens nevertheless stops the device."""
     for ledger in list(_LEDGERS.values()):
         gone = [forward for forward in list(ledger.forwards.values()) if forward.plan == plan]
         rows = [forward.row for forward in gone]

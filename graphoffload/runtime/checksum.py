@@ -10,10 +10,10 @@ _COLUMNS = 4096
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """Digest of a tensor's bits in logical order: int64, shape (3,), on the tensor's device.
 
-    The words are summed, summed weighted by row, and summed weighted by column of a (n / 4096, 4096) arrangement; integer
-    arithmetic wraps and is exact, so equal bits give equal digests whatever kernel sums them. A single changed bit always
-    changes the first sum; two exchanged elements change a weighted one. Reads the tensor, allocates only row sums, except
-    for a non-contiguous tensor, which is copied first.
+    The words of the tensor are arranged as (n / 4096, 4096). The digest is their sum, their sum weighted by row, and their sum
+    weighted by column. Integer arithmetic wraps and is exact, so equal bits give equal digests whatever kernel sums them. A
+    single changed bit always changes the first sum; two exchanged elements change a weighted one. The function reads the tensor
+    and allocates only row sums; a non-contiguous tensor is copied first.
     """
     if tensor.numel() == 0:
         return torch.zeros(3, dtype=torch.int64, device=tensor.device)

@@ -1,4 +1,4 @@
-"""Counters of what moved in this process."""
+"""Counters of the copies and bytes of this process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 class Counters:
     """Totals since the process started or since reset_stats().
 
-    offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes moved. stays, stayed_bytes: what a plan offloads, but stayed: a
-    budget that several graphs share had room for it, or it was the last graph's and needed at once. relaid: reloads whose
-    run-time strides differed from the graph's, so that a second copy on the device put them right. dropped: offloaded tensors
-    that no backward asked for.
-    captured, captured_bytes: offloads that CUDA graphs were captured with; their replays are not counted, nor are their bytes.
-    checked: digests compared. deferred: releases left to the next graph. prefetches: reloads started in the backward of the
-    graph behind; prefetch_hits: those that a reload took. inflight_peak_bytes: most bytes offloaded and not yet released at
-    one time. release_stall_us, wait_stall_us: what compute waited for copies to and from the host, as far as it was timed
-    (runtime.trace_stalls); stall_ms_by_tensor: both together, the most first.
+    offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes copied. stays, stayed_bytes: tensors that a plan offloads and the
+    runtime kept on the device, since a budget that several graphs share had room for them, or since they were the last graph's
+    and backward reads those at once. relaid: reloads whose run-time strides differed from the graph's, so that a second copy on
+    the device was needed. dropped: offloaded tensors that no backward read. captured, captured_bytes: offloads that CUDA graphs
+    were captured with; their replays and the bytes of these are not counted. checked: digests compared. deferred: releases left
+    to the next graph. prefetches: reloads started during the backward of another graph; prefetch_hits: those that a reload
+    used. inflight_peak_bytes: most bytes offloaded and not yet released at one time. release_stall_us, wait_stall_us: time that
+    compute waited for copies to the host and back, as far as it was measured (runtime.trace_stalls); stall_ms_by_tensor: both
+    together, largest first.
     """
 
     offloads: int = 0
@@ -46,7 +46,7 @@ class Counters:
     stall_ms_by_tensor: dict[str, float] = field(default_factory=dict)
 
     def offloaded(self, nbytes: int) -> None:
-        """One tensor more on its way to the host."""
+        """Count a tensor whose copy to the host has started."""
         self.offloads += 1
         self.d2h_bytes += nbytes
         self.inflight_bytes += nbytes
@@ -54,17 +54,17 @@ class Counters:
             self.inflight_peak_bytes = self.inflight_bytes
 
     def released(self, nbytes: int) -> None:
-        """The source of one tensor is free."""
+        """Count a source that was released."""
         self.releases += 1
         self.inflight_bytes -= nbytes
 
     def stayed(self, nbytes: int) -> None:
-        """One tensor more that stays on the device."""
+        """Count a tensor that stays on the device."""
         self.stays += 1
         self.stayed_bytes += nbytes
 
     def stalled(self, release_ms: float, wait_ms: float, by_tensor_ms: Mapping[str, float]) -> None:
-        """Compute waited so long in a stretch that was timed."""
+        """Count a measured wait of compute."""
         self.release_stall_us += round(release_ms * 1e3)
         self.wait_stall_us += round(wait_ms * 1e3)
         for name, stall_ms in by_tensor_ms.items():
@@ -81,7 +81,7 @@ COUNTERS = Counters()
 
 
 def reset_stats() -> None:
-    """Set every counter to zero; what is on its way right now stays counted as that."""
+    """Set every counter to zero, except for bytes in copies right now."""
     inflight = COUNTERS.inflight_bytes
     fresh = Counters(inflight_bytes=inflight, inflight_peak_bytes=inflight)
     for name in Counters.__dataclass_fields__:

@@ -1,13 +1,13 @@
 """Handles, and the table that finds the offloaded tensor that each stands for.
 
-`offload` returns a handle: a (1,) int64 tensor on the source's device that travels through autograd in the source's place. It
-is found by the identity of its storage: a weak reference keeps that identity from being used twice and tells when the last
-owner dropped the handle, which is when the host buffer goes back to the pool.
+`offload` returns a handle: a (1,) int64 tensor on the source's device that autograd saves instead of the source. The table
+finds it by the identity of its storage. A weak reference prevents that this identity is used twice, and tells when the last
+owner drops the handle; the host buffer then goes back to the pool.
 
-Saved-tensor hooks around the model may copy handles, and identity is lost. While such hooks are active a ticket is written
-into the handle, and reload reads it back (one device synchronisation each). Such a tensor is closed after the wait of a
-backward that leaves autograd no second one. Nobody can tell when copies that no backward asks for die: those of the last
-`KEPT_TURNS` times that training went from backward to forward stay, `KEPT_COPIES` of each (plan, id) at most.
+Saved-tensor hooks around the model may copy handles, and a copy has another identity. While such hooks are active a ticket is
+written into the handle, and reload reads it back (one device synchronization each). Such a tensor is closed after the wait of a
+backward that leaves autograd no second one. It is not known when copies die that no backward reads. Those of the last
+`KEPT_TURNS` times that training went from backward to forward are kept, at most `KEPT_COPIES` for each (plan, id).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Entries:
         return sum(map(len, self._by_storage.values())) + sum(map(len, self._copied.values()))
 
     def living(self) -> list[OffloadedTensor]:
-        """All of them, at this moment."""
+        """All entries at this moment."""
         with self._lock:
             groups = [list(group.values()) for group in self._by_storage.values()]
             return [entry for group in (*groups, *self._copied.values()) for entry in group]
 
     def add(self, handle: torch.Tensor, entry: OffloadedTensor, *, may_be_copied: bool) -> None:
-        """Tie an entry to its handle's storage, and to its content where hooks may copy the handle."""
+        """Register an entry under its handle's storage, and under its content if hooks may copy the handle."""
         if may_be_copied:
             self._add_ticket(handle, entry)
             return
@@ -82,7 +82,7 @@ class Entries:
         return entry.ticket is not None and entry.ticket.turn < self._turns - KEPT_TURNS
 
     def finish(self, entry: OffloadedTensor) -> None:
-        """Close what a ticket stands for, after the last backward that may ask for it."""
+        """Close the entry of a ticket, after the last backward that may read it."""
         with self._lock:
             queue = self._copied[entry.run.key, entry.id]
             if entry in queue:
@@ -125,9 +125,9 @@ class Entries:
         return entry
 
     def start_forward(self, plan: str) -> None:
-        """Close what is over: of this plan, and of all plans after a backward, or after a forward that was dropped.
+        """Close finished entries: of this plan, and of all plans after a backward or after a dropped forward.
 
-        Many graphs so cost no more than one. A dropped forward's buffers in use would else be in the way of other sizes.
+        Many graphs cost no more than one this way. Buffers of a dropped forward would otherwise block memory for other sizes.
         """
         if self.reloaded or self._dropped():
             self._turns += self.reloaded
@@ -137,13 +137,13 @@ class Entries:
             self.sweep(plan)
 
     def _dropped(self) -> bool:
-        """Whether nobody owns any more what was offloaded last."""
+        """Whether the handle of the last offload has no owner any more."""
         with self._lock:
             last = self._last
             return last is not None and last.weak != 0 and bool(torch.UntypedStorage._expired(last.weak))
 
     def sweep(self, plan: str | None = None, *, settled: bool = False) -> int:
-        """Close entries (of one plan, or of all) whose handle nobody owns any more; returns how many.
+        """Close entries (of one plan, or of all) whose handle has no owner any more; returns how many.
 
         `settled`: only those whose copies compute has waited for, so that nothing is issued to its stream.
         """
@@ -161,7 +161,7 @@ class Entries:
         return len(dead)
 
     def _count_dropped(self, entries: list[OffloadedTensor]) -> None:
-        """Warn once after many forwards in a row whose offloaded activations no backward asked for."""
+        """Warn once after many forwards in a row whose offloaded activations no backward read."""
         if any(entry.reloads for entry in entries):
             self._forwards_dropped = self._bytes_dropped = 0
         else:
@@ -178,7 +178,7 @@ class Entries:
         )
 
     def abandon(self, entry: OffloadedTensor) -> None:
-        """Undo an offload that did not come about; it was never added, or is the last that was."""
+        """Undo an offload that failed; its entry was never added, or was the last one added."""
         with self._lock:
             self._by_storage[entry.run.key].pop(entry.weak, None)
             if entry.ticket is not None:

@@ -1,6 +1,6 @@
-"""Switches: delays beside copies, memory overwritten after release, copies that never leave the device, stalls that are timed.
+"""Switches for tests: delays of copies, memory overwritten after release, clones on the device as copies, timed stalls.
 
-None of them is active in plain training; each is one attribute that the hot path compares with None.
+None of them is active in plain training. Each is one attribute that the hot path compares with None.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def switched(attribute: str, value: Any) -> Iterator[None]:
 
 
 def copy_hook(hook: CopyHook) -> contextlib.AbstractContextManager[None]:
-    """Call `hook(direction, when, name)` beside every copy, with the side stream current.
+    """Call `hook(direction, when, name)` before and after every copy, with the side stream current.
 
     direction is "d2h" or "h2d", when is "before" or "after", name is the tensor's.
     """
@@ -60,6 +60,6 @@ def release_hook(hook: ReleaseHook) -> contextlib.AbstractContextManager[None]:
 def twin_copies() -> contextlib.AbstractContextManager[None]:
     """Replace every copy to the host by a synchronous clone on the device, in the same rewritten graphs.
 
-    What differs between a run with and one without is the copies alone, so gradients must be equal to the bit.
+    Only the copies differ between a run with the switch and one without, so gradients must be equal to the bit.
     """
     return switched("twin", True)

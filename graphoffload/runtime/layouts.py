@@ -1,4 +1,4 @@
-"""How a tensor's elements lie in memory: worked out once for each transfer, and again when its shape changes."""
+"""How a tensor's elements are laid out in memory: computed once for each transfer, and again when its shape changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 
 def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """torch.empty_strided, on the current CUDA device by what Inductor's code calls, which takes half of the host's time."""
+    """torch.empty_strided; on the current CUDA device by the function that Inductor's code calls, which takes half the host
+    time."""
     if device.type == "cuda" and device.index == torch._C._cuda_getDevice():
         guards: Any = torch._C._dynamo.guards
         return cast("torch.Tensor", guards._empty_strided_cuda(tuple(size), tuple(stride), dtype))
@@ -31,7 +32,7 @@ def same_layout(size: Sequence[int], left: Sequence[int], right: Sequence[int]) 
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill one block of memory without gaps or overlaps, in whatever order."""
+    """Whether the elements fill one block of memory without gaps or overlaps, in any order."""
     expected = 1
     for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step != expected:
@@ -41,9 +42,9 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 class Layout:
-    """What offload found: shape, type and place of its source, and how its bytes lie on the host.
+    """Shape, type and device of a source at its offload, and the layout of its bytes on the host.
 
-    given: strides of the source. stride: strides of the host copy, which are the source's where it is dense, else row-major.
+    given: strides of the source. stride: strides of the host copy; equal to the source's if that is dense, else row-major.
     """
 
     __slots__ = ("_asked", "dense", "device", "dtype", "given", "nbytes", "size", "stride")
@@ -59,7 +60,7 @@ class Layout:
         self._asked: tuple[Sequence[int], Sequence[int], bool] | None = None
 
     def returns_as_it_lies(self, size: Sequence[int], stride: Sequence[int]) -> bool | None:
-        """Whether a dense tensor of this size and stride takes the host's bytes in their order; None if the size is another."""
+        """Whether a dense tensor of this size and stride takes the host's bytes in their order; None if the size differs."""
         asked = self._asked
         if asked is not None and asked[0] == size and asked[1] == stride:
             return asked[2]

@@ -44,28 +44,28 @@ if TYPE_CHECKING:
     from graphoffload.runtime.step.between_graphs import Call
 
 LOCK = threading.RLock()
-"""Guards handles and all that is pending: forward, backward and whoever clears dead handles are different threads."""
+"""Guards handles and everything pending: forward, backward and the clearing of dead handles run on different threads."""
 
 
 class State(enum.IntEnum):
     """What an offloaded tensor is doing; the diagram above has the ways between them."""
 
     NEW = enum.auto()  # nothing was done yet
-    COPYING = enum.auto()  # the copy to the host may be under way, and the source is held
-    RELEASE_PENDING = enum.auto()  # the graph is done with the source, and a later graph's compute waits for its copy
-    ON_HOST = enum.auto()  # the bytes are on the host alone, as far as the compute stream can tell
-    PREFETCHED = enum.auto()  # a copy to memory that no backward has asked for yet may be under way
-    RELOADING = enum.auto()  # backward has the target, and the copy to it may be under way
+    COPYING = enum.auto()  # the copy to the host may be running, and the source is held
+    RELEASE_PENDING = enum.auto()  # the graph no longer reads the source, and a later graph's compute waits for its copy
+    ON_HOST = enum.auto()  # only the host has the bytes, as far as the compute stream can tell
+    PREFETCHED = enum.auto()  # a copy to memory that no backward has asked for yet may be running
+    RELOADING = enum.auto()  # backward has the target, and the copy to it may be running
     STAYING = enum.auto()  # not copied, and the graph still reads the source
-    RESIDENT = enum.auto()  # not copied, and nobody may write to the source any more
+    RESIDENT = enum.auto()  # not copied, and no operation may write to the source any more
     LENT = enum.auto()  # a backward has a copy of the source, and another backward may come
-    HANDING_OVER = enum.auto()  # a backward has the source, or a copy of it, and no other may come
+    HANDING_OVER = enum.auto()  # a backward has the source, or a copy of it, and no other backward may come
     HANDED_OVER = enum.auto()  # that backward waited for it: nothing is left
-    CLOSED = enum.auto()  # its handle is gone
+    CLOSED = enum.auto()  # its handle was dropped
 
     @property
     def words(self) -> str:
-        """For messages."""
+        """The state's name for messages."""
         return self.name.lower().replace("_", " ")
 
 
@@ -91,7 +91,7 @@ TRANSITIONS: dict[str, dict[State, State]] = {
     "wait": {RELOADING: ON_HOST, LENT: RESIDENT, HANDING_OVER: HANDED_OVER},
     "close": {state: CLOSED for state in State if state is not CLOSED},
 }
-"""By event: the states that it may come in, and the state that it leads to from each."""
+"""For each event: the states that it may come in, and the state that it leads to from each."""
 
 (
     _START_COPY, _RELEASE, _LEAVE_RELEASE_PENDING, _SETTLE, _PREFETCH, _TAKE_PREFETCHED, _DROP_PREFETCHED, _START_RELOAD,
@@ -104,8 +104,8 @@ _STAYING = (STAYING, RESIDENT, LENT, HANDING_OVER, HANDED_OVER)
 class HostCopy:
     """The bytes of one offloaded tensor on the host, and the last copies to and from them.
 
-    clone: in place of a buffer, under twin_copies(). written, read: events of the copy to the host and of the last one back;
-    None where copies are synchronous, and in captures of CUDA graphs, which keep their own.
+    clone: instead of a buffer, under twin_copies(). written, read: events of the copy to the host and of the last one back;
+    None if copies are synchronous, and in captures of CUDA graphs, which have their own.
     """
 
     __slots__ = ("buffer", "clone", "read", "written")
@@ -117,7 +117,7 @@ class HostCopy:
 
 
 class Ticket(NamedTuple):
-    """What is written into a handle that may be copied, and in which turn from forward to backward that was."""
+    """The number written into a handle that may be copied, and the turn from forward to backward in which it was written."""
 
     number: int
     turn: int
@@ -158,17 +158,17 @@ class OffloadedTensor:
 
     @property
     def name(self) -> str:
-        """The tensor and its module, for messages."""
+        """The tensor's name and its module, for messages."""
         return self.run.name(self.id)
 
     @property
     def stays(self) -> bool:
-        """Whether it was not copied, as there was room for it on the device."""
+        """Whether it was not copied, since the device had room for it."""
         return self.state in _STAYING
 
     @property
     def in_flight(self) -> bool:
-        """Whether it is copied to the host, and its source is not free yet."""
+        """Whether it is copied to the host and its source is not free yet."""
         return self.state is COPYING or self.state is RELEASE_PENDING
 
     @property
@@ -186,7 +186,7 @@ class OffloadedTensor:
         )
 
     def start_copy(self) -> None:
-        """Its copy to the host comes next."""
+        """Its copy to the host starts next."""
         if (after := _START_COPY.get(self.state)) is None:
             raise self.refusal("start_copy")
         self.state = after
@@ -203,14 +203,14 @@ class OffloadedTensor:
         self.source = None
 
     def leave_release_pending(self, stream: Any) -> None:
-        """The graph on `stream` is done with the source, and does not wait for its copy."""
+        """The graph on `stream` no longer reads the source, and does not wait for its copy."""
         if (after := _LEAVE_RELEASE_PENDING.get(self.state)) is None:
             raise self.refusal("leave_release_pending")
         self.stream = stream
         self.state = after
 
     def settle(self, *, waited: bool = False) -> torch.Tensor | None:
-        """Compute waits for the copy to the host, unless it `waited` for a later one, and the source, returned, is free."""
+        """Compute waits for the copy to the host, unless it `waited` for a later one. Returns the source, then free."""
         if (after := _SETTLE.get(self.state)) is None:
             raise self.refusal("settle")
         host = self.host
@@ -238,7 +238,7 @@ class OffloadedTensor:
         self.state = after
 
     def drop_prefetched(self) -> None:
-        """The target is given up, and the stream that owns its memory waits for the copy."""
+        """The target is dropped, after the stream that owns its memory has waited for the copy."""
         if (after := _DROP_PREFETCHED.get(self.state)) is None:
             raise self.refusal("drop_prefetched")
         self._finish_reading()
@@ -246,7 +246,7 @@ class OffloadedTensor:
         self.state = after
 
     def start_reload(self, y: torch.Tensor) -> None:
-        """The copy back to y comes next. The memory that a backward before stopped with, if any, is free after its copy."""
+        """The copy back to y starts next. Memory of an earlier, interrupted backward is free after its own copy."""
         if (after := _START_RELOAD.get(self.state)) is None:
             raise self.refusal("start_reload")
         if self.state is RELOADING:
@@ -262,7 +262,7 @@ class OffloadedTensor:
         self.state = after
 
     def become_resident(self, version: int) -> None:
-        """The graph is done with the source, which is at this version and stays there."""
+        """The graph no longer reads the source, which has this version and stays on the device."""
         if (after := _BECOME_RESIDENT.get(self.state)) is None:
             raise self.refusal("become_resident")
         self.version = version
@@ -283,7 +283,7 @@ class OffloadedTensor:
         self.state = after
 
     def wait(self) -> None:
-        """Compute waits for the copy back, and the target is backward's alone."""
+        """Compute waits for the copy back, and only backward owns the target from then on."""
         if (after := _WAIT.get(self.state)) is None:
             raise self.refusal("wait")
         host = self.host
@@ -294,7 +294,7 @@ class OffloadedTensor:
         self.state = after
 
     def close(self) -> None:
-        """Nobody asks any more: memory goes, on the device and on the host, each after the copy that may be under way."""
+        """The handle is dropped: memory on the device and on the host is freed, each after a copy that may be running."""
         if (after := _CLOSE.get(self.state)) is None:
             raise self.refusal("close")
         host = self.host

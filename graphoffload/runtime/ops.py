@@ -1,7 +1,7 @@
-"""The four ops that move activations. Only the graph passes put them into a graph.
+"""The four ops that move activations. Only the graph passes insert them.
 
-    forward    handle = offload(x)            starts D2H on the D2H stream, after what compute has issued so far
-               release(x, handle)             compute waits for that D2H; a use of x, so nothing may reuse its memory before
+    forward    handle = offload(x)            starts D2H on the D2H stream, after the work that compute has issued so far
+               release(x, handle)             compute waits for that D2H; a use of x, so its memory is not reused before
     backward   y = reload(handle, size, ...)  allocates y on the compute stream, starts H2D on the H2D stream
                wait(y, handle)                compute waits for that H2D; ordered before every reader of y
 
@@ -9,10 +9,10 @@
         D2H         |== x ============|                                                                        R release
         H2D                                                        |== y ============|                         W wait
 
-release and wait declare that they mutate x and y. They do not, but it is what orders them in every compiler: all earlier
-readers of x stay before release, all readers of y after wait, and Inductor cannot give x's memory to another tensor while
-release still has to come. Layouts are those of run time: Inductor may lay x out otherwise than the graph says, so bytes are
-copied as they lie, with their strides, and reload returns the strides that backward was compiled for.
+release and wait declare that they mutate x and y. They do not, but the declaration orders them in every compiler: all earlier
+readers of x run before release, all readers of y run after wait, and Inductor cannot give x's memory to another tensor before
+release. Layouts are those of run time. Inductor may choose other strides for x than the graph says, so bytes are copied in
+their order in memory, with their strides, and reload returns the strides that backward was compiled for.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from graphoffload.runtime.streams.copy_streams import Block, streams_of
 
 HANDLE_DTYPE = torch.int64
 _ONE = (1,)
-_OWNERS = 2  # of a storage that one tensor has: the tensor, and the Python object that asks
+_OWNERS = 2  # References to a storage that one tensor has: the tensor's, and the Python object that asks.
 
 LIBRARY = torch.library.Library("graphoffload", "DEF")
 # Inductor captures CUDA graphs between these ops and calls them: a replay would copy to the buffers of its capture. The same
@@ -61,7 +61,7 @@ _SCHEMAS = {
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's block of memory as it lies."""
+    """The block of memory of a dense tensor, in its order in memory."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
@@ -139,7 +139,7 @@ def copy_to_host(x: torch.Tensor, entry: OffloadedTensor) -> tuple[Callable[[], 
 
 
 def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
-    """Let compute wait for the copy of x; its memory is free from then on."""
+    """Let compute wait for the copy of x; its memory is free afterwards."""
     entry = ENTRIES.find(handle, plan, id)
     state = entry.state
     if state is not COPYING and state is not STAYING:
@@ -169,7 +169,7 @@ def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
 def reload(
     handle: torch.Tensor, plan: str, id: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Start the copy back to new memory of this size and these strides; its content is there after `wait`."""
+    """Start the copy back to new memory of this size and these strides. The content is valid after `wait`."""
     entry = ENTRIES.find(handle, plan, id)
     as_it_lies = checked_layout(entry, size, stride, dtype)
     between.reloading(entry)
@@ -185,7 +185,7 @@ def reload(
 
 
 def checked_layout(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether backward's layout is that of the bytes as they lie; else they have to be laid out anew.
+    """Whether backward's layout is that of the host's bytes; if not, they must be laid out again.
 
     Raises:
         RuntimeStateError: it is the layout of another tensor.
@@ -217,7 +217,8 @@ def _reload_now(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[in
 
 
 def _hand_back(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """What stayed on the device: its own memory where nobody else has it and no other backward can come, else a copy."""
+    """A tensor that stayed on the device: its own memory if no other tensor uses it and no other backward can come, else a
+    copy."""
     source, streams = entry.source, entry.streams
     if source is None:
         raise RuntimeStateError(
@@ -252,7 +253,7 @@ def _hand_back(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int
 
 
 def _owns_all_of_its_memory(x: torch.Tensor) -> bool:
-    """Whether no other tensor lies in its storage, and nothing else does."""
+    """Whether no other tensor, and nothing else, uses its storage."""
     storage = x.untyped_storage()
     return storage.nbytes() == x.numel() * x.element_size() and torch._C._storage_Use_Count(storage._cdata) == _OWNERS
 
@@ -289,7 +290,7 @@ def copy_to_device(y: torch.Tensor, entry: OffloadedTensor, *, as_it_lies: bool)
         flat = buffer.flat(layout.dtype)
         if as_it_lies:
             _flat(y).copy_(flat, non_blocking=True)
-        else:  # allocated and used on the side stream alone
+        else:  # allocated and used only on the side stream
             staged = torch.empty(flat.shape, dtype=layout.dtype, device=y.device)
             staged.copy_(flat, non_blocking=True)
             y.copy_(staged.as_strided(layout.size, layout.stride))
@@ -355,7 +356,7 @@ def define(op: str, name: str, kernel: Callable[..., Any], tags: tuple[torch.Tag
 
 
 KERNELS = types.SimpleNamespace(offload=offload, release=release, reload=reload, wait=wait)
-"""The four as Inductor's code calls them: torch's dispatcher has nothing to add, and costs as much as the ops do."""
+"""The four ops as Inductor's code calls them: torch's dispatcher adds nothing and costs as much as the ops do."""
 
 for _op, _kernel in vars(KERNELS).items():
     define(_op, _op, _kernel, _TAGS)

@@ -1,34 +1,35 @@
-"""Plans by key: what the ops need to know at run time, what last_plans() shows, and what survives in a compile-cache hit.
+"""Plans by key: for the ops at run time, for last_plans(), and for hits in a compile cache.
 
-torch's compile caches skip the partitioner on a hit, so a plan is stored beside them under the key that is also part of
-torch's cache key.
+torch's compile caches skip the partitioner on a hit. A plan is therefore stored next to them, under the key that is also part
+of torch's cache key.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Sequence
 
 import torch
 
-from graphoffload.cache_files import cache_dir, write_whole
+from graphoffload.cache_files import cache_dir, keep_newest, write_whole
 from graphoffload.errors import ConfigError
 from graphoffload.facts.plan import Plan
 from graphoffload.runtime.layouts import Layout
-from graphoffload.runtime.pinned.preallocation import going_to_run, prepare_plan
+from graphoffload.runtime.pinned.preallocation import prepare_plan
 from graphoffload.runtime.step.resident import Budget
 
 
 class RunPlan:
-    """The part of a plan that the ops look at on every call, and what the last calls taught.
+    """The part of a plan that the ops read on every call, and values learned from the last calls.
 
-    at_end: ids that are released at the end of forward. asked: size, stride and type that backward reloads an id with.
-    order: ids in the order in which backward reloads them. capturable: forward was compiled to be captured with its copies.
-    downstream: this graph reads what other graphs compute, and has no goal: all its releases may be left to the next graph.
-    Where its call is the last of a forward, what it offloads stays on the device (see step/between_graphs.py).
-    strides: what the compiler lays an id's source out as, where that is known.
+    at_end: ids that are released at the end of forward. asked: size, stride and type that backward reloads an id with. order:
+    ids in the order in which backward reloads them. capturable: forward was compiled to be captured with its copies.
+    downstream: this graph reads results of other graphs, and has no goal: all its releases may be left to the next graph. If
+    its call is the last of a forward, the tensors that it offloads stay on the device (see step/between_graphs.py). strides:
+    the compiler's layout of an id's source, if known.
     """
 
     __slots__ = (
@@ -76,7 +77,7 @@ class RunPlan:
         return self._names.get(id) or f"tensor {id}"
 
     def layout(self, x: torch.Tensor, id: int) -> Layout:
-        """The layout of a transfer's source: the last one seen, as long as it holds."""
+        """The layout of a transfer's source: the last one seen, while it is still true."""
         layout = self.layouts.get(id)
         if (
             layout is None
@@ -95,10 +96,13 @@ _PLANS: dict[str, Plan] = {}
 _EXPLAINED: dict[str, Plan] = {}
 _RUN: dict[str, RunPlan] = {}
 _BASES: dict[str, Plan] = {}
+_written = itertools.count()
+_PRUNED_EVERY = 64  # files that this process has written: to look at a folder takes a while on a network
+_MOST_FILES, _MOST_BYTES = 1000, 256 * 2**20
 
 
 def across_graphs() -> bool:
-    """Whether copies may outlive their graph and start in another one's backward: unless GRAPHOFFLOAD_ACROSS_GRAPHS=0.
+    """Whether copies may outlive their graph and start in another one's backward; GRAPHOFFLOAD_ACROSS_GRAPHS=0 forbids it.
 
     Raises:
         ConfigError: the variable is neither on nor off.
@@ -112,54 +116,57 @@ def across_graphs() -> bool:
     return text in _ON
 
 
-def register(plan: Plan, *, store: bool = True) -> None:
+def register(plan: Plan, *, runs: bool = False, store: bool = True) -> None:
     """Make a plan known to the ops and to last_plans().
 
-    Where it is going to run, host memory for it is taken from now on, and `store` writes it to disk for later hits of torch's
-    compile cache.
+    Where it is going to run (`runs`), host memory for it is taken from now on, and `store` writes it to disk for later hits of
+    torch's compile cache.
     """
-    prepare_plan(plan)
+    if runs:
+        prepare_plan(plan)
     with _LOCK:
         _PLANS.pop(plan.key, None)
         _PLANS[plan.key] = plan
         _RUN[plan.key] = RunPlan(plan, plan.key)
-    if store and going_to_run():
+    if store and runs:
         _write(plan, plan.key)
 
 
-def only_explained(key: str) -> Plan | None:
-    """The plan with this key, which nothing is compiled under: last_plans() does not show it. None where there is none."""
+def explained(plan: Plan) -> None:
+    """Make a plan known that nothing is compiled under: last_plans() does not show it."""
     with _LOCK:
-        plan = _PLANS.pop(key, None)
-        if plan is not None:
-            _EXPLAINED[key] = plan
-    return plan
+        _EXPLAINED[plan.key] = plan
+        _RUN[plan.key] = RunPlan(plan, plan.key)
 
 
 def remember(base: str, plan: Plan) -> None:
-    """Store a plan under the key of what it was made for: the next process uses the same plan key and hits torch's cache.
+    """Store a plan under the key of its inputs: the next process then uses the same plan key and hits torch's cache.
 
-    A plan key is that base key and a random suffix: without a stored plan torch's cache cannot hit, so a compiled graph never
+    A plan key is that base key and a random suffix. Without a stored plan torch's cache cannot hit, so a compiled graph never
     runs without its plan.
     """
-    if base not in _BASES:
+    known = _BASES.get(base)
+    if known is None or known.key != plan.key:
         _BASES[base] = plan
         _write(plan, base)
 
 
 def _write(plan: Plan, name: str) -> None:
+    folder = cache_dir() / "plans"
     with contextlib.suppress(OSError):  # without a store a cache hit is compiled anew: slower, never wrong
-        write_whole(cache_dir() / "plans" / f"{name}.json", plan.to_json())
+        write_whole(folder / f"{name}.json", plan.to_json())
+    if next(_written) % _PRUNED_EVERY == 0:
+        keep_newest(folder, files=_MOST_FILES, nbytes=_MOST_BYTES)
 
 
 def stored(key: str) -> Plan | None:
-    """The plan of an earlier compile with this key, from this process or from disk."""
+    """The plan of an earlier compile with this key, from this process or from disk; what cannot be read is none."""
     plan = _PLANS.get(key) or _BASES.get(key)
     if plan is not None:
         return plan
     try:
         return Plan.from_json((cache_dir() / "plans" / f"{key}.json").read_text())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -169,7 +176,7 @@ def of_key(key: str) -> Plan | None:
 
 
 def run_plan(key: str) -> RunPlan:
-    """What the ops need of a plan; loaded from disk the first time after a cache hit."""
+    """The part of a plan that the ops need; loaded from disk on the first call after a cache hit."""
     run = _RUN.get(key)
     if run is None:
         run = _RUN.setdefault(key, RunPlan(stored(key), key))
@@ -177,16 +184,16 @@ def run_plan(key: str) -> RunPlan:
 
 
 def last_plans() -> tuple[Plan, ...]:
-    """Plans of everything compiled in this process, oldest first, also those that came from a compile-cache hit.
+    """Plans of everything compiled in this process, oldest first, including those from a hit in a compile cache.
 
-    What explain() plans is in its report, and not here: nothing is compiled under it.
+    Plans of explain() are in its report and not here, since nothing is compiled under them.
     """
     with _LOCK:
         return tuple(_PLANS.values())
 
 
 def forget() -> None:
-    """Drop what last_plans() shows. Compiled functions keep working."""
+    """Clear the plans that last_plans() shows. Compiled functions keep working."""
     with _LOCK:
         _PLANS.clear()
         _EXPLAINED.clear()

@@ -102,7 +102,7 @@ def with_compiled_copies() -> Any:
     """The side streams of the current device, which copy by one compiled call."""
     streams = streams_of(torch.device(DEVICE, torch.cuda.current_device()))
     assert streams is not None
-    assert streams._whole is not None, "there is no compiled copy: is there a C compiler, and Python's headers?"
+    assert streams._whole is not None, "there is no compiled copy: install graphoffload where there is a C compiler"
     return streams
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import PROFILES, HardwareProfile
 from graphoffload.planner.arrays import arrays_of
-from graphoffload.planner.lower_bound import lower_bound_peak_bytes, lower_bound_s
 from graphoffload.planner.problem import Candidate, Program, Recompute, Step
 from graphoffload.planner.simulator import simulate
 from graphoffload.planner.strategies.folds import fold
+from tests.plan.bounds import lower_bound_peak_bytes, lower_bound_s
 from tests.plan.instances import hardwares, programs, stack, toy
 
 

@@ -13,11 +13,11 @@ from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.bottleneck import held_at
-from graphoffload.planner.lower_bound import lower_bound_peak_bytes, lower_bound_s
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline, evaluate, needs, simulate
 from graphoffload.planner.solver import MeetBudget, WithinSlowdown, solve
 from graphoffload.planner.strategies import exact
+from tests.plan.bounds import lower_bound_peak_bytes, lower_bound_s
 from tests.plan.instances import hardwares, programs
 
 TIME_TOLERANCE = 1e-9

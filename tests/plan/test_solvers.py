@@ -12,12 +12,12 @@ from graphoffload.hardware.profile import PROFILES
 from graphoffload.planner import solver as solvers
 from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.goals import Evaluator, Proposal
-from graphoffload.planner.lower_bound import lower_bound_peak_bytes, lower_bound_s
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.planner.simulator import simulate
 from graphoffload.planner.solver import MeetBudget, WithinSlowdown, least_budget_bytes, solve
 from graphoffload.planner.strategies.greedy import greedy_moves
 from graphoffload.planner.strategies.local_search import improve, without_stalled
+from tests.plan.bounds import lower_bound_peak_bytes, lower_bound_s
 from tests.plan.instances import stack, toy
 
 H200 = PROFILES["h200-sxm"]

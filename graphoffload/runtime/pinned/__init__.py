@@ -1,1 +1,1 @@
-"""Page-locked host memory: slabs, buffers of exact size cut from them, and memory taken while a plan compiles."""
+"""Page-locked host memory: slabs, buffers of exact size cut from them, and memory allocated while a plan compiles."""

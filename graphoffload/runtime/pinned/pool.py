@@ -1,15 +1,16 @@
 """Host memory for offloaded activations: buffers of exact size out of page-locked slabs, reused step after step.
 
-torch's own pinned allocator rounds every request up to a power of two, up to twice the RAM that was planned. Here memory is
-page-locked as it is. That costs a quarter to a whole second per GiB, so it is done ahead, beside compiling (`prepare`), and
-undone only on request, or where idle memory would make what is held exceed the largest set ever in flight by more than 5 %.
+torch's own pinned allocator rounds every request up to a power of two, which can take twice the planned RAM. This pool
+page-locks the exact size. Page-locking takes a quarter of a second to a second per GiB. It is therefore done in advance, while
+graphs compile (`prepare`), and undone only on request, or if idle memory would make the total exceed the largest set ever in
+flight by more than 5 %.
 
-    acquire   a buffer of this size lies idle                 every step but the first
-              else one is cut from free memory                another shape: idle buffers are joined and cut anew
-              else the oversized rest is given up, and memory is taken and page-locked
+    acquire   an idle buffer of this size                     every step except the first
+              else one is cut from free memory                another shape: idle buffers are joined and cut again
+              else excess memory is given up, and new memory is allocated and page-locked
 
-A buffer may still be read or written by a copy when it returns to the pool: it carries the event of that copy, and the next
-user's stream waits for it. The host waits only for idle buffers that are to be cut anew.
+A copy may still read or write a buffer that returns to the pool. The buffer carries the event of that copy, and the next user's
+stream waits for it. The host waits only for idle buffers that are to be cut again.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _CHUNK_BYTES = parse_size("1GiB", field="chunk")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What the pool holds, in bytes: in all, of them in use by offloaded tensors, page-locked, and the peak in use.
+    """Bytes of the pool: in total, in use by offloaded tensors, page-locked, and the peak in use.
 
-    buffers: pieces in use or idle. allocations: how often memory was taken from the operating system (and page-locked).
-    by_tensor: bytes in use by tensor; several microbatches in flight are added up. pinning_s_per_gib: seconds that page-locking
-    took for each GiB, over all memory that was ever page-locked, threads beside compiling included; None before.
+    buffers: pieces in use or idle. allocations: how often memory was allocated from the operating system (and page-locked).
+    by_tensor: bytes in use by tensor; several microbatches in flight are added up. pinning_s_per_gib: seconds of page-locking
+    for each GiB, over all memory that was ever page-locked, including threads that run during compiling; None if there is none.
     """
 
     held_bytes: int
@@ -49,7 +50,7 @@ class HostMemory:
 
 
 class HostPool:
-    """Buffers by exact size. Thread-safe: forward and backward run on different threads, and a third page-locks ahead."""
+    """Buffers by exact size. Thread-safe: forward and backward run on different threads, and a third page-locks in advance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -157,7 +158,8 @@ class HostPool:
         return sum(slab.nbytes for slab in self._slabs)
 
     def _cut(self, key: Key) -> HostBuffer | None:
-        """A buffer out of free memory: first what is free, then idle buffers at rest, then all idle buffers."""
+        """A buffer from free memory: first from memory that is free, then from idle buffers without copies, then from all idle
+        buffers."""
         for attempt in range(3):
             if attempt and not self._melt(key[1:], everything=attempt == 2):
                 continue
@@ -171,9 +173,9 @@ class HostPool:
         return None if found is None else self._buffer(found[1], found[0][1], key[0])
 
     def _melt(self, kind: Kind | None, *, everything: bool, keep: Counter[Key] | None = None) -> int:
-        """Idle buffers become free memory again; those made ahead, or in a copy that the host must wait for, only if asked to.
+        """Turn idle buffers into free memory; those made in advance, or in a copy that the host must wait for, only on request.
 
-        `keep`: as many buffers of each key as stay. Returns how many went.
+        `keep`: how many buffers of each key remain. Returns how many were turned.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return 0  # asking an event would break the capture
@@ -196,7 +198,7 @@ class HostPool:
         return melted
 
     def _oversize(self, nbytes: int, *, promised: int = 0) -> list[Slab]:
-        """Unused slabs to close before `nbytes` more are taken, smallest first, so that little more is held than is needed."""
+        """Unused slabs to close before `nbytes` more are allocated, smallest first, so that little excess is held."""
         needed = max(self._peak_bytes, self._in_use_bytes + nbytes, promised)
         limit = needed * _SLACK if self.budget_bytes is None else min(needed * _SLACK, self.budget_bytes)
         closing: list[Slab] = []
@@ -210,10 +212,10 @@ class HostPool:
         return closing
 
     def prepare(self, sizes: Iterable[int], *, pin: bool, device: int = -1, wait: bool = False) -> None:
-        """Have a buffer of each of these sizes ready, taking what is missing beside whatever runs.
+        """Have a buffer of each of these sizes ready; missing memory is allocated in the background.
 
-        An `acquire` of a size that is on its way waits for it. Buffers made ahead for one plan are not counted on by the next.
-        What the operating system refuses is asked for again, and complained about, when it is needed.
+        An `acquire` of a size that is being allocated waits for it. Buffers made in advance for one plan are not counted for
+        the next. Memory that the operating system refuses is requested again, with an error, when it is needed.
         """
         kind = (pin, device)
         with self._lock:
@@ -250,7 +252,7 @@ class HostPool:
             self._bring(keys, promised)
 
     def arrange(self, plan: str, sizes: Iterable[int], *, pin: bool, device: int = -1) -> None:
-        """A forward of another plan starts with nothing in use: cut idle memory for the sizes that it had last time."""
+        """A forward of another plan starts while nothing is in use: cut idle memory for the sizes that it had last time."""
         with self._lock:
             if plan == self._arranged_for or self._in_use_bytes > self._for_good_bytes:
                 return
@@ -262,12 +264,12 @@ class HostPool:
                     self._idle.setdefault(buffer.key, []).append(buffer)
 
     def _cut_all(self, keys: Counter[Key]) -> list[HostBuffer]:
-        """Buffers out of free memory, as far as it goes, the largest first."""
+        """Cut buffers from free memory while there is enough, the largest first."""
         found = (self._cut_free(key) for key in sorted(keys.elements(), reverse=True))
         return [buffer for buffer in found if buffer is not None]
 
     def _bring(self, keys: list[Key], promised: int) -> None:
-        """Take memory for buffers of these keys, a chunk at a time, so that the first are there soon."""
+        """Allocate memory for buffers of these keys, a chunk at a time, so that the first are ready soon."""
         left = list(keys)
         try:
             while left and threading.main_thread().is_alive():
@@ -281,7 +283,7 @@ class HostPool:
                 del left[: len(chunk)]
                 self._deliver(slab, chunk)
         except (HostMemoryError, PageableMemoryWarning):
-            return  # whoever needs the memory asks again, and says so
+            return  # the acquire that needs the memory asks again and raises
         finally:
             with self._lock:
                 self._coming.subtract(left)
@@ -300,7 +302,7 @@ class HostPool:
             self._arrived.notify_all()
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """Return a buffer; a copy that still uses it is named by its `last_copy` event."""
+        """Return a buffer; `last_copy` is the event of a copy that still uses it."""
         if self.poison:
             if buffer.last_copy is not None:
                 buffer.last_copy.synchronize()
@@ -323,7 +325,7 @@ class HostPool:
         return sum(slab.nbytes for slab in closing)
 
     def snapshot(self) -> HostMemory:
-        """What is held now."""
+        """The bytes held now."""
         with self._lock:
             pinned = sum(slab.nbytes for slab in self._slabs if slab.pinned)
             took = per_gib(self._pinning_s, self._pinned_ever_bytes) if self._pinned_ever_bytes else None

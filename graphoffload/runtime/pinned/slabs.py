@@ -1,4 +1,4 @@
-"""Host memory as it comes from the operating system, page-locked in one piece and cut into buffers."""
+"""Slabs: host memory from the operating system, page-locked in one piece and cut into buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key = tuple[int, bool, int]
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes that a buffer takes of its slab."""
+    """Bytes that a buffer occupies in its slab."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -60,13 +60,13 @@ class Slab:
         return min(((length, offset) for offset, length in self.free if length >= nbytes), default=None)
 
     def take(self, offset: int, nbytes: int) -> None:
-        """The front of the free piece at `offset` is in use from now on."""
+        """Mark the front of the free piece at `offset` as in use."""
         at = next(i for i, piece in enumerate(self.free) if piece[0] == offset)
         length = self.free[at][1]
         self.free[at : at + 1] = [(offset + nbytes, length - nbytes)] if length > nbytes else []
 
     def put(self, offset: int, nbytes: int) -> None:
-        """Free again, and joined to free neighbours. No copy of these bytes is under way."""
+        """Free these bytes again and join them with free neighbors. No copy of them may be running."""
         merged: list[tuple[int, int]] = []
         for start, length in sorted([*self.free, (offset, nbytes)]):
             if merged and sum(merged[-1]) == start:
@@ -81,14 +81,14 @@ class Slab:
         return self.free == [(0, self.nbytes)]
 
     def close(self) -> None:
-        """Undo page-locking. The caller has made sure that no copy is under way."""
+        """Undo page-locking. The caller has made sure that no copy is running."""
         if self.pinned:
             self.pinned = False
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 class HostBuffer:
-    """A piece of a slab. `last_copy`: event of a copy that may still use it; `fresh`: made ahead, never used yet.
+    """A piece of a slab. `last_copy`: event of a copy that may still use it; `fresh`: made in advance, never used yet.
 
     `for_good`: a captured CUDA graph copies to it.
     """
@@ -127,7 +127,7 @@ def _page_lock(raw: torch.Tensor) -> bool:
     warn(
         PageableMemoryWarning,
         f"{format_bytes(raw.numel())} of host memory could not be page-locked (CUDA error {code}): copies of this tensor run "
-        "through pageable memory, block the host and hide behind nothing. Raise the memlock limit (ulimit -l) or lower "
+        "through pageable memory, block the host and overlap with nothing. Raise the memlock limit (ulimit -l) or lower "
         'host_budget. To stop instead: warnings.simplefilter("error", graphoffload.errors.PageableMemoryWarning).',
     )
     return False

@@ -1,1 +1,1 @@
-"""What reaches from one graph of a step to the next: copies that outlive their graph, and tensors that stay."""
+"""State that outlives one graph of a step: copies that end in a later graph, and tensors that stay on the device."""

@@ -2,19 +2,20 @@
 
     forward    graph 0  |== offloads ==|R       releases at its end do not wait: graph 1 follows, as in the last two forwards
                graph 1        |W= offloads =|   the runtime holds graph 0's sources; as graph 1's offloads fill the window,
-               ...                              compute waits for the oldest copy, and its source goes
-               last graph              |~~~~    its own are needed at once, and stay; at its end all that is pending goes
-    backward   last graph  |= reloads =|P       behind the last of its own reloads those of the graph before it
-               graph before  |T ...             its reload takes what is there already
+               ...                              compute waits for the oldest copy and frees its source
+               last graph              |~~~~    backward reads its tensors at once: they stay; its end settles all pending
+    backward   last graph  |= reloads =|P       after its last reload, those of the graph before it start
+               graph before  |T ...             its reload uses the tensor that is already there
 
-The order is learnt: a call of a compiled forward (`Call`) is expected to be followed by another one if it was in the last two
-forwards. What is guessed wrong costs time, or memory up to the window, never a gradient: a pending source goes at the first
-reload at the latest, a prefetched tensor that nobody took goes when the backward of another graph or the next forward starts.
-Neither memory is given up before the stream that it belongs to waits for the copy.
+The order is learned. A call of a compiled forward (`Call`) is expected to be followed by another one if it was in the last two
+forwards. A wrong guess costs time, or memory up to the window, never a gradient. A pending source is freed at the first reload
+at the latest. A prefetched tensor that no reload used is freed when the backward of another graph or the next forward starts.
+Both are freed only after their stream has waited for the copy.
 
-What the last graph offloads stays, as far as it fits into the window: its copies would hide behind nothing. Reload hands its
-memory back. Not where a goal was given: where graphs share a budget, what fits stays (see resident.py), and a plan for another
-goal counts on its copies. Nor in a graph that runs behind no other: it is the whole model.
+The tensors that the last graph offloads stay, as far as they fit in the window, since nothing would overlap with their copies.
+Reload hands their memory back. They do not stay if a goal was given: under a shared budget resident.py decides what stays, and
+a plan for another goal relies on its copies. They do not stay in a graph that is not downstream of another: it is the whole
+model.
 
 Only plans that the backend linked take part: there Inductor reuses no buffer within a graph, and captures no CUDA graph.
 """
@@ -37,15 +38,15 @@ from graphoffload.runtime.step.resident import Staying
 from graphoffload.runtime.streams.copy_streams import DeviceStreams
 
 _LONGEST = 4096  # calls of one forward whose order is learnt
-_SHARE = 4  # of what a forward offloads: the most that is outstanding between its graphs, unless the user gave a number
+_SHARE = 4  # Share of a forward's offloaded bytes that may be outstanding between its graphs, unless the user gave a number.
 
 
 class Call:
     """One call of a compiled forward, and later of its backward.
 
-    entries: those that live, by id. before: the call before it in the same forward, while it has entries. followed: another
-    call is expected behind it. as_before: up to here the forward is as the last two. left: bytes of `nbytes` that were left to
-    the calls behind. stayed: bytes; in the last call with those of earlier forwards that still do. room: what may stay in the
+    entries: living ones, by id. before: the call before it in the same forward, while it has entries. followed: another call is
+    expected to follow. as_before: up to here the forward is like the last two. left: bytes of `nbytes` that were left to later
+    calls. stayed: bytes; in the last call including earlier forwards' bytes that still stay. room: bytes that may stay in the
     last call without a budget. reloading: ids in the order of its latest backward's reloads.
     """
 
@@ -61,7 +62,7 @@ class Call:
         self.reloading: list[int] = []
 
     def leave(self, entry: OffloadedTensor) -> None:
-        """A tensor of this call is closed: its pending source and its prefetched target go, after their copies."""
+        """A tensor of this call is closed: free its pending source and its prefetched target, after their copies."""
         with LOCK:
             if entry.state is RELEASE_PENDING:
                 _free(entry)
@@ -75,7 +76,7 @@ class Call:
 
 
 class Track:
-    """The calls of one thread's forwards on one device: their order, what is pending, what is prefetched, what stays."""
+    """The calls of one thread's forwards on one device: their order, and what is pending, prefetched and resident."""
 
     __slots__ = (
         "_as_before", "_calls", "_last", "_now", "_second_last", "ahead", "backward", "call", "forward_bytes", "kept",
@@ -116,7 +117,7 @@ class Track:
         if at < _LONGEST:
             self._now.append(run.key)
         self.call = Call(run, self, self.call, followed=followed, as_before=self._as_before)
-        if known and at and not followed:  # forwards that wait for their backwards, or were dropped, have one window together
+        if known and at and not followed:  # forwards whose backward is still to come, or was dropped, share one window
             self.kept = [entry for entry in self.kept if entry.source is not None]
             self.call.stayed = sum(entry.layout.nbytes for entry in self.kept)
             self.call.room = self.window_bytes(run)
@@ -125,7 +126,7 @@ class Track:
         return self.call
 
     def turn(self) -> None:
-        """The first reload: forward is over."""
+        """The first reload: forward has ended."""
         self._second_last, self._last, self._now = self._last, tuple(self._now), []
         self.forward_bytes = sum(entry.layout.nbytes for call in self._calls for entry in call.entries.values())
         self.staying.end_forward()
@@ -142,7 +143,8 @@ class Track:
         return bool(self._now)
 
     def window_bytes(self, run: RunPlan) -> int:
-        """What may be outstanding across calls: max_inflight_bytes, else what the largest offloads, up to a share of all."""
+        """Bytes that may be outstanding across calls: max_inflight_bytes, else what the largest call offloads, up to a share of
+        all."""
         return run.window_bytes if run.window_bytes is not None else min(self.largest_bytes, self.forward_bytes // _SHARE)
 
 
@@ -174,7 +176,7 @@ def enter(entry: OffloadedTensor) -> None:
 
 
 def offloaded(entry: OffloadedTensor) -> None:
-    """Make room in the window for what was just offloaded."""
+    """Make room in the window for the latest offload."""
     call = entry.call
     if call is None:
         return
@@ -193,7 +195,7 @@ def offloaded(entry: OffloadedTensor) -> None:
 
 
 def stays(entry: OffloadedTensor) -> bool:
-    """Whether an offload is left out: a budget that several graphs share has room for its source, or it is needed at once."""
+    """Whether an offload is skipped: a shared budget has room for its source, or backward reads it at once."""
     call, nbytes = entry.call, entry.layout.nbytes
     if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.room and call.run.downstream)):
         return False
@@ -213,7 +215,7 @@ def stays(entry: OffloadedTensor) -> bool:
 
 
 def defers(entry: OffloadedTensor) -> bool:
-    """Whether a release is left to the graphs that follow; if so, it is pending from now on."""
+    """Whether a release is left to later graphs; if so, it is pending from now on."""
     call = entry.call
     if call is None or not call.followed or not (entry.id in entry.run.at_end or entry.run.downstream):
         return False
@@ -233,7 +235,7 @@ def defers(entry: OffloadedTensor) -> bool:
 
 
 def passed(entry: OffloadedTensor) -> None:
-    """The release of a source that stays: behind all offloads of the last call, where memory is fullest, nothing pends."""
+    """Release a source that stays. After all offloads of the last call, where memory peaks, nothing is pending."""
     call = entry.call
     if call is not None and call.track.pending and not call.followed and len(call.seen) == call.run.transfers:
         with LOCK:
@@ -241,7 +243,7 @@ def passed(entry: OffloadedTensor) -> None:
 
 
 def released(entry: OffloadedTensor) -> None:
-    """Compute waited for this entry's copy: copies run in order, so what earlier calls left pending is done as well."""
+    """Compute waited for this entry's copy. Copies run in order, so copies that earlier calls left pending are done as well."""
     call = entry.call
     if call is None or not call.track.pending or entry.host is None or entry.host.written is None:
         return
@@ -254,7 +256,7 @@ def released(entry: OffloadedTensor) -> None:
 
 
 def _settle(track: Track, count: int) -> None:
-    """Let compute wait for the copies of the oldest `count` pending sources; then they go."""
+    """Let compute wait for the copies of the oldest `count` pending sources, then free them."""
     for entry in list(track.pending)[:count]:
         _free(entry)
 
@@ -272,7 +274,7 @@ def _free(entry: OffloadedTensor, *, waited: bool = False) -> None:
 
 
 def reloading(entry: OffloadedTensor) -> None:
-    """A reload comes: forward is over, everything pending goes, and prefetched tensors of other calls were a wrong guess."""
+    """A reload comes: forward has ended, everything pending is settled, and tensors prefetched for other calls are dropped."""
     call = entry.call
     if call is None:
         return
@@ -292,14 +294,14 @@ def reloading(entry: OffloadedTensor) -> None:
 
 
 def _sample(track: Track, entry: OffloadedTensor) -> None:
-    """Look at the peak once a call: whoever measures resets it between steps."""
+    """Read the peak once a call: a benchmark may reset it between steps."""
     streams = entry.streams
     if track.staying.budget is not None and streams is not None:
         track.staying.sample(streams.allocated_bytes()[1])
 
 
 def take(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-    """The tensor that was prefetched for an entry, if it is what backward asks for on the stream that it asks on."""
+    """The tensor that was prefetched for an entry, if backward asks for it in this form and on this stream."""
     streams = entry.streams
     with LOCK:
         y = entry.target
@@ -317,7 +319,7 @@ def take(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dty
 
 
 def prefetch(call: Call | None, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:
-    """Behind a call's last reload: start those of the call before it, in the order of last time, as far as memory allows.
+    """After a call's last reload: start those of the call before it, in the order of last time, as far as memory allows.
 
     `copy(y, entry)` starts the copy to y and leaves its event in `entry.host.read`.
     """
@@ -344,7 +346,7 @@ def prefetch(call: Call | None, copy: Callable[[torch.Tensor, OffloadedTensor], 
 
 
 def _start(entry: OffloadedTensor, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> bool:
-    """Prefetch one tensor; False where the guess is not worth going on with."""
+    """Prefetch one tensor; False if prefetching should stop here."""
     asked, layout, host = entry.run.asked.get(entry.id), entry.layout, entry.host
     idle = entry.state is ON_HOST and host is not None and host.buffer is not None and host.written is not None
     if asked is None or not idle or not entry.weak or torch.UntypedStorage._expired(entry.weak):
@@ -364,14 +366,14 @@ def _start(entry: OffloadedTensor, copy: Callable[[torch.Tensor, OffloadedTensor
 
 
 def drop_prefetched(track: Track, *, but: Call | None = None) -> None:
-    """Give up what was prefetched for other calls."""
+    """Drop the tensors that were prefetched for other calls."""
     for entry in list(track.ahead):
         if entry.call is not but:
             _drop(entry)
 
 
 def _drop(entry: OffloadedTensor) -> None:
-    """Give up a prefetched tensor: the stream that its memory belongs to waits for the copy."""
+    """Drop a prefetched tensor, after the stream that owns its memory has waited for the copy."""
     assert entry.call is not None
     entry.drop_prefetched()
     entry.call.track.ahead.remove(entry)

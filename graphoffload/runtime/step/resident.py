@@ -1,14 +1,15 @@
-"""One device budget over many graphs: how much of what their plans offload stays on the device after all.
+"""One device budget over many graphs: how many of the bytes that their plans offload stay on the device.
 
     forward    |== graph 0 ==|== graph 1 ==|~~ graph 2 ~~|~~ last graph ~~|     == to the host   ~~ stays
-    backward                                                               last graph, 2, 1, 0: what stayed is needed first
+    backward                                                               last graph, 2, 1, 0: resident tensors come first
 
-A graph that is one of many cannot know what the others leave of a budget. So its plan offloads what it can, and the runtime
-lets stay what fits: of all bytes that a forward offers, in their order, the last `bytes`. How many is learnt from the step
-before. Letting n bytes more stay raises the peak by at most n, so where s bytes stayed in a step whose peak was at most p,
-s + budget - p may. What torch counts as the peak may be older than the step: then less stays than could, never more.
+A graph that is one of many cannot know how much of a budget the others use. Its plan therefore offloads what it can, and the
+runtime keeps what fits: of all bytes that a forward offers, in their order, the last `bytes`. The number is learned from the
+step before. n more resident bytes raise the peak by at most n. So if s bytes stayed in a step whose peak was at most p, then s
++ budget - p bytes may stay. Example: 2 GB stayed, the peak was 9 GB and the budget is 10 GB: 3 GB may stay. The peak that torch
+reports may be older than the step; then fewer bytes stay than could, never more.
 
-The bytes and their order must be those of the last two forwards; the first offload of a forward that differs ends it.
+The bytes and their order must be those of the last two forwards. The first offload that differs ends it for this forward.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from typing import NamedTuple
 from graphoffload.errors import SharedBudgetWarning, warn
 from graphoffload.units import format_bytes
 
-_SEQUENCES = 16  # of forwards that are told apart: buckets of shapes
+_SEQUENCES = 16  # different sequences of forwards that are remembered: buckets of shapes
 
 
 class Budget(NamedTuple):
-    """Device bytes of this process; `reserve_bytes` of them for what did not exist when `static_bytes` were allocated."""
+    """Device bytes of this process; `reserve_bytes` are for memory that did not exist when `static_bytes` were measured."""
 
     device_bytes: int
     reserve_bytes: int
     static_bytes: int
 
     def limit_bytes(self, between_steps_bytes: int) -> int:
-        """What a step may reach: reserve that was taken since, by optimizer state say, is no longer to be left free."""
+        """The peak that a step may reach. Reserve that was used since, by optimizer state for example, need not be left free
+        any more."""
         taken = max(0, between_steps_bytes - self.static_bytes)
         return self.device_bytes - max(0, self.reserve_bytes - taken)
 
 
 class Share:
-    """What may stay in one sequence of forwards. `bytes`: of the last that are offered."""
+    """The share of one sequence of forwards that may stay. `bytes`: counted from the last that is offered."""
 
     __slots__ = ("_steps", "bytes")
 
@@ -46,9 +48,9 @@ class Share:
         self._steps = 0
 
     def learn(self, stayed_bytes: int, room_bytes: int, *, certain: bool) -> bool:
-        """After a step in which so much stayed and whose peak left `room_bytes`, or was too high where that is negative.
+        """Learn from a step: the peak left `room_bytes` free, or exceeded the budget if that is negative.
 
-        certain: the peak was this step's. An older one that was too high says nothing. True where nothing can make it fit.
+        certain: the peak was this step's. An older one that was too high says nothing. True if nothing can make it fit.
         """
         self._steps += 1
         if room_bytes >= 0:
@@ -60,7 +62,7 @@ class Share:
 
 
 class Staying:
-    """The shares of one thread's forwards on one device, and where in the present forward staying begins."""
+    """The shares of one thread's forwards on one device, and the byte of the present forward from which tensors stay."""
 
     __slots__ = (
         "_at_start", "_before", "_behind", "_last", "_most", "_now", "_room", "_shares", "_stayed", "_warned", "budget",
@@ -84,16 +86,16 @@ class Staying:
             self.budget = budget
 
     def sample(self, peak_bytes: int) -> None:
-        """Torch's peak at some moment of the step: it may be reset before the next forward."""
+        """Note torch's peak at some moment of the step: it may be reset before the next forward."""
         self._most = max(self._most, peak_bytes)
 
     def end_forward(self) -> None:
-        """The first reload: what was offered is known."""
+        """The first reload: all bytes of this forward were offered."""
         self._last, self._now = tuple(self._now), []
         self._behind = -1
 
     def begin_forward(self, calls: tuple[str, ...], current_bytes: int, peak_bytes: int, *, as_before: bool) -> None:
-        """A forward starts behind a step that made these calls; `as_before`: so did the one before that."""
+        """A forward starts after a step that made these calls; `as_before`: so did the step before that."""
         assert self.budget is not None
         self.sample(peak_bytes)
         key = (calls, self._last)
@@ -114,7 +116,7 @@ class Staying:
         self._at_start, self._most = peak_bytes, 0
 
     def left_bytes(self) -> int:
-        """What may still stay in this forward; until it does, its room is there for copies that are under way."""
+        """Bytes that may still stay in this forward; until they do, copies that are running may use their room."""
         return max(0, self._room - self._stayed) if self._behind >= 0 else 0
 
     def offer(self, nbytes: int, *, may_stay: bool = True) -> bool:

@@ -1,1 +1,1 @@
-"""Copies on side streams: one call that copies and records its events, and what compute waited for."""
+"""Copies on side streams: one call that copies and records its events, and the stalls of compute."""

@@ -69,7 +69,13 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static int name_source(PyObject *module)
+{
+    return PyModule_AddStringConstant(module, "SOURCE_DIGEST", SOURCE_DIGEST);
+}
+
 static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, name_source},
 #ifdef Py_mod_multiple_interpreters
     {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
 #endif
@@ -80,9 +86,9 @@ static PyModuleDef_Slot slots[] = {
 };
 
 /* Initialised in two phases: in one, Python would list it in sys.modules, under whatever name it is given. */
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "graphoffload_copy", NULL, 0, methods, slots, NULL, NULL, NULL};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_copy", NULL, 0, methods, slots, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit_graphoffload_copy(void)
+PyMODINIT_FUNC PyInit__copy(void)
 {
     return PyModuleDef_Init(&module);
 }

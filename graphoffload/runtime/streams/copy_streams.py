@@ -1,9 +1,9 @@
 """One D2H and one H2D side stream a device, and events from a pool. A device without streams copies synchronously.
 
-The compute stream is whatever stream is current on the tensor's device when an op is called. A plain copy names its stream and
-switches nothing; what needs the side stream to be current (torch's own copies, hooks, a caller on another device) runs inside
-`torch.cuda.stream`, which puts stream and device back. Under a profiler (or `emit_nvtx`) each copy is a range with its
-tensor's name.
+The compute stream is the current stream of the tensor's device when an op is called. A plain copy names its stream and switches
+nothing. Code that needs the side stream to be current (torch's own copies, hooks, a caller on another device) runs inside
+`torch.cuda.stream`, which restores stream and device. Under a profiler (or `emit_nvtx`) each copy is a range with its tensor's
+name.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _NOTHING = contextlib.nullcontext()
 
 _IN_C = {name: method for name in ("record", "wait") if (method := getattr(torch.cuda.Event.__base__, name, None)) is not None}
 Event: Any = type("Event", (torch.cuda.Event,), {**_IN_C, "seen_by": None, "raw": 0})
-"""torch.cuda.Event without the Python around its two methods, which here are always given their stream.
+"""torch.cuda.Event without the Python around its two methods, which always get their stream here.
 
-seen_by: a compute stream that waits for what was recorded last; what that stream issues afterwards comes after it. raw: the
-driver's own event, where the compiled copy uses it.
+seen_by: a compute stream that waits for the last record; work that it issues afterwards runs after it. raw: the driver's own
+event, if the compiled copy uses it.
 """
 
 
 class Named(Protocol):
-    """What is copied, for messages and hooks."""
+    """The tensor of a copy, for messages and hooks."""
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Named(Protocol):
 
 
 class DeviceStreams:
-    """Side streams of one CUDA device; `captured`: for copies inside captures of CUDA graphs, which no others may join."""
+    """Side streams of one CUDA device; `captured`: for copies inside captures of CUDA graphs, and only for those."""
 
     __slots__ = ("_compute", "_events", "_memcpy", "_raw", "_reading", "_whole", "captured", "d2h", "device", "h2d", "index")
 
@@ -68,7 +68,7 @@ class DeviceStreams:
         self._whole = None if captured else find_copy()
 
     def compute(self) -> torch.cuda.Stream:
-        """The stream that the caller computes on: torch.cuda.current_stream without its checks, each object made once."""
+        """The stream that the caller computes on: torch.cuda.current_stream without its checks; each object is made once."""
         id, index, type = torch._C._cuda_getCurrentStream(self.index)
         stream = self._compute.get(id)
         if stream is None:
@@ -78,7 +78,7 @@ class DeviceStreams:
         return stream
 
     def event(self) -> Any:
-        """An event nobody waits for any more."""
+        """An event that no stream waits for any more."""
         try:
             return self._events.pop()
         except IndexError:
@@ -103,12 +103,12 @@ class DeviceStreams:
         *,
         first: Callable[[], None] | None = None,
     ) -> Any:
-        """Copy on the side stream of `direction` once compute so far and the events `after` are done; gives the copy's event.
+        """Copy on the side stream of `direction` after compute's work so far and the events `after`; returns the copy's event.
 
-        An event that this compute stream has waited for is over for it: the driver's call costs as much as all of Python.
+        An event that this compute stream has waited for is skipped: the driver's call costs as much as all of Python.
 
         `block` says that the copy is of one block of bytes; `run` does the same by torch's means, with the side stream current.
-        `first` comes before either, with the side stream current. If anything is raised no copy is under way any more.
+        `first` runs before either, with the side stream current. If anything is raised no copy is running any more.
 
         Raises:
             CaptureError: the compute stream is being captured: every replay would copy to or from this one host buffer.
@@ -140,7 +140,7 @@ class DeviceStreams:
             if ACTIVE.stalls is not None and not self.captured:
                 ACTIVE.stalls.copied(done, side)
         except BaseException:
-            with contextlib.suppress(Exception):  # the first error counts; a capture that it ends has nothing under way
+            with contextlib.suppress(Exception):  # the first error counts; if it ended a capture, no copy is running
                 if not self.captured:
                     side.synchronize()
             raise
@@ -155,7 +155,7 @@ class DeviceStreams:
         block: Block | None,
         first: Callable[[], None] | None,
     ) -> None:
-        """A copy that is not one call of the driver's, or has company: hooks, a profiler's range, a line in the log."""
+        """A copy that is not one call of the driver's, or runs with hooks, a profiler's range or a line in the log."""
         hook, profiled = ACTIVE.copy, torch._C._autograd._profiler_enabled()
         if first is not None:
             with torch.cuda.stream(side):
@@ -178,7 +178,7 @@ class DeviceStreams:
         """The error of a copy that the driver refused.
 
         Raises:
-            RuntimeError: torch's own, where an earlier kernel's fault is why: everything is refused after it.
+            RuntimeError: torch's own, if an earlier kernel failed: the driver refuses every call after it.
         """
         forget_last_error()
         if not self.captured:
@@ -186,11 +186,11 @@ class DeviceStreams:
         return RuntimeStateError(f"{entry.name}: the {direction} copy of {nbytes} bytes was refused (CUDA error {code}).")
 
     def compute_waits(self, event: Any) -> None:
-        """Order everything issued to the compute stream from now on after `event`."""
+        """Order all later work of the compute stream after `event`."""
         event.wait(self.compute())
 
     def compute_waits_for(self, op: str, entry: Named, event: Any, compute: Any = None) -> None:
-        """compute_waits for the op `release` or `wait`, timed where that was asked for; `compute`: None for the current one."""
+        """compute_waits for the op `release` or `wait`, timed if that was requested; `compute`: None for the current stream."""
         if compute is None:
             compute = self.compute()
         if ACTIVE.stalls is None:
@@ -200,11 +200,11 @@ class DeviceStreams:
         event.seen_by = compute
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured: nothing outside of it may be waited for, or left for later."""
+        """Whether a CUDA graph is being captured: no wait may leave it, and nothing may be deferred."""
         return torch.cuda.is_current_stream_capturing()
 
     def read(self, number: torch.Tensor) -> int:
-        """An int64 of shape (1,) on the device, while the compute stream is being captured. What writes it is done."""
+        """An int64 of shape (1,) on the device, read while the compute stream is being captured. Its writer has finished."""
         host = torch.zeros(1, dtype=torch.int64)
         stream = self._reading
         with relaxed_capture():
@@ -214,12 +214,12 @@ class DeviceStreams:
         return int(host)
 
     def allocated_bytes(self) -> tuple[int, int]:
-        """What is allocated on the device now, and its peak so far."""
+        """Bytes allocated on the device now, and their peak so far."""
         allocated = torch._C._cuda_memoryStats(self.index)["allocated_bytes"]["all"]
         return int(allocated["current"]), int(allocated["peak"])
 
     def headroom_bytes(self) -> int:
-        """How much could be allocated without a new peak."""
+        """Bytes that can be allocated without a new peak."""
         current, peak = self.allocated_bytes()
         return peak - current
 
@@ -229,7 +229,7 @@ _LOCK = threading.Lock()
 
 
 def streams_of(device: torch.device) -> DeviceStreams | None:
-    """Side streams of `device`; None where copies are synchronous (a CPU, or a device without streams)."""
+    """Side streams of `device`; None if copies are synchronous (a CPU, or a device without streams)."""
     try:
         return _STREAMS[device]
     except KeyError:

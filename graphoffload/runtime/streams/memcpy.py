@@ -1,7 +1,7 @@
 """One asynchronous copy of bytes on a given stream, by the CUDA runtime that torch itself has loaded.
 
-`Tensor.copy_` needs its stream to be current and two flat views, and costs more host time than the driver does. Where the
-runtime library is not found (another vendor, a static build) there is no fast copy, and `copy_` under a stream switch serves.
+`Tensor.copy_` needs its stream to be current and two flat views, and costs more host time than the driver does. If the runtime
+library is not found (another vendor, a static build), there is no fast copy, and `copy_` under a stream switch is used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_copy() -> Copy | None:
 
 
 def forget_last_error() -> None:
-    """Clear what the runtime keeps of an error that was reported already: torch's next kernel would be taken for its cause."""
+    """Clear the runtime's record of an error that was reported; else torch blames its next kernel for it."""
     function = getattr(_runtime_library(), "cudaGetLastError", None)
     if function is not None:
         function()
@@ -67,7 +67,7 @@ def _runtime_library() -> ctypes.CDLL | None:
 
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Let this thread call what a capture of a CUDA graph forbids: page-locking memory, waiting for another stream."""
+    """Let this thread make calls that a capture of a CUDA graph forbids: page-locking memory, waiting for another stream."""
     exchange: Any = getattr(_runtime_library(), "cudaThreadExchangeStreamCaptureMode", None)
     if exchange is None:
         yield

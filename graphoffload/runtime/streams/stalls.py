@@ -1,11 +1,11 @@
-"""What compute waited for, tensor by tensor: timed on the device when asked for.
+"""Stalls of compute by tensor, timed on the device on request.
 
     with trace_stalls() as stalls:                    # graphoffload.runtime.trace_stalls
         step()
     print(stalls.by_tensor_ms, stalls.early_ms)
 
-Each wait gets a timing event before and after it and each copy one behind it, which costs some microseconds an op; hence not
-always. A device without side streams copies synchronously and has no waits: nothing is recorded there.
+Each wait gets a timing event before and after it, and each copy one after it. This costs some microseconds an op, so it is not
+always on. A device without side streams copies synchronously and has no waits: nothing is recorded there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from graphoffload.runtime.hooks import switched
 class Stalls:
     """Milliseconds that compute waited, filled when the block ends.
 
-    release_ms, wait_ms: in all, for copies to the host in forward, for copies back in backward. by_tensor_ms: both together, by
-    tensor. early_ms: for each tensor that came back, how long it lay ready before it was needed, the least over all steps;
-    near 0 where compute had to wait.
+    release_ms, wait_ms: totals, for copies to the host in forward and for copies back in backward. by_tensor_ms: both together,
+    by tensor. early_ms: for each tensor that came back, how long before its first use it was ready, the least over all steps;
+    near 0 if compute had to wait.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Stalls:
         self._waits: list[tuple[str, str, Any, Any, Any]] = []
 
     def copied(self, done: Any, side: Any) -> None:
-        """A copy was put on `side`, with the event `done` behind it."""
+        """Note a copy on `side` whose event is `done`."""
         timed = torch.cuda.Event(enable_timing=True)
         timed.record(side)
         self._copied[id(done)] = done, timed
@@ -51,7 +51,7 @@ class Stalls:
         self._waits.append((op, name, before, after, self._copied.get(id(done), (None, None))[1]))
 
     def close(self) -> None:
-        """Wait for what was recorded, and add it up."""
+        """Wait for the recorded events and add up their times."""
         for op, name, before, after, ready in self._waits:
             after.synchronize()
             stalled_ms = before.elapsed_time(after)
@@ -69,7 +69,7 @@ class Stalls:
 
 @contextlib.contextmanager
 def trace_stalls() -> Iterator[Stalls]:
-    """Time what compute waits for in the code inside; stats() counts it as well."""
+    """Time the stalls of compute in the code inside; stats() counts them as well."""
     stalls = Stalls()
     try:
         with switched("stalls", stalls):

@@ -1,0 +1,75 @@
+"""What a partitioner is asked for one joint graph, and what is known about the graph while it is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from graphoffload.analysis.chains import Chain
+from graphoffload.analysis.saved_values import GraphPair
+from graphoffload.compiler.constraints import Constraint
+from graphoffload.compiler.session import CompileSession
+from graphoffload.facts.goals import Goal
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.saved_tensors import SavedTable
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.options.config import OffloadConfig
+from graphoffload.options.patterns import Resolution
+from graphoffload.passes.prepare_joint import Binding
+from graphoffload.patience import Patience
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a partitioner is asked: the session, the joint graph and the arguments for torch's own partitioner.
+
+    goal: the session's, or another one that the search tries.
+    """
+
+    session: CompileSession
+    joint: GraphModule
+    joint_inputs: Any
+    arguments: dict[str, Any]
+    goal: Goal
+    parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
+    relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
+
+    @property
+    def config(self) -> OffloadConfig:
+        """What the user asks for."""
+        return self.session.config
+
+    @property
+    def limits(self) -> Limits:
+        """What the process may use."""
+        return self.session.limits
+
+    @property
+    def num_fwd_outputs(self) -> int:
+        """How many forward outputs are the model's own."""
+        return int(self.arguments["num_fwd_outputs"])
+
+
+@dataclass(slots=True)
+class Work:
+    """What is known about one joint graph while it is planned."""
+
+    request: Request
+    hardware: HardwareProfile
+    pair: GraphPair
+    table: SavedTable
+    chains: dict[str, Chain]
+    wanted: tuple[Constraint, ...]
+    resolution: Resolution
+    notes: list[str]
+    binding: Binding
+    outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
+    patience: Patience | None = None  # the clock of planning; None: as long as it takes
+    unfused_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the inner compiler fuses operations."""
+        return self.request.config.inner == "inductor"
