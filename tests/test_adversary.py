@@ -171,7 +171,7 @@ def test_a_release_right_behind_the_producer(monkeypatch: pytest.MonkeyPatch) ->
     original, moved = pipeline.insert_offloads, []
 
     def insert(graphs: GraphPair, plan: Plan) -> GraphPair:
-        unread = {t.name for t in plan.saved.tensors if t.last_forward_use <= t.produced_at}
+        unread = {t.name for t in plan.saved.tensors if t.last_forward_position <= t.produced_position}
         moved.extend(t.tensor for t in plan.transfers if t.tensor in unread)
         early = (replace(t, release_after=t.offload_after) if t.tensor in unread else t for t in plan.transfers)
         return original(graphs, replace(plan, transfers=tuple(early)))

@@ -23,7 +23,7 @@ MIB = 2**20
 def tensor(name: str, module: str = "layers.0.mlp", at: int = 0, mib: int = 4, **facts: Any) -> SavedTensor:
     """A fact of `mib` MiB produced in `module` and needed there."""
     plain = {"views": (name,), "nbytes": mib * MIB, "dtype": "float32", "shape": (1,), "strides": (1,), "op": "aten.mm.default"}
-    return SavedTensor(name=name, module=module, produced_at=at, **{"saved_by": (module,), **plain, **facts})
+    return SavedTensor(name=name, module=module, produced_position=at, **{"saved_by": (module,), **plain, **facts})
 
 
 def one(fact: SavedTensor, **options: Any) -> Constraint:

@@ -157,9 +157,11 @@ def test_trace_has_every_span_stall_and_byte_in_microseconds() -> None:
 
 
 def saved(index: int, layers: int) -> SavedTensor:
+    """Its positions in the graphs are not the steps at which it is made and used."""
     return SavedTensor(
         name=f"x{index}", views=(), nbytes=3, dtype="uint8", shape=(3,), strides=(1,), op="aten.mm",
-        module=f"layers.{index}.mlp", produced_at=index, last_forward_use=index, backward_uses=(layers - 1 - index,),
+        module=f"layers.{index}.mlp", produced_position=10 + layers - index,
+        last_forward_position=30, backward_positions=(40 + index,),
     )  # fmt: skip
 
 
@@ -185,7 +187,8 @@ def planned(layers: int = 4) -> tuple[Plan, Predicted]:
         ),
         prediction=Prediction(keep_time_s=keep.time_s, predicted_time_s=timeline.time_s, lower_bound_time_s=keep.time_s),
     )  # fmt: skip
-    return plan, Predicted(timeline, keep, limit_bytes=20, hardware="toy")
+    named = {candidate.name: candidate for candidate in candidates}
+    return plan, Predicted(timeline, keep, limit_bytes=20, hardware="toy", candidates=named)
 
 
 def test_the_timelines_copies_carry_the_plans_names() -> None:

@@ -18,9 +18,9 @@ from graphoffload.analysis.fusion import Fusion, fusion_of
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
-from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
+from graphoffload.facts.saved_tensors import GraphPosition, SavedTable, SavedTensor
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
+from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step, StepIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Instance:
     """
 
     program: Program
-    last_reader: tuple[int, ...]
+    last_reader: tuple[GraphPosition, ...]
     forward_places: tuple[int, ...]
     backward_places: tuple[int, ...]
     kernels: int
@@ -123,36 +123,36 @@ def _places(fusion: Fusion) -> tuple[int, ...]:
 class _Life:
     """When a saved activation is in use, by the kernels that make and read it; `last_reader`: see Instance."""
 
-    produced_at: int
-    last_forward_use: int
-    backward_uses: tuple[int, ...]
-    last_reader: int
+    produced_at: StepIndex
+    last_forward_use: StepIndex
+    backward_uses: tuple[StepIndex, ...]
+    last_reader: GraphPosition
 
 
 def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
     """The life of every tensor of the table. In backward a tensor is needed from where the wait runs that stands before the
     first operation of the graph that reads it, until its last kernel ends."""
     nodes = {node.name: node for node in pair.forward.graph.nodes}
-    graph_at = {node: at for at, node in enumerate(pair.forward.graph.nodes)}
+    graph_at = {node: GraphPosition(at) for at, node in enumerate(pair.forward.graph.nodes)}
     backward = list(pair.backward.graph.nodes)
     placeholders = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
     lives = []
     for tensor in table.tensors:
         value = fake(nodes[tensor.name])
         assert value is not None
-        made = runs.forward_at[nodes[tensor.name]]
+        made = StepIndex(runs.forward_at[nodes[tensor.name]])
         forward_readers = runs.forward.readers.get(storage_id(value), ())
-        last = max([made, *(runs.forward.spans[node][1] for node in forward_readers)])
-        last_reader = max([tensor.last_forward_use, *(graph_at[node] for node in forward_readers)])
-        uses: set[int] = set()
+        last = max([made, *(StepIndex(runs.forward.spans[node][1]) for node in forward_readers)])
+        last_reader = max([tensor.last_forward_position, *(graph_at[node] for node in forward_readers)])
+        uses: set[StepIndex] = set()
         for name in tensor.views:
             saved = fake(placeholders[name])
             assert saved is not None
             readers = runs.backward.readers.get(storage_id(saved), ())
-            uses.update(at for node in readers for at in runs.backward.spans[node])
-        if tensor.backward_uses:
-            wait = runs.backward.begun[min(tensor.backward_uses)]
-            uses.add(min([wait, *(runs.backward_at[backward[at]] for at in tensor.backward_uses)]))
+            uses.update(StepIndex(at) for node in readers for at in runs.backward.spans[node])
+        if tensor.backward_positions:
+            wait = runs.backward.begun[min(tensor.backward_positions)]
+            uses.add(StepIndex(min([wait, *(runs.backward_at[backward[at]] for at in tensor.backward_positions)])))
         lives.append(_Life(made, last, tuple(sorted(uses)), last_reader))
     return lives
 

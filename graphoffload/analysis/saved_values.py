@@ -32,7 +32,7 @@ from graphoffload.analysis.storages import (
     storage_nbytes,
 )
 from graphoffload.errors import VerifyError
-from graphoffload.facts.saved_tensors import SavedTable, SavedTensor, Tag
+from graphoffload.facts.saved_tensors import GraphPosition, SavedTable, SavedTensor, Tag
 from graphoffload.torch_internals.checkpoint_tags import tag_of
 from graphoffload.torch_internals.operators import OpOverload, is_undeclared_view, schema_of
 
@@ -108,8 +108,8 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
         tags_from: nodes of the joint graph as the user's tags arrived, before anything of ours was added.
     """
     tags = {node.name: tag_of(node.meta) for node in tags_from}
-    forward_at = {node: at for at, node in enumerate(pair.forward.graph.nodes)}
-    backward_at = {node: at for at, node in enumerate(pair.backward.graph.nodes)}
+    forward_at = {node: GraphPosition(at) for at, node in enumerate(pair.forward.graph.nodes)}
+    backward_at = {node: GraphPosition(at) for at, node in enumerate(pair.backward.graph.nodes)}
     outputs = {
         storage_id(value)
         for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs]
@@ -131,7 +131,7 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
         _describe(pairs, members[identity], forward_at, backward_at, identity in outputs, identity in callers, tags, names)
         for identity, pairs in saved.items()
     ]
-    return SavedTable(tuple(sorted(tensors, key=lambda tensor: tensor.produced_at)))
+    return SavedTable(tuple(sorted(tensors, key=lambda tensor: tensor.produced_position)))
 
 
 def _check_one_memory(members: list[Node]) -> None:
@@ -184,8 +184,8 @@ def _copies_or_views(node: Node) -> bool:
 def _describe(
     pairs: list[tuple[Node, Node]],
     members: list[Node],
-    forward_at: dict[Node, int],
-    backward_at: dict[Node, int],
+    forward_at: dict[Node, GraphPosition],
+    backward_at: dict[Node, GraphPosition],
     is_output: bool,
     is_the_callers: bool,
     tags: dict[str, Tag | None],
@@ -219,10 +219,10 @@ def _describe(
         module=module_path(base),
         saved_by=tuple(stacks),
         boundaries=tuple(names),
-        produced_at=forward_at[base],
-        last_forward_use=last_use,
-        first_backward_use=uses[0] if uses else 0,
-        backward_uses=tuple(uses),
+        produced_position=forward_at[base],
+        last_forward_position=last_use,
+        first_backward_position=uses[0] if uses else GraphPosition(0),
+        backward_positions=tuple(uses),
         eligible=not why_not,
         why_not=why_not,
         tag=tag,

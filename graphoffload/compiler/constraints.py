@@ -253,7 +253,7 @@ def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
     """Sort key. Fewer, larger transfers take less host time. Of tensors of about the same size (a factor of two), the earliest
     overlap with most of forward. A tensor after which fewer bytes are produced than it holds itself comes last.
     """
-    ordered = sorted(tensors, key=lambda tensor: tensor.produced_at)
+    ordered = sorted(tensors, key=lambda tensor: tensor.produced_position)
     behind = sum(tensor.planned_bytes for tensor in ordered)
     largest = max((tensor.planned_bytes for tensor in ordered), default=0)
     keys: dict[str, tuple[bool, int]] = {}

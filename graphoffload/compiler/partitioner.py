@@ -161,7 +161,8 @@ def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession)
 def _predicted(rewritten: Rewritten, session: CompileSession, hardware: str) -> Predicted:
     budget = session.goal.device_budget_bytes
     limit_bytes = None if budget is None else max(0, budget - session.limits.reserve_bytes)
-    return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware)
+    candidates = {candidate.name: candidate for candidate in rewritten.candidates}
+    return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware, candidates)
 
 
 def _check_torch_settings() -> None:

@@ -36,6 +36,7 @@ from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.once import save_memory_once
 from graphoffload.passes.prepare_joint import Binding, bind, copy_graph, tagged_copy, tagged_operations, users_own
 from graphoffload.passes.reload import insert_reloads
+from graphoffload.planner.problem import Candidate
 from graphoffload.planner.simulator import Timeline
 
 
@@ -44,6 +45,7 @@ class Rewritten:
     """The result: graphs to compile, their plan, and the graphs before the passes for a dump (None without one).
 
     kernels: expected number of kernels that the graphs run.
+    candidates: those that were planned for the final graphs.
     """
 
     graphs: GraphPair
@@ -53,6 +55,7 @@ class Rewritten:
     keep_timeline: Timeline
     kernels: int
     hint: str = ""
+    candidates: tuple[Candidate, ...] = ()
 
 
 def rewrite(request: Request) -> Rewritten:
@@ -92,7 +95,9 @@ def rewrite(request: Request) -> Rewritten:
     if request.config.verify != "off":
         verify_graphs(graphs, plan, names, work.binding.callers, work.binding.user_recomputed)
     hint = "; ".join(filter(None, (hint_of(trial), returned_by(work.pair).cache_hint, decided.hint)))
-    return Rewritten(graphs, plan, before, trial.timeline, decided.keep_timeline, trial.instance.kernels, hint)
+    instance = trial.instance
+    candidates = instance.program.candidates
+    return Rewritten(graphs, plan, before, trial.timeline, decided.keep_timeline, instance.kernels, hint, candidates)
 
 
 def _goal_missed(goal: Goal, limits: Limits, timeline: Timeline, decided: Decided) -> str:

@@ -55,7 +55,7 @@ def make_plan(
     places = _Places(planned)
     transfers = tuple(_transfer(planned, places, number, item) for number, item in enumerate(in_plan_order(timeline)))
     gone = [tensor for tensor in original.tensors if tensor.name not in actions]
-    tensors = sorted((*table.tensors, *gone), key=lambda tensor: tensor.produced_at)
+    tensors = sorted((*table.tensors, *gone), key=lambda tensor: tensor.produced_position)
     decisions = tuple(
         Decision(
             tensor.name, actions.get(tensor.name, "recompute"), reasons.get(tensor.name, "saved because others are recomputed")
@@ -89,7 +89,7 @@ class _Places:
 def _transfer(planned: PlannedPair, places: _Places, number: int, item: Scheduled) -> Transfer:
     """A scheduled transfer with its nodes in the graphs."""
     tensor = planned.table.tensors[item.candidate]
-    wait_at = max(tensor.backward_uses[0], places.after_inputs)
+    wait_at = max(tensor.backward_positions[0], places.after_inputs)
     reload_at = min(max(planned.instance.backward_places[item.reload_at], places.after_inputs), wait_at)
     return Transfer(
         id=number,
@@ -110,7 +110,7 @@ def _release_after(planned: PlannedPair, places: _Places, item: Scheduled) -> st
     tensor = planned.table.tensors[item.candidate]
     instance = planned.instance
     place = instance.forward_places[item.release_at + 1] - 1
-    position = max(place, instance.last_reader[item.candidate], tensor.last_forward_use, tensor.produced_at)
+    position = max(place, instance.last_reader[item.candidate], tensor.last_forward_position, tensor.produced_position)
     while places.forward[position].op == "placeholder":
         position += 1
     return None if places.forward[position].op == "output" else places.forward[position].name

@@ -3,15 +3,18 @@
     SavedTensor   one *storage* that backward needs (several saved views of it are one copy, and its bytes count once)
     SavedTable    all of them for one joint graph, in the order they are produced
 
-Positions are indices into the program order of the forward and of the backward graph; names are those of graph nodes.
+A GraphPosition is the index of a node in its graph's order of nodes. The planner counts steps of the fused order instead
+(planner/problem.py: StepIndex). Names are those of graph nodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NewType
 
+GraphPosition = NewType("GraphPosition", int)
+"""Index of a node in the order of its graph, forward or backward."""
 Tag = Literal["must_save", "must_recompute", "must_offload", "prefer_save", "prefer_recompute", "prefer_offload"]
 
 
@@ -29,9 +32,9 @@ class SavedTensor:
         module: path of the module that produced it ("" when unknown), such as "model.layers.0.mlp.up_proj".
         saved_by: module paths with an operation that needs it for backward, and `module`; this is what patterns match.
         boundaries: names given by mark_boundary for any of `saved_by`.
-        produced_at, last_forward_use: positions in the forward graph.
-        first_backward_use: position in the backward graph of the first consumer that must run.
-        backward_uses: positions in the backward graph of every real consumer.
+        produced_position, last_forward_position: of its producer and of its last reader in the forward graph.
+        first_backward_position: in the backward graph, of the first consumer that must run.
+        backward_positions: in the backward graph, of every real consumer.
         eligible: whether it may be offloaded; `why_not` says why not.
         recomputable: whether it may be recomputed; `why_not_recompute` says why not.
         tag: a CheckpointPolicy tag of the user, None without one.
@@ -50,10 +53,10 @@ class SavedTensor:
     module: str = ""
     saved_by: tuple[str, ...] = ()
     boundaries: tuple[str, ...] = ()
-    produced_at: int = 0
-    last_forward_use: int = 0
-    first_backward_use: int = 0
-    backward_uses: tuple[int, ...] = ()
+    produced_position: GraphPosition = GraphPosition(0)
+    last_forward_position: GraphPosition = GraphPosition(0)
+    first_backward_position: GraphPosition = GraphPosition(0)
+    backward_positions: tuple[GraphPosition, ...] = ()
     eligible: bool = True
     why_not: str = ""
     recomputable: bool = True

@@ -1,4 +1,4 @@
-"""A device measured, once, and kept on disk: copies each way and both at once, matmuls, a kernel alone and beside copies.
+"""A device measured, once, and kept on disk: copies each way, matmuls, a kernel alone and beside copies.
 
 resolve_hardware("measure", "cuda:0")   measured once (about 2 s), cached on disk under a lock
 resolve_hardware("h200-sxm", "cpu")     a named profile, for a GPU that is not there
@@ -146,21 +146,12 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, size_bytes: int) -> 
     (d2h_latency_s, d2h_rate), (h2d_latency_s, h2d_rate) = fit_link(to_host), fit_link(to_device)
     side = torch.cuda.Stream()
 
-    def both_ways() -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            host[0].copy_(device[0], non_blocking=True)
-        device[1].copy_(host[1], non_blocking=True)
-        torch.cuda.current_stream().wait_stream(side)
-
-    duplex = (size_bytes / d2h_rate + size_bytes / h2d_rate) / 2 / _seconds(torch, both_ways)
     return HardwareProfile(
         name=name,
         source="measured",
         memory_bytes=memory_bytes,
         d2h_bytes_per_s=d2h_rate,
         h2d_bytes_per_s=h2d_rate,
-        duplex_factor=min(1.0, duplex),
         copy_latency_s=(d2h_latency_s + h2d_latency_s) / 2,
         compute_slowdown_while_copying=_slowdown_while_copying(torch, host, device, side),
         matmul_flops_per_s=tuple((dtype, _matmul_rate(torch, dtype)) for dtype in ("bfloat16", "float16", "float32")),

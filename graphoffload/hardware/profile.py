@@ -30,7 +30,6 @@ class HardwareProfile:
         source: "measured" on this device, "datasheet" (derated peak figures), or "cpu" (nothing to hide copies behind).
         memory_bytes: of the device.
         d2h_bytes_per_s, h2d_bytes_per_s: one direction alone, one GPU alone, large copies.
-        duplex_factor: what is left of each direction while both run.
         copy_latency_s: constant part of a copy's time.
         compute_slowdown_while_copying: 0.02: compute that overlaps a copy takes 2 % longer.
         matmul_flops_per_s: (dtype, achieved rate) pairs.
@@ -44,7 +43,6 @@ class HardwareProfile:
     memory_bytes: int
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
-    duplex_factor: float = 0.87
     copy_latency_s: float = 3e-6
     compute_slowdown_while_copying: float = 0.02
     matmul_flops_per_s: tuple[tuple[str, float], ...] = ()
@@ -59,8 +57,6 @@ class HardwareProfile:
         for field in ("copy_latency_s", "compute_slowdown_while_copying", "kernel_launch_s"):
             if not getattr(self, field) >= 0:
                 raise ConfigError(f"hardware {self.name!r}: {field}={getattr(self, field)!r} must be at least 0.")
-        if not 0 < self.duplex_factor <= 1:
-            raise ConfigError(f"hardware {self.name!r}: duplex_factor={self.duplex_factor!r} must be in (0, 1].")
 
     def copy_time_s(self, nbytes: int, direction: Direction) -> float:
         """Time of one copy that has its direction for itself."""
@@ -94,7 +90,6 @@ class HardwareProfile:
         shared = f"{self.links_shared_by} GPUs" if self.links_shared_by > 1 else "nobody else"
         rows += [
             ("link shared with", shared, "assumed" if self.links_shared_by == 1 else "as given"),
-            ("both directions at once", f"x {self.duplex_factor:.2f} each", _origin(self, "duplex_factor")),
             ("copy latency", f"{self.copy_latency_s * 1e6:.1f} us", _origin(self, "copy_latency_s")),
             ("compute beside a copy", f"{self.compute_slowdown_while_copying * 100:+.1f} % time",
              _origin(self, "compute_slowdown_while_copying")),
@@ -112,8 +107,9 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
-        """Inverse of to_json."""
-        data = json.loads(text)
+        """Inverse of to_json; a field that no profile has any more is left out."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        data = {name: value for name, value in json.loads(text).items() if name in known}
         data["matmul_flops_per_s"] = tuple((str(dtype), float(rate)) for dtype, rate in data["matmul_flops_per_s"])
         return cls(**data)
 
@@ -158,7 +154,6 @@ PROFILES: dict[str, HardwareProfile] = {
             memory_bytes=host_memory.machine().total_bytes,
             d2h_bytes_per_s=10e9,
             h2d_bytes_per_s=10e9,
-            duplex_factor=0.5,
             copy_latency_s=1e-6,
             compute_slowdown_while_copying=1.0,
             matmul_flops_per_s=(("bfloat16", 1e11), ("float16", 1e11), ("float32", 1e11)),

@@ -1,8 +1,13 @@
-"""Which saved activation is kept, recomputed or offloaded: pure Python and scipy, no torch, no graph.
+"""The planner decides which saved activation is kept, recomputed or offloaded. It is Python and scipy: no torch, no graph.
 
-program: the instance, steps with times, buffers and candidates. arrays: the same as arrays, made once.
-simulator: instance and actions to Timeline, the referee of every solver. held: what holds the memory at one step.
-evaluator: what a goal asks, and how two proposals compare. bound: LP relaxation, which no plan undercuts.
-exact, greedy, relax, local: solvers; each proposes actions, the evaluator decides.
-solvers: solve(), from a goal to the best proposal with its bound and reasons.
+    problem     Program: steps with times, buffers, candidates          arrays      the same as arrays, made once
+    simulator   Program and actions to a Timeline: time and memory      bottleneck  what holds the memory at one step
+    goals       what a goal asks, and how two proposals compare         lower_bound what no plan undercuts
+    strategies  each proposes actions; the simulator scores them        solver      solve(): the best proposal of all strategies
+    prefetch    reloads earlier and releases later where memory is free
+
+Capuchin (Peng et al., ASPLOS 2020) and POFO (Beaumont, Eyraud-Dubois, Shilova, NeurIPS 2021) decide the same three actions.
+Capuchin is a greedy policy on measured access times, and POFO a dynamic program for chains of layers. Checkmate (Jain et al.,
+MLSys 2020) solves recomputation alone as an integer program under the memory of every step. This planner limits the
+memory of every step as Checkmate does, for any graph, and offloads as well. It is a heuristic with a lower bound.
 """

@@ -54,7 +54,7 @@ _recent: list[Arrays] = []
 
 
 def arrays_of(program: Program, hardware: HardwareProfile) -> Arrays:
-    """Arrays of this very instance; the last few are remembered by identity: hashing 6000 steps is dear."""
+    """Arrays of this very instance; the last few are remembered by identity, since hashing 6000 steps is slow."""
     for known in _recent:
         if known.program is program and known.hardware == hardware:
             return known

@@ -1,4 +1,4 @@
-"""What holds the memory at one step: the lines of a message that says why a budget cannot be met."""
+"""The tensors that hold the memory at one step: a message names them where a budget cannot be met."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def held_at(arrays: Arrays, actions: Sequence[Action], result: Evaluation, step:
     held += [(buffer.name, buffer.nbytes) for buffer in program.buffers if buffer.first <= step <= buffer.last]
     reload_at = {index: position for index, position, _ in result.loads}
     for index, (candidate, action) in enumerate(zip(program.candidates, actions, strict=True)):
-        begin, end = candidate.produced_at, candidate.last_forward_use
+        begin, end = int(candidate.produced_at), int(candidate.last_forward_use)
         again = (len(result.memory), -1)
         if result.first[index] < arrays.backward_steps:
             last = forward_steps + result.last[index]

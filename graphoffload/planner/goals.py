@@ -1,4 +1,4 @@
-"""What a goal asks of a plan, and how two proposals compare. Every solver sees instances through an Evaluator only."""
+"""A goal's limits, and how two proposals compare. Every strategy sees instances through an Evaluator only."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Proposal:
 class Evaluator:
     """Evaluates proposals for one goal, remembers them, and counts: `budget` evaluations are what a solver may spend.
 
-    lost: nothing that meets the budget is known. Where the peak is over it, time does not count, but at how many steps memory
-    is, and by how much: one move seldom lowers all of several equal peaks.
-    patience: ends the search by the clock; None: nothing does.
-    smallest: of the evaluations within the host budget, actions and window of the one with the least peak.
+    lost: no plan that meets the budget is known. A proposal above the budget is then scored by the sum over all steps of the
+        bytes above it, and not by its time: one move seldom lowers all of several equal peaks.
+    patience: the clock that ends the search; None: there is none.
+    smallest: actions and window with the least peak, among the evaluations within the host budget.
 
     Score, budget goal: (bytes over the budget, time, peak). Slowdown goal: (seconds over the limit, peak, time). Bytes over the
     host budget count as broken limit in both.

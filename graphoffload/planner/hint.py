@@ -1,4 +1,4 @@
-"""What a little time would buy, for a plan that keeps everything: a hint for the user, and only where it is found at once."""
+"""A hint for a plan that keeps everything: the memory that a little time would save, where that is found at once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def saved_within(
 ) -> int | None:
     """Bytes that come off the peak within `max_slowdown`, as far as the greedy solver sees them; None when time ran out.
 
-    The whole planner finds at least as much: greedy is where it starts. Stops between two simulations once `patience_s` is
-    over, so it takes one simulation longer at most.
+    The whole planner starts from greedy, so it saves at least as much. The search stops between two simulations once
+    `patience_s` is over, so it takes one simulation longer at most.
     """
     evaluator = _Hurried(program, hardware, WithinSlowdown(max_slowdown), host_budget_bytes, time.perf_counter() + patience_s)
     keep_bytes = best_bytes = evaluator.evaluate(evaluator.keep)[0].peak_bytes

@@ -1,4 +1,4 @@
-"""When each step ends, from what the simulator knows of a timeline: compute time so far, stalls, and the copies beside it.
+"""When each step ends: from the compute time so far, the stalls, and the copies that run beside compute.
 
     work   |--f0--|--f1--|--f2--|            compute time alone, one mark a step
     wall   |--f0---|---f1---|xxxx|--f2--|    longer beside a copy, standing still in a stall

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from graphoffload.planner.problem import Candidate
 from graphoffload.planner.simulator import Scheduled, Timeline
 
 
@@ -14,12 +16,14 @@ class Predicted:
     Attributes:
         limit_bytes: what the plan's peak was to stay within: the budget less the reserve; None where nothing was to be met.
         hardware: name of the profile that the times come from.
+        candidates: by the name of the saved activation. Their uses are steps of the timeline.
     """
 
     timeline: Timeline
     keep_timeline: Timeline
     limit_bytes: int | None = None
     hardware: str = ""
+    candidates: Mapping[str, Candidate] = field(default_factory=dict)
 
 
 def in_plan_order(timeline: Timeline) -> list[Scheduled]:

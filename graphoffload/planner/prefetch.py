@@ -1,12 +1,14 @@
-"""Reloads a little earlier and releases a little later than just in time, where memory is free: predictions are off by a few
-percent, and links share.
+"""Slack: reloads a little earlier and releases a little later than just in time, where memory is free.
 
     just in time   |==x==|use          earlier |==x==|....|use       as far as `PREFETCH_SHARES` of the step and the memory
                    |==x==|release      later   |==x==|....|release   limit allow
 
-What is planned does not change, nor does its predicted time; a copy that runs late in truth is still in time. A compiler may
-run a reload a few kernels before its place, so room for two of the largest is left: without it, measured peaks of some plans
-were one or two tensors above the predicted ones.
+Predictions are off by a few percent, and GPUs share links: with slack, a copy that runs late is still in time. Actions and
+predicted time stay the same. Capuchin (Peng et al., ASPLOS 2020) prefetches ahead of a use for the same reason, and corrects
+the distance from measured stalls; here it is fixed before the step runs.
+
+A compiler may run a reload a few kernels before its place. So room for the two largest transfers is left. Without it, measured
+peaks of some plans were one or two tensors above the predicted ones.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline
 
 PREFETCH_SHARES = (0.02, 0.01, 0.005)
-"""Shares of keep-all's time that reloads are put ahead by: the first that costs nothing is taken. Releases use the first."""
+"""Shares of keep-all's time by which reloads move earlier: the first that costs nothing is taken. Releases use the first."""
 _FREE = 1.0005
 _DISPLACED = 2
 
@@ -37,7 +39,7 @@ def with_slack(program: Program, just_in_time: Timeline, again: Again, *, limit_
 
 
 def prefetch_reloads(program: Program, just_in_time: Timeline, again: Again, *, limit_bytes: int) -> Timeline:
-    """The timeline of the same actions with reloads ahead, at a peak of at most `limit_bytes` and without costing time."""
+    """The timeline of the same actions with earlier reloads, at a peak of at most `limit_bytes` and without costing time."""
     if not just_in_time.schedule:
         return just_in_time
     limit_bytes = _less_displaced(program, just_in_time, limit_bytes)

@@ -1,29 +1,37 @@
-"""The instance a plan is made for: times, bytes and uses by position, without tensors or graphs.
+"""The instance that is planned: times, bytes and uses by step, without tensors or graphs.
 
     global step    0 .......... F-1 | F ............. F+B-1
     program order  forward[0..F-1]  | backward[0..B-1]
 
-A candidate is one storage that backward may need. What each action makes of its life (= on the device):
+Steps are graph nodes in the order in which their kernels run, which is not the order of the graph. The objective is time and
+the limit is memory at every step, as in Checkmate (Jain et al., MLSys 2020); offloading is the third action, as in Capuchin
+(Peng et al., ASPLOS 2020) and POFO (Beaumont et al., NeurIPS 2021).
+
+A candidate is one storage that backward may need. Each action gives it another life (= on the device):
 
     keep       produced_at ==================================== last backward use
     offload    produced_at ==== release          reload ======= last backward use
     recompute  produced_at == last forward use       first use = last backward use
 
-Candidates need not have backward uses of their own: a block's input that only recompute chains read is one as well. It
-costs nothing until a chain reads it, and then keeping, offloading or recomputing it are the choices that there are.
+A candidate need not have backward uses of its own: a block's input that only recompute chains read is one as well. It
+costs nothing until a chain reads it. Then it is kept, offloaded or recomputed itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NewType
 
 from graphoffload.errors import PlanError
 from graphoffload.facts.plan import Action
 
+StepIndex = NewType("StepIndex", int)
+"""Index of a step in the order in which the forward or the backward runs. It is no position in a graph (GraphPosition)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One graph node at its position. `workspace_bytes` live only while it runs, its own candidate outputs not included."""
+    """One graph node where it runs. `workspace_bytes` live only while it runs, its own candidate outputs not included."""
 
     name: str
     time_s: float
@@ -42,9 +50,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What producing a candidate again costs. `reads` are indices of candidates the chain starts from: they must be resident.
+    """The cost of producing a candidate again. `reads` are indices of the candidates that the chain starts from.
 
-    `temp_bytes` are the chain's intermediates, live only while it runs.
+    Those must be resident. `temp_bytes` are the chain's intermediates, live only while it runs.
     """
 
     time_s: float
@@ -54,13 +62,13 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One storage with a choice. `backward_uses` are backward-local, sorted; `group` folds repeated layers."""
+    """One storage with a choice. `backward_uses` are steps of the backward, sorted; `group` folds repeated layers."""
 
     name: str
     nbytes: int
-    produced_at: int
-    last_forward_use: int
-    backward_uses: tuple[int, ...]
+    produced_at: StepIndex
+    last_forward_use: StepIndex
+    backward_uses: tuple[StepIndex, ...]
     can_offload: bool = True
     recompute: Recompute | None = None
     fixed: Action | None = None
@@ -85,8 +93,8 @@ class Program:
 
     Attributes:
         static_bytes: live throughout. reserve_bytes: come off every budget.
-        reload_steps: for each backward step, the one before which a reload really runs that is put as late as it can be to run
-            before that step: nothing gets between the operations of one kernel. Empty: the step itself.
+        reload_steps: for each backward step, the step before which a reload for it really runs at the latest. It is an earlier
+            one inside a kernel of several steps, which nothing can interrupt. Empty: the step itself.
     """
 
     forward: tuple[Step, ...]
@@ -112,7 +120,7 @@ class Program:
         issued = self.reload_steps
         if issued and (len(issued) != len(self.backward) or any(not 0 <= at <= step for step, at in enumerate(issued))):
             count = f"{len(issued)} reload_steps of {len(self.backward)} backward steps"
-            raise PlanError(f"{count}: there must be one each, none behind its step.")
+            raise PlanError(f"{count}: there must be one each, none after its step.")
         for index in range(len(self.candidates)):
             self._check_candidate(index)
 
@@ -141,7 +149,7 @@ class Program:
         return [candidate.fixed or "keep" for candidate in self.candidates]
 
     def step_name(self, index: int) -> str:
-        """Name of a global step; "end of forward" and "end of backward" for the positions behind."""
+        """Name of a global step; "end of forward" and "end of backward" for the indices after the last."""
         if index < len(self.forward):
             return self.forward[index].name
         index -= len(self.forward)

@@ -1,4 +1,4 @@
-"""Why each candidate is kept, recomputed or offloaded, in words with numbers."""
+"""The reason for each candidate's action, in words with numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The referee: what a set of actions costs in time and memory. One model for every solver, the report and the schedule.
+"""The simulator: time and memory of a set of actions. Every solver, the report and the schedule use this one model.
 
     compute  |f0|f1|f2|f3|stall|   b0|b1|wait|b2|b3|
     D2H         [=f0==][=f1==]                            FIFO, issued when the tensor is produced
@@ -7,20 +7,20 @@
 
 The model, exactly:
 
-* A D2H copy is issued after `produced_at` and runs behind all earlier ones. Its source is released after the first forward
+* A D2H copy is issued after `produced_at` and runs after all earlier ones. Its source is released after the first forward
   step by whose end the copy is done and the last forward use past. What is not done by the end of the forward is waited for
-  there (`release_at` is None). Hence no D2H copy overlaps an H2D copy of the same program and the duplex factor never applies
-  inside one; it is for traffic from elsewhere (`HardwareProfile.scaled`).
+  there (`release_at` is None). Hence no D2H copy overlaps an H2D copy of the same program, and each
+  direction has its full rate; for traffic from elsewhere there is `HardwareProfile.scaled`.
 * More than `max_inflight_bytes` outstanding: compute waits for the oldest copy, repeatedly; one copy alone is always allowed.
 * A reload's first use is the first consumer that must run: its own backward uses, or a recompute chain that reads it. From
   the last use to the first, each copy ends no later than its need and than the next one's start; it is issued before the
   backward step that runs at that moment. Need times are those of compute without stalls or slowdown: early rather than late.
-  Where the channel is behind that schedule, a reload is issued at the last step that starts before the channel is free for it:
-  its memory is taken when its copy can run and not before, and no copy starts later for it. What cannot get between two steps
-  (`Program.reload_steps`) takes its memory before both; to time, and so to a release, that makes no difference worth counting.
+  Where the channel runs late, a reload is issued at the last step that starts before the channel is free for it. So its
+  memory is taken when its copy can run and not before, and no copy starts later for it. A reload that cannot run between two
+  steps (`Program.reload_steps`) takes its memory before both. Time is counted as if it could.
 * A recompute chain runs right before the first use of what it makes, after the chains of what it reads.
 * Compute that overlaps a copy takes (1 + compute_slowdown_while_copying) times as long.
-
+Issuing a reload as late as it still arrives is Capuchin's in-trigger (Peng et al., ASPLOS 2020), computed and not measured.
 Wrong when: the host cannot issue work as fast as the device runs it; the allocator fragments; kernels overlap each other.
 Cost: O(candidates log steps) plus a few vector operations over the steps.
 """

@@ -2,7 +2,7 @@
 
     keep-all fits? ── yes ──▶ keep all
         │ no
-    exact (few assignments)   greedy: all actions, recompute only, offload only   LP rounding ──▶ greedy repairs
+    exact (few assignments)   greedy: all actions, recompute only, offload only  LP ──▶ greedy repairs   everything offloaded
         └──────────────┬───────────────────┴──────────────┘
                     the evaluator ──▶ local search from the best two ──▶ Solution
                         └─ none meets the budget ──▶ again, scored by where memory is over, for lower budgets ──▶ or BudgetError
@@ -29,7 +29,7 @@ from graphoffload.planner.reasons import reasons_for
 from graphoffload.planner.simulator import Timeline, timeline_of
 from graphoffload.planner.strategies.exact import search_exactly
 from graphoffload.planner.strategies.greedy import greedy_moves
-from graphoffload.planner.strategies.local_search import improve, kicks, windows
+from graphoffload.planner.strategies.local_search import improve, windows
 from graphoffload.planner.strategies.relaxation import Relaxation, Relaxed
 from graphoffload.units import format_bytes
 
@@ -46,6 +46,13 @@ _NEAR = 1.2
 _FAR = 0.015
 _RUNG = 1.02
 _RUNGS = 2
+_LEAST_KEPT: tuple[Action, ...] = ("offload", "recompute", "keep")
+_STARTS: dict[str, tuple[Action, ...]] = {
+    "greedy": ("offload", "recompute"),
+    "greedy recompute": ("recompute",),
+    "greedy offload": ("offload",),
+    "lp": ("offload", "recompute"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,23 +151,22 @@ def _from_below(evaluator: Evaluator, least: Proposal) -> Iterator[Proposal]:
 
 
 def _search(evaluator: Evaluator, keep: Proposal, relaxed: Relaxed) -> Proposal:
-    """The best proposal of all solvers, and of local search from them."""
+    """The best proposal of all strategies, and of local search from them."""
     small, goal = len(evaluator.arrays.program.candidates) <= _SMALL, evaluator.goal
     best, proven = search_exactly(evaluator)
-    searched: Sequence[Proposal] = ()
-    if best is None or not proven or "offload" in best.actions:  # the search knows copies that run freely, no windows
-        found = [windows(evaluator, start) for start in (keep, best) if start is not None]
-        tight = _tight(evaluator, max(0, evaluator.limit_bytes)) if small and isinstance(goal, MeetBudget) else ()
-        found = sorted([*found, *_proposals(evaluator, relaxed), *tight], key=lambda p: p.score)
-        best = min(_improved(evaluator, found, small=small), key=lambda p: p.score)
-        searched = found[:_TURNS] if small and not evaluator.exhausted else ()
-        best = kicks(evaluator, best) if small else best
-    best = windows(evaluator, best)
+    if best is not None and proven and "offload" not in best.actions:  # the search knows copies that run freely, no windows
+        return best
+    found = [windows(evaluator, start) for start in (keep, best) if start is not None]
+    found += _proposals(evaluator, relaxed)
+    if small and isinstance(goal, MeetBudget):
+        found.append(_all_offloaded(evaluator))
+    found = sorted(dict.fromkeys(found) if small else found, key=lambda p: p.score)
+    best = min(_improved(evaluator, found, small=small), key=lambda p: p.score)
     if not best.feasible and isinstance(goal, MeetBudget):
+        searched = found[:_TURNS] if small and not evaluator.exhausted else ()
         evaluator.budget += evaluator.count
         aimed = _aiming_lower(evaluator, goal) if evaluator.lost else ()
-        starts = [*aimed, *_tight(evaluator, max(0, evaluator.limit_bytes))]
-        start = min(starts, key=lambda p: p.score)
+        start = min((*aimed, _all_offloaded(evaluator)), key=lambda p: p.score)
         best = best if start in searched else improve(evaluator, start, small=small)
     return best
 
@@ -212,18 +218,18 @@ def _proposals(evaluator: Evaluator, relaxed: Relaxed) -> Iterator[Proposal]:
     """What each solver makes of the goal."""
     if isinstance(evaluator.goal, MeetBudget):
         target_bytes = max(0, evaluator.limit_bytes)
-        starts: list[tuple[str, Sequence[Action], tuple[Action, ...]]] = [
-            ("greedy", evaluator.keep, ("offload", "recompute")),
-            ("greedy recompute", evaluator.keep, ("recompute",)),
-            ("greedy offload", evaluator.keep, ("offload",)),
-            ("lp", round_down(evaluator, relaxed), ("offload", "recompute")),
-        ]
-        for name, start, allowed in starts:
-            actions = greedy_moves(evaluator, start, target_bytes, allowed=allowed)
-            yield windows(evaluator, evaluator.propose(actions, name))
+        for name, allowed in _STARTS.items():
+            start = round_down(evaluator, relaxed) if name == "lp" else evaluator.keep
+            yield windows(evaluator, evaluator.propose(greedy_moves(evaluator, start, target_bytes, allowed=allowed), name))
         return
-    yield evaluator.propose(round_down(evaluator, relaxed), "lp")
-    yield from _tight(evaluator, 0)
+    if "lp" in _STARTS:
+        yield evaluator.propose(round_down(evaluator, relaxed), "lp")
+    yield _all_offloaded(evaluator)
+    yield from _halving(evaluator)
+
+
+def _halving(evaluator: Evaluator) -> Iterator[Proposal]:
+    """Greedy for a slowdown: budgets between nothing and the peak of keep-all, halved until the limit of time is met."""
     low, high = 0, evaluator.evaluate(evaluator.keep)[0].peak_bytes
     for _ in range(6):
         middle = (low + high) // 2
@@ -233,14 +239,9 @@ def _proposals(evaluator: Evaluator, relaxed: Relaxed) -> Iterator[Proposal]:
         low, high = (low, min(middle, peak)) if peak <= middle else (middle, high)
 
 
-def _tight(evaluator: Evaluator, target_bytes: int) -> Iterator[Proposal]:
-    """Where memory falls only if compute waits for copies early: greedy on timelines that do, and everything offloaded."""
-    sizes = [c.nbytes for c in evaluator.arrays.program.candidates if len(c.actions) > 1]
-    for window in (2 * max(sizes, default=0), 0):
-        actions = greedy_moves(evaluator, evaluator.keep, target_bytes, limit_s=evaluator.limit_s, window_bytes=window)
-        yield windows(evaluator, evaluator.propose(actions, "greedy", window))
-    for cheap in (0.0, 1.0):  # recomputation that takes less than this share of the copies
-        yield windows(evaluator, evaluator.propose(_nothing_kept(evaluator.arrays, cheap), "all"))
+def _all_offloaded(evaluator: Evaluator) -> Proposal:
+    """Everything offloaded, in the best window: where memory falls only if compute waits for copies early."""
+    return windows(evaluator, evaluator.propose(_nothing_kept(evaluator.arrays), "all"))
 
 
 def _aiming_lower(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
@@ -262,17 +263,10 @@ def _aiming_lower(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
             host_bytes -= max(0, result.host_bytes - evaluator.host_budget_bytes)
 
 
-def _nothing_kept(arrays: Arrays, cheap: float) -> tuple[Action, ...]:
-    """Everything offloaded, but what cannot be, or is recomputed in less than `cheap` times its copies' time."""
-    actions: list[Action] = []
-    for index, candidate in enumerate(arrays.program.candidates):
-        copies_s = arrays.d2h_s[index] + arrays.h2d_s[index]
-        recompute = "recompute" in candidate.actions
-        if recompute and ("offload" not in candidate.actions or arrays.recompute_s[index] < cheap * copies_s):
-            actions.append("recompute")
-        else:
-            actions.append("offload" if "offload" in candidate.actions else candidate.actions[0])
-    return tuple(actions)
+def _nothing_kept(arrays: Arrays) -> tuple[Action, ...]:
+    """Everything offloaded; what cannot be offloaded is recomputed, and what cannot be recomputed either is kept."""
+    choices = (candidate.actions for candidate in arrays.program.candidates)
+    return tuple(next(action for action in _LEAST_KEPT if action in allowed) for allowed in choices)
 
 
 def round_down(evaluator: Evaluator, relaxed: Relaxed) -> tuple[Action, ...]:

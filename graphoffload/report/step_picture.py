@@ -87,7 +87,7 @@ def picture_of(plan: Plan, predicted: Predicted | None) -> StepPicture:
         index: f"{transfer.tensor}, {transfer.module or 'the model'}, {format_bytes(transfer.nbytes)}"
         for index, transfer in transfers.items()
     }
-    lanes: list[Lane] = list(_layers(plan, timeline))
+    lanes: list[Lane] = list(_layers(plan, predicted))
     half = timeline.lanes.forward_end_s
     lanes += [("compute", i.start_s, i.end_s, "forward" if i.end_s <= half else "backward") for i in timeline.lanes.compute]
     for name, copies in (("D2H", timeline.lanes.d2h), ("H2D", timeline.lanes.h2d)):
@@ -118,24 +118,26 @@ def _facts(plan: Plan, timeline: Timeline) -> tuple[str, ...]:
     )
 
 
-def _layers(plan: Plan, timeline: Timeline) -> Iterator[Lane]:
-    """Intervals of the numbered layers, estimated from their saved activations: from the first to the last one produced in
-    forward, and until the last one is used in backward. Empty for fewer than two layers.
+def _layers(plan: Plan, predicted: Predicted) -> Iterator[Lane]:
+    """The stretches of the numbered layers, as far as their saved activations tell.
+
+    In forward a layer lasts from the step that makes its first activation to the one that makes its last. In backward it
+    lasts until the step that uses its last activation. There is nothing for fewer than two layers.
     """
-    decided = {decision.name: decision.action for decision in plan.decisions}
-    made: dict[str, list[int]] = {}
+    made: dict[str, list[int]] = {}  # global steps of the timeline
     used: dict[str, list[int]] = {}
+    timeline = predicted.timeline
     for tensor in plan.saved.tensors:
-        layer = _layer_of(tensor.module)
-        if layer and decided.get(tensor.name) != "recompute":  # those positions are of another graph
-            made.setdefault(layer, []).append(tensor.produced_at)
-            used.setdefault(layer, []).extend(timeline.forward_steps + at for at in tensor.backward_uses)
+        layer, candidate = _layer_of(tensor.module), predicted.candidates.get(tensor.name)
+        if layer and candidate is not None:  # what is recomputed is no candidate of the final graphs
+            made.setdefault(layer, []).append(candidate.produced_at)
+            used.setdefault(layer, []).extend(timeline.forward_steps + step for step in candidate.backward_uses)
     if len(made) < 2:
         return
     moments_s = (0.0, *timeline.ends_s)
     for steps, start_s in ((made, 0.0), (used, timeline.lanes.forward_end_s)):
-        for layer, positions in sorted(steps.items(), key=lambda item: max(item[1], default=0)):
-            first_s, last_s = moments_s[min(positions, default=0)], moments_s[max(positions, default=-1) + 1]
+        for layer, spanned in sorted(steps.items(), key=lambda item: max(item[1], default=0)):
+            first_s, last_s = moments_s[min(spanned, default=0)], moments_s[max(spanned, default=-1) + 1]
             if last_s > max(start_s, first_s):
                 yield "layer", max(start_s, first_s), last_s, layer
                 start_s = last_s

@@ -1,10 +1,10 @@
-"""What no plan can undercut: the value of the LP relaxation (strategies/relaxation.py), without the plan.
+"""Lower bounds: the value of the LP relaxation (strategies/relaxation.py), without a plan.
 
-    lower_bound_s         least time under a device budget and a host budget
+    lower_bound_s             least time under a device budget and a host budget
     lower_bound_peak_bytes    least peak within a slowdown
 
-Never above the simulated figure of a feasible plan. Loose where the relaxation splits what cannot be split (one large tensor),
-and where the wait for a window frees memory in the middle of the forward.
+A bound is never above the simulated figure of a feasible plan. It is loose where the relaxation splits a tensor that cannot be
+split (one large tensor), and where compute that waits for a window of copies frees memory in the middle of the forward.
 """
 
 from __future__ import annotations

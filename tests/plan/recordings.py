@@ -11,11 +11,11 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from graphoffload.hardware.profile import PROFILES, HardwareProfile
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 
 FOLDER = Path(__file__).with_name("recorded")
@@ -71,7 +71,16 @@ def names() -> list[str]:
 
 def load(name: str) -> Program:
     """A recorded Program."""
-    return from_json(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()).decode())
+    return from_json(_text(name))
+
+
+def hardware_of(name: str) -> HardwareProfile:
+    """The profile whose times were recorded."""
+    return PROFILES[json.loads(_text(name))["hardware"]]
+
+
+def _text(name: str) -> str:
+    return gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()).decode()
 
 
 def record(name: str, model: Any, *args: Any, hardware: str, **named: Any) -> Path:
@@ -90,21 +99,14 @@ def record(name: str, model: Any, *args: Any, hardware: str, **named: Any) -> Pa
     with mock.patch.object(trials, "build_program", noting):
         graphoffload.explain(model, hardware=hardware, device_budget="100TiB", host_budget="100TiB")(*args, **named)
     program = max(found, key=lambda program: len(program.backward))
-    path = FOLDER / f"{name}.json.gz"
-    path.write_bytes(gzip.compress(to_json(program).encode(), mtime=0))
+    return write(name, program, hardware)
+
+
+def write(name: str, program: Program, hardware: str) -> Path:
+    """A recording of a Program and the name of the profile that its times come from."""
+    path, text = FOLDER / f"{name}.json.gz", to_json(program)
+    path.write_bytes(gzip.compress(f'{{"hardware":"{hardware}",{text[1:]}'.encode(), mtime=0))
     return path
-
-
-def _llama(name: str, *, use_cache: bool) -> Path:
-    """Hugging Face's Llama, 8 layers of width 4096, 2 x 4096 tokens, bf16."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 8, "num_attention_heads": 32}
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, use_cache=use_cache, **sizes)).to(torch.bfloat16)
-        ids = torch.zeros(2, 4096, dtype=torch.int64)
-    return record(name, model, ids, labels=ids, hardware="h100-sxm")
 
 
 def norm_mlps() -> tuple[Any, Any]:
@@ -124,18 +126,18 @@ def norm_mlps() -> tuple[Any, Any]:
         return nn.Sequential(*(Block() for _ in range(6))), torch.empty(512, 192)
 
 
-def _norm_mlps(name: str) -> Path:
-    model, x = norm_mlps()
-    return record(name, model, x, hardware="h100-sxm")
+def record_model(name: str) -> Path:
+    """Record one of tests/plan/models.py, or norm-mlps."""
+    if name == "norm-mlps":
+        model, x = norm_mlps()
+        return record(name, model, x, hardware="h100-sxm")
+    from tests.plan.models import MODELS
 
-
-MODELS: dict[str, Callable[[str], Path]] = {
-    "llama8l": lambda name: _llama(name, use_cache=False),
-    "llama8l-cache": lambda name: _llama(name, use_cache=True),
-    "norm-mlps": _norm_mlps,
-}
+    hardware, build = MODELS[name]
+    model, named = build()
+    return record(name, model, hardware=hardware, **named)
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or MODELS:
-        print(MODELS[wanted](wanted))
+    for wanted in sys.argv[1:]:
+        print(record_model(wanted))

@@ -1,1 +1,1 @@
-"""Ways to solve one instance: exact search, greedy, rounding of the LP relaxation, local search."""
+"""Ways to solve one instance: exact search, greedy, LP rounding, local search. docs/plan.md says what each is worth."""

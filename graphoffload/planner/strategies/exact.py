@@ -1,10 +1,11 @@
-"""Exact search where assignments are few: all of them bounded at once, then simulated from the best bound until none can win.
+"""Exact search where assignments are few: bound all of them, then simulate them from the best bound until none can win.
 
-    time   >= compute + recompute times + slowdown of compute under the copies     of what backward itself needs
+    time   >= compute + recompute times + slowdown of compute under the copies     of candidates that backward itself needs
     memory >= fixed + kept between its last uses + anything between its own first and last backward use
 
-Both hold for every assignment: chains only make a first use earlier and a last use later, stalls only add time. So the first
-bound in order that is no better than the best simulated score ends the search. Exact for an unbounded window.
+Both bounds hold for every assignment: chains only make a first use earlier and a last use later, and stalls only add time. So
+the search ends at the first bound that is no better than the best simulated score: best-first branch and bound on one level.
+The result is optimal for an unbounded window.
 """
 
 from __future__ import annotations

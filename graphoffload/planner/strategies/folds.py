@@ -1,7 +1,7 @@
 """Candidates folded into classes for the LP: equal ones of neighbouring layers share two variables instead of having two each.
 
-A class stands for `count` candidates of equal size, cost and choices. What differs inside it, positions, enters each constraint
-at the end that makes the constraint weakest, so that folding can only lower the bound, never lift it above a real plan.
+A class stands for `count` candidates of equal size, cost and choices. Their positions differ. Each constraint takes the
+position that makes it weakest. So folding can only lower the bound, never lift it above a real plan.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Greedy: move to recompute or offload what frees most memory-time above the target for least time, and look again.
+"""Greedy: recompute or offload the candidate that frees most memory-time above the target per second, then simulate again.
 
     gain  bytes x time of the steps above the target that the move vacates, no more bytes than a step is above it
     cost  recompute: its time, and the stall of an offloaded tensor it reads earlier
-          offload: the slowdown of compute under both copies, and what does not hide: with O the offloaded,
+          offload: the slowdown of compute under both copies, and the copy time that does not hide: with O the offloaded,
               slack of D2H for k  = min over p <= produced_at(k) of  end of forward - end(p) - sum of D2H of {o in O: o >= p}
               slack of H2D for k  = min over j >= first use(k)   of  start(j) - sum of H2D of {o in O: first use <= j}
 
-Costs and gains are estimates on the timeline of the last evaluation; a batch covers half of what is above the target, so an
-evaluation is paid per halving and not per tensor. Wrong when two moves only pay together (local search is for those).
+Bytes saved per second is the rule of Capuchin (MSPS; Peng et al., ASPLOS 2020). Here bytes count only at the steps above the
+target. Costs and gains are estimates on the timeline of the last evaluation. A batch covers half of the excess, so that an
+evaluation is paid per halving and not per tensor. Greedy is wrong when two moves only pay together; local search finds those.
 """
 
 from __future__ import annotations
@@ -115,19 +116,18 @@ def greedy_moves(
     allowed: Sequence[Action] = ("offload", "recompute"),
     limit_s: float = float("inf"),
     barred: frozenset[int] = frozenset(),
-    window_bytes: int | None = None,
 ) -> tuple[Action, ...]:
     """Actions with a peak of at most `target_bytes`, or as near as single moves get at a time of at most `limit_s`.
 
-    `barred`: candidates that stay as they are. `window_bytes`: the window of outstanding copies that it is looked at in.
+    `barred`: candidates that stay as they are.
     """
     arrays = evaluator.arrays
     state = list(actions)
     fine = len(state) <= _FINE
     best: tuple[Action, ...] = tuple(state)
-    best_peak = evaluator.evaluate(state, window_bytes)[0].peak_bytes
+    best_peak = evaluator.evaluate(state)[0].peak_bytes
     for _ in range(4 * _FINE if fine else _ROUNDS):
-        result = evaluator.evaluate(state, window_bytes)[0]
+        result = evaluator.evaluate(state)[0]
         if result.peak_bytes <= best_peak and result.time_s <= limit_s:
             best, best_peak = tuple(state), result.peak_bytes
         if result.peak_bytes <= target_bytes or result.time_s > limit_s or evaluator.exhausted:
@@ -148,7 +148,7 @@ def _batch(
     host_budget_bytes: int | None,
     barred: frozenset[int],
 ) -> int:
-    """Apply the best moves until they free half of what is above the target at the peak; how many."""
+    """Apply the best moves until they free half of the excess at the peak. Returns their number."""
     prices = Prices(arrays, state, result, target_bytes)
     host_left = float("inf") if host_budget_bytes is None else host_budget_bytes - result.host_bytes
     heap: list[tuple[float, int, Action, float]] = []

@@ -1,26 +1,24 @@
-"""Local search: change one, exchange two, move a share of a folded group, replace what compute waits for, choose the window;
-first improvement wins.
+"""Local search: change one, exchange two, move a share of a folded group, replace what compute waits for, choose the window.
 
-For few candidates every single and every pair of changes is tried until none helps, so the result is 2-optimal; that is not
-optimal: three changes that pay only together are missed. For many, moves are per group of repeated layers (earliest or
-latest members, one or a share) and end with the evaluator's evaluations. Why the ends: the layers of a group have equal
-sizes and costs, so which of them moves matters only through time, and the ends are the extremes of that.
+The first improvement wins. For few candidates every single change is tried until none helps: the result is a local optimum, and
+two changes that pay only together are missed. For many candidates moves are per group of repeated layers (the earliest or the
+latest members, one or a share), and the search ends with the evaluator's evaluations. The layers of a group have equal sizes
+and costs, so which of them moves matters only through time, and the ends are the extremes of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
-from random import Random
 
 from graphoffload.facts.plan import Action
 from graphoffload.planner.goals import Evaluator, MeetBudget, Proposal
 from graphoffload.planner.problem import Program
 from graphoffload.planner.strategies.greedy import greedy_moves
 
-_PAIRS = 14
 _STALLED = 4
 _ONE = 1_000_000
+_SHARES = (4, 16, _ONE)
+_WINDOWS = (0.75, 0.5, 0.33, 0.2, 0.1, 0.05, 0.0)
 Move = tuple[tuple[int, Action], ...]
 
 
@@ -40,17 +38,12 @@ def _single(program: Program, actions: Sequence[Action], wanted: Sequence[int]) 
 
 def _small_moves(program: Program, actions: Sequence[Action]) -> Iterator[Move]:
     movable = [k for k, candidate in enumerate(program.candidates) if len(candidate.actions) > 1]
-    singles = _single(program, actions, movable)
-    yield from singles
-    if len(movable) <= _PAIRS:
-        for one, two in combinations(singles, 2):
-            if one[0][0] != two[0][0]:
-                yield one + two
+    yield from _single(program, actions, movable)
 
 
 def _folded_moves(program: Program, groups: dict[str, list[int]], actions: Sequence[Action]) -> Iterator[Move]:
     """Shares of groups, largest first: a move of many that helps is worth many of one."""
-    for share in (4, 16, _ONE):
+    for share in _SHARES:
         for members in groups.values():
             for old, new in (
                 ("recompute", "keep"),
@@ -69,8 +62,7 @@ def _folded_moves(program: Program, groups: dict[str, list[int]], actions: Seque
 
 def _exchanges(program: Program, groups: dict[str, list[int]], actions: Sequence[Action]) -> Iterator[Move]:
     """One member of a group takes a cheaper action, one of another group pays for it."""
-    dear = list(_folded_moves(program, groups, actions))
-    singles = [move for move in dear if len(move) == 1]
+    singles = [move for move in _folded_moves(program, groups, actions) if len(move) == 1]
     for one in singles:
         for two in singles:
             if (
@@ -131,26 +123,11 @@ def improve(evaluator: Evaluator, start: Proposal, *, small: bool) -> Proposal:
     return windows(evaluator, best)
 
 
-def kicks(evaluator: Evaluator, start: Proposal, *, rounds: int = 12, width: int = 3) -> Proposal:
-    """Iterated local search: change a few at random (always the same random numbers), improve, keep what is better."""
-    program, random, best = evaluator.arrays.program, Random(0), start
-    movable = [k for k, candidate in enumerate(program.candidates) if len(candidate.actions) > 1]
-    for _ in range(rounds if len(movable) > width else 0):
-        if evaluator.exhausted:
-            break
-        actions = list(best.actions)
-        for index in random.sample(movable, width):
-            actions[index] = random.choice(program.candidates[index].actions)
-        found = improve(evaluator, evaluator.propose(actions, "kick", best.window_bytes), small=True)
-        best = min(best, found, key=lambda p: p.score)
-    return best
-
-
 def windows(evaluator: Evaluator, start: Proposal) -> Proposal:
     """The same actions with a bounded window of outstanding copies, where waiting early for memory is what meets the limits."""
     if evaluator.window_bytes is not None or "offload" not in start.actions:
         return start
     peak = evaluator.evaluate(start.actions)[0].inflight_peak_bytes
-    choices: list[int | None] = [None, *(int(peak * share) for share in (0.75, 0.5, 0.33, 0.2, 0.1, 0.05, 0.0))]
+    choices: list[int | None] = [None, *(int(peak * share) for share in _WINDOWS)]
     options = (evaluator.propose(start.actions, start.solver, window) for window in choices)
     return min(options, key=lambda p: p.score)

@@ -1,4 +1,4 @@
-"""The LP relaxation: what every plan must pay, and fractions that a solver can round.
+"""The LP relaxation: a lower bound on every plan, and fractions that a solver can round.
 
 Variables per class of candidates (count c, bytes n, copies d and h, recompute time r): O, R offloaded and recomputed, N needed
 in backward (c when backward uses them, else at least R of each class whose chains read them); O + R <= N <= c.
@@ -10,8 +10,11 @@ Tf, Tb: length of forward and backward; E(g): when forward step g starts; M: pea
     M  >= fixed(g) + n (N - O - R) {alive at g} + n (O or R) {in use at g} + what D2H cannot have copied by E(g)
     minimise Tf + Tb with M <= budget, or M with Tf + Tb <= limit
 
-Sound because each line holds, with the actions' 0/1 values, for the timeline that the simulator makes of them. Constraints are
-added where the solution breaks them most (cutting planes), for a few rounds: fewer rows only lower the bound.
+The bound is sound, since each line holds for the 0/1 values of any actions and the timeline that the simulator makes of them.
+Rows are added where the solution breaks them most (Kelley's cutting planes), for a few rounds: fewer rows only lower the bound.
+
+Checkmate (Jain et al., MLSys 2020) relaxes its integer program and rounds the fractions in the same way. Its variables are a
+tensor and a step; here they are an action and a class of equal tensors, and the order of the steps is given.
 """
 
 from __future__ import annotations
