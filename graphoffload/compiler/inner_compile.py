@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from graphoffload.analysis.fusion import CRUMBS, FARTHEST
 from graphoffload.compiler.session import CompileSession
 from graphoffload.facts.plan import Plan
+from graphoffload.log import log
 from graphoffload.monitor.caveats import warn_of_cuts
 from graphoffload.passes.capture import make_capturable
 from graphoffload.passes.prepare_joint import copy_graph
@@ -32,14 +33,19 @@ AS_PLANNED = {
     "triton.reorder_for_reducing_graph_partitions": False,
 }
 """Settings of torch._inductor.config without which Inductor would move the ops of a plan."""
-KEPT, APART = {"score_fusion_memory_threshold": 64}, {"score_fusion_memory_threshold": 65}
-"""Settings for a plan that changes nothing, and for an unfused one: no fusion for a few shared bytes, as under
-`planned_fusions`. They are in the key of torch's compile cache, which so distinguishes this code from Inductor's own, and from
-fused code."""
+KEPT, APART = {"score_fusion_memory_threshold": 11}, {"score_fusion_memory_threshold": 65}
+"""Settings for a plan that changes nothing, and for an unfused one. They are in the key of torch's compile cache, which so
+distinguishes code under `planned_fusions` from Inductor's own. Inductor's own threshold is 10 bytes."""
+
+_LEFT_OUT = (
+    "everything is kept; {} times Inductor was kept from making one kernel of two that share less than 1 % of their data: all "
+    "chunks of a loss would be in memory at once"
+)
 
 
 def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
-    """Inductor's inner compile for the graphs of a session; under a plan that keeps everything only fusions for crumbs go.
+    """Inductor's inner compile for the graphs of a session. Under a plan that keeps everything the code is Inductor's own, but
+    for fusions for a few shared bytes.
 
     Each setting prevents one effect:
 
@@ -56,8 +62,11 @@ def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
     def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         plan = session.plan
         if plan is None or not plan.changes_anything:
-            with inductor.config.patch(KEPT), planned_fusions(None, farthest=None):
-                return inductor.compile_inner(gm, example_inputs, **kwargs)
+            with inductor.config.patch(KEPT), planned_fusions(None, farthest=None) as left_out:
+                compiled = inductor.compile_inner(gm, example_inputs, **kwargs)
+            if left_out:
+                log.info("%s: %s", session.name, _LEFT_OUT.format(len(left_out)))
+            return compiled
         disabled = ",".join(filter(None, (inductor.config.disabled_passes, "remove_noop_ops")))
         run = registry.run_plan(plan.key)
         if kwargs.get("is_backward"):
@@ -124,7 +133,7 @@ def _mutates_inputs(compiled: Any, kwargs: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHEST) -> Iterator[None]:
+def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHEST) -> Iterator[list[str]]:
     """Fuse operations only if at most `farthest` others are between them, and if they share enough bytes. Do not fuse two that
     do not need each other and write `unfused_bytes` each.
 
@@ -140,8 +149,12 @@ def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHES
     Unfused: in a gated MLP's backward one kernel reads three tensors of the MLP's width and writes three. Separate kernels read
     more, but have four or five of these tensors alive instead of six. A plan asks for it if nothing else meets its budget, or
     uses up its slowdown.
+
+    Yields the pairs, by name, that are not fused since they share too few bytes.
     """
     own: Any = type(inductor.choices())
+
+    left_out: list[str] = []
 
     def near(node1: Any, node2: Any) -> bool:
         distance: int = max(abs(node1.min_order - node2.max_order), abs(node2.min_order - node1.max_order))
@@ -154,14 +167,17 @@ def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHES
                 return False
             if unfused_bytes is not None and min(node.get_write_buffer_sizes() for node in (node1, node2)) >= unfused_bytes:
                 return False
-            return bool(shared_data_score > CRUMBS * min(node.get_read_write_buffers_sizes() for node in (node1, node2)))
+            if shared_data_score <= CRUMBS * min(node.get_read_write_buffers_sizes() for node in (node1, node2)):
+                left_out.append(f"{node1.get_name()} with {node2.get_name()}")
+                return False
+            return True
 
         @staticmethod
         def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             return near(node1, node2) and bool(own.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
 
     with inductor.choosing(Planned()):
-        yield
+        yield left_out
 
 
 @contextlib.contextmanager
