@@ -132,13 +132,13 @@ def test_gradients_of_outputs_do_not_count_as_living_throughout() -> None:
     from functorch.compile import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    from graphoffload.compiler import partitioner
+    from graphoffload.compiler import session
 
     seen: list[list[tuple[int, ...]]] = []
 
     class Watching(graphoffload.OffloadPartitioner):
         def __call__(self, gm: torch.fx.GraphModule, joint_inputs: object, **kwargs: object) -> object:  # type: ignore[override]
-            seen.append([tuple(value.shape) for value in partitioner._inputs(gm) if isinstance(value, torch.Tensor)])
+            seen.append([tuple(value.shape) for value in session._inputs(gm) if isinstance(value, torch.Tensor)])
             return super().__call__(gm, joint_inputs, **kwargs)  # type: ignore[arg-type]
 
     def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
