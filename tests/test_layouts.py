@@ -302,5 +302,5 @@ def test_a_view_whose_schema_does_not_say_so_is_one() -> None:
     aten = torch.ops.aten
     (plain,), (unsafe,) = (table_with_a_late_view(view).tensors for view in (aten.view.default, aten._unsafe_view.default))
     assert unsafe.name == plain.name == "sin"
-    assert unsafe.last_forward_use == plain.last_forward_use
+    assert unsafe.last_forward_position == plain.last_forward_position
     assert unsafe.eligible
