@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
+import copy
+import json
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
 import graphoffload
-from graphoffload.analysis import saved_values, symbols
 from graphoffload.compiler import decide
 from graphoffload.compiler import device_limits as limits
 from graphoffload.compiler.constraints import constraints_for
 from graphoffload.errors import NotOffloadedWarning
-from graphoffload.facts import remedies
+from graphoffload.facts.refusals import Refusal, refusal_of
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.hardware import host_memory
 from graphoffload.options.config import OffloadConfig
@@ -33,43 +33,24 @@ def tensor(name: str = "x", mib: float = 4, **fields: Any) -> SavedTensor:
     return SavedTensor(name=name, **given)
 
 
-def causes() -> list[str]:
-    """What analysis gives as a reason not to offload, as written in its source; what is filled in becomes "*"."""
-    found: list[ast.expr] = []
-    for room in (saved_values, symbols):
-        for node in ast.walk(ast.parse(inspect.getsource(room))):
-            if isinstance(node, ast.FunctionDef) and node.name in ("_refusal", "_base"):
-                found += [each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
-            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("why_not", "text"):
-                found.append(node.value)
-    texts = [text for value in found for text in written(value)]
-    return sorted({text for text in texts if " " in text})
-
-
-def written(value: ast.AST) -> list[str]:
-    """Texts in an expression."""
-    if isinstance(value, ast.JoinedStr):
-        return ["".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in value.values)]
-    if isinstance(value, ast.Constant):
-        return [str(value.value)]
-    return [text for child in ast.iter_child_nodes(value) for text in written(child)]
-
-
-def test_every_cause_in_the_analysis_is_known() -> None:
-    """Whoever adds a refusal says what to do about it."""
-    found = causes()
-    assert len(found) >= 11, found
-    for cause in found:
-        assert sum(part in cause for part, _ in remedies._OFFLOAD) == 1, cause
+def test_a_refusal_s_text_knows_its_code() -> None:
+    """Wherever it goes, but for JSON: what is read from there is shown, and decides nothing."""
+    assert len({refusal.value[0] for refusal in Refusal}) == len(Refusal)
+    why = Refusal.UNKNOWN_SIZE.because(symbols="s0")
+    assert why == "its symbolic size s0 is not known in backward"
+    for same in (why, copy.deepcopy(why), pickle.loads(pickle.dumps(why))):
+        assert refusal_of(same) is Refusal.UNKNOWN_SIZE
+    assert json.loads(json.dumps(why)) == why
+    assert refusal_of("its symbolic size s0 is not known in backward") is None
 
 
 @pytest.mark.parametrize(
     ("why_not", "change"),
     [
-        ("shares memory with an output of the model", "Do not return it"),
-        ("is a lazy conjugate or negative: its bits are not its values", "resolve_conj()"),
-        ("its symbolic size s0 is not known in backward", "dynamic=False"),
-        ("is empty", "Remove the tag: nothing changes that"),
+        (Refusal.SHARES_WITH_OUTPUT.because(), "Do not return it"),
+        (Refusal.LAZY_BITS.because(), "resolve_conj()"),
+        (Refusal.UNKNOWN_SIZE.because(symbols="s0"), "dynamic=False"),
+        (Refusal.EMPTY.because(), "Remove the tag: nothing changes that"),
     ],
 )
 def test_a_tag_to_offload(why_not: str, change: str) -> None:
@@ -83,9 +64,9 @@ def test_a_tag_to_offload(why_not: str, change: str) -> None:
 @pytest.mark.parametrize(
     ("eligible", "why_not", "change"),
     [
-        (True, "its recomputation draws random numbers (aten.rand.default)", "Tag it MUST_CPU_OFFLOAD or MUST_SAVE instead"),
-        (False, "its recomputation draws random numbers (aten.rand.default)", "Tag it MUST_SAVE instead"),
-        (True, "its recomputation reads n, which forward writes to", "Write to a copy in forward"),
+        (True, Refusal.RANDOM.because(target="aten.rand.default"), "Tag it MUST_CPU_OFFLOAD or MUST_SAVE instead"),
+        (False, Refusal.RANDOM.because(target="aten.rand.default"), "Tag it MUST_SAVE instead"),
+        (True, Refusal.READS_WRITTEN.because(name="n"), "Write to a copy in forward"),
     ],
 )
 def test_a_tag_to_recompute(eligible: bool, why_not: str, change: str) -> None:
@@ -94,7 +75,7 @@ def test_a_tag_to_recompute(eligible: bool, why_not: str, change: str) -> None:
         recomputable=False,
         why_not_recompute=why_not,
         eligible=eligible,
-        why_not="" if eligible else "is empty",
+        why_not="" if eligible else Refusal.EMPTY.because(),
     )
     (constraint,) = constraints_for(SavedTable((fact,)), OffloadConfig())
     assert all(part in constraint.warning for part in (why_not, change, "or remove the tag")), constraint.warning
@@ -116,14 +97,14 @@ def test_a_policy_that_offloads_nothing_names_what_holds_it_back() -> None:
     (text,) = nothing(tensor("a"), offload_fraction=0.0)
     assert "raise offload_fraction" in text
     assert "min_tensor_bytes" not in text
-    (text,) = nothing(tensor("a", eligible=False, why_not="shares memory with an output of the model"))
+    (text,) = nothing(tensor("a", eligible=False, why_not=Refusal.SHARES_WITH_OUTPUT.because()))
     assert "do not return it" in text
     assert "min_tensor_bytes" not in text
 
 
 def test_several_causes_come_by_size_with_a_remedy_each() -> None:
     """The number of tensors is not what counts."""
-    output = {"eligible": False, "why_not": "shares memory with an output of the model"}
+    output = {"eligible": False, "why_not": Refusal.SHARES_WITH_OUTPUT.because()}
     (text,) = nothing(tensor("a", 1), tensor("b", 1), tensor("c", 9, **output), min_tensor_bytes="8MiB")
     first, second = text.index("1 (9.00 MiB), shares memory with an output"), text.index("2 (2.00 MiB), the largest")
     assert first < text.index("do not return it") < second < text.index("lower min_tensor_bytes")

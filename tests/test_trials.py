@@ -14,7 +14,6 @@ from torch import nn
 
 import graphoffload
 from graphoffload import patience
-from graphoffload.compiler import decide as decide_module
 from graphoffload.compiler import plan_search as search
 from graphoffload.compiler import trial as trials
 from graphoffload.compiler.constraints import Constraint
@@ -22,6 +21,7 @@ from graphoffload.compiler.decide import actions_again, saved_all_the_same, tabl
 from graphoffload.errors import BudgetError, GoalMissedWarning
 from graphoffload.facts.goals import Goal, MeetBudget
 from graphoffload.facts.plan import Action, Decision
+from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.testing.layers import ResidualMlps
@@ -115,7 +115,7 @@ def test_what_torch_saves_all_the_same_is_noted_as_what_becomes_of_it(monkeypatc
     became = {"keep": "is kept", "offload": "is offloaded"}
     assert all(became[plan.action(name)] in note for name, note in zip(names, noted, strict=True)), noted
     assert "offload" in {plan.action(name) for name in names}
-    tensor = replace(plan.saved[names[0]], why_not_recompute=decide_module._SAVED_ALL_THE_SAME)
+    tensor = replace(plan.saved[names[0]], why_not_recompute=Refusal.SAVED_ALL_THE_SAME.because())
     (note,) = saved_all_the_same(SavedTable((tensor,)), {tensor.name: "keep"})
     assert f"{tensor.name} (512.0 KiB) of module 'up.0' could not be recomputed and is kept" in note
 

@@ -22,6 +22,7 @@ from graphoffload.analysis.callers import CallersMemory, foreign, is_view
 from graphoffload.analysis.decisions import decided_on, depends_on_bits, is_input, repeated_decisions, trace_of, used_by_forward
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
+from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.torch_internals.operators import OpOverload, schema_of
 from graphoffload.torch_internals.partitioning import mutated_inputs
@@ -62,13 +63,13 @@ class _Around:
         """Why the memory of a node that lies in the caller's must not be read in backward; "" where it may."""
         root = self.roots[node]
         if root in self.mutated:
-            return f"its recomputation reads {root.name}, which forward writes to"
+            return Refusal.READS_WRITTEN.because(name=root.name)
         if node.name in self.callers.read or root.name in self.callers.parameters:
             return ""
         if is_view(node) and all(source not in self.roots or not self.forbids(source) for source in node.all_input_nodes):
             return ""
         kind = "an input" if root.op == "placeholder" else "an output"
-        return f"its recomputation reads {root.name}, {kind} that the caller may write to before backward"
+        return Refusal.READS_CALLERS.because(name=root.name, kind=kind)
 
     def is_an_inputs(self, node: Node) -> bool:
         """Whether a node lies in the memory of an input."""
@@ -102,7 +103,7 @@ def chain_of(targets: tuple[Node, ...], own: str, around: _Around, fixed: Collec
             continue
         why_not = _refusal(node)
         if node.name in around.bound:
-            why_not = f"its recomputation runs {node.target} again, by whose bits backward decides or compares"
+            why_not = Refusal.COMPARED_BY_BITS.because(target=node.target)
         if why_not:
             return Chain((), (), why_not)
         nodes.add(node)
@@ -122,7 +123,7 @@ def _decides_again(nodes: Collection[Node], own: str, around: _Around, fixed: Co
             trace = trace_of(node, stored)
             others = (source for source in trace.stored if not is_input(source) and around.owner[source] not in fixed)
             if trace.computed or any(others):
-                return f"its recomputation decides again ({node.target}), where other last bits could decide otherwise"
+                return Refusal.DECIDES_AGAIN.because(target=node.target)
     return ""
 
 
@@ -131,17 +132,17 @@ def _refusal(node: Node) -> str:
     if target is operator.getitem or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
         return ""
     if not isinstance(target, OpOverload):
-        return f"its recomputation runs {getattr(target, '__name__', target)}, whose effects are unknown"
+        return Refusal.UNKNOWN_EFFECTS.because(target=getattr(target, "__name__", target))
     if target.namespace not in _PURE_NAMESPACES:
-        return f"its recomputation runs {target}, whose effects are unknown"
+        return Refusal.UNKNOWN_EFFECTS.because(target=target)
     if schema_of(target).is_mutable:
-        return f"its recomputation runs {target}, which writes to its arguments"
+        return Refusal.WRITES.because(target=target)
     if "batch_norm" in str(target):
-        return f"its recomputation runs {target}, which updates running statistics"
+        return Refusal.UPDATES_STATISTICS.because(target=target)
     if "attention" in str(target):
-        return f"its recomputation runs {target}, which is as dear as the products around it and may draw random numbers"
+        return Refusal.ATTENTION.because(target=target)
     if torch.Tag.nondeterministic_seeded in target.tags:
-        return f"its recomputation draws random numbers ({target})"
+        return Refusal.RANDOM.because(target=target)
     return ""
 
 
@@ -183,7 +184,7 @@ def chains_of(
     for tensor in table.tensors:
         what = next((looked_at[name] for name in tensor.views if name in looked_at), None)
         if what is not None:
-            found[tensor.name] = Chain((), (), f"backward decides or compares by its bits ({what}), and they could be others")
+            found[tensor.name] = Chain((), (), Refusal.LOOKED_AT.because(target=what))
             continue
         targets = tuple(nodes[name] for name in dict.fromkeys((*tensor.views, tensor.name)))
         fixed = {name for name, chain in found.items() if chain.why_not}

@@ -32,6 +32,7 @@ from graphoffload.analysis.storages import (
     storage_nbytes,
 )
 from graphoffload.errors import VerifyError
+from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import GraphPosition, SavedTable, SavedTensor, Tag
 from graphoffload.torch_internals.checkpoint_tags import tag_of
 from graphoffload.torch_internals.operators import OpOverload, is_undeclared_view, schema_of
@@ -193,9 +194,9 @@ def _describe(
 ) -> SavedTensor:
     base, why_not = _base(pairs, members)
     if is_the_callers:
-        why_not = "is a copy of an input or output, which a compiler may leave out: then it is the caller's own memory"
+        why_not = Refusal.COPY_OF_CALLERS.because()
     if is_output:
-        why_not = "shares memory with an output of the model"
+        why_not = Refusal.SHARES_WITH_OUTPUT.because()
     value = fake(base)
     assert value is not None
     readers = [user for _, placeholder in pairs for user in real_uses(placeholder)]
@@ -244,14 +245,14 @@ def _base(pairs: list[tuple[Node, Node]], members: list[Node]) -> tuple[Node, st
     dtypes = {fake(node).dtype for node in (root, *saved)}  # type: ignore[union-attr]
     candidates = [node for node in members if covers_storage(fake(node))]  # type: ignore[arg-type]
     if len(dtypes) > 1:
-        return root, "saved views of one storage have different dtypes"
+        return root, Refusal.SEVERAL_DTYPES.because()
     if any(value.is_conj() or value.is_neg() for node in (root, *saved) if (value := fake(node)) is not None):
-        return root, "is a lazy conjugate or negative: its bits are not its values"
+        return root, Refusal.LAZY_BITS.because()
     if candidates:
         return candidates[0], why_not
     if len(saved) == 1:
         return saved[0], why_not  # a part of a larger storage: that part alone is copied
-    return root, why_not or "several saved views, and no value covers their storage"
+    return root, why_not or Refusal.NOT_COVERED.because()
 
 
 def _refusal(node: Node) -> str:
@@ -259,13 +260,13 @@ def _refusal(node: Node) -> str:
     assert value is not None
     target = str(node.target)
     if type(value).__name__ not in ("FakeTensor", "Parameter"):
-        return f"is a {type(value).__name__}, not a plain tensor"
+        return Refusal.NOT_PLAIN.because(type=type(value).__name__)
     if value.device.type == "meta":
-        return "has no memory (meta device)"
+        return Refusal.NO_MEMORY.because()
     if concrete(value.numel()) == 0:
-        return "is empty"
+        return Refusal.EMPTY.because()
     if "c10d" in target or "wait_tensor" in target:
-        return "is the output of a collective"
+        return Refusal.COLLECTIVE.because()
     if "rng_state" in target or "rng_state" in node.name:
-        return "is random-number state"
+        return Refusal.RANDOM_STATE.because()
     return ""

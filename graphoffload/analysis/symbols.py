@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake
+from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import SavedTable
 
 
@@ -54,7 +55,7 @@ def without_unknown_sizes(pair: GraphPair, table: SavedTable) -> SavedTable:
         assert value is not None
         missing = missing_symbols(pair.backward.graph, value) if tensor.nbytes is None and tensor.eligible else []
         if missing:
-            text = f"its symbolic size {', '.join(missing)} is not known in backward"
-            tensor = replace(tensor, eligible=False, why_not=text)
+            why = Refusal.UNKNOWN_SIZE.because(symbols=", ".join(missing))
+            tensor = replace(tensor, eligible=False, why_not=why)
         result.append(tensor)
     return SavedTable(tuple(result))

@@ -19,6 +19,7 @@ from typing import Protocol, cast
 
 from graphoffload.errors import TagError
 from graphoffload.facts.plan import Action
+from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.remedies import disobeyed
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.options.patterns import Resolution, resolve, selects
@@ -216,10 +217,10 @@ def _barred(tensor: SavedTensor, config: Settings, resolution: Resolution) -> di
     elif config.offload_modules is not None and not any(
         selection.pattern in config.offload_modules and selects(selection, tensor) for selection in resolution.selections
     ):
-        why["offload"] = f"outside offload_modules={', '.join(config.offload_modules)}"
+        why["offload"] = Refusal.OUTSIDE_MODULES.because(modules=", ".join(config.offload_modules))
     elif tensor.planned_bytes < config.min_tensor_bytes and (tensor.nbytes is not None or tensor.example_bytes):
-        smaller = f"{format_bytes(tensor.planned_bytes)} is less than min_tensor_bytes={format_bytes(config.min_tensor_bytes)}"
-        why["offload"] = smaller
+        sizes = {"nbytes": format_bytes(tensor.planned_bytes), "least": format_bytes(config.min_tensor_bytes)}
+        why["offload"] = Refusal.BELOW_MIN_BYTES.because(**sizes)
     return why
 
 
@@ -246,7 +247,7 @@ def _spend_fraction(
         if tensor.planned_bytes <= left and config.offload_fraction > 0.0:
             left -= tensor.planned_bytes
         else:
-            barred[tensor.name]["offload"] = f"beyond offload_fraction={config.offload_fraction:g} of the eligible bytes"
+            barred[tensor.name]["offload"] = Refusal.BEYOND_FRACTION.because(fraction=config.offload_fraction)
 
 
 def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
@@ -267,7 +268,8 @@ def _cheapest_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
 def _told(constraint: Constraint, tensor: SavedTensor, barred: Mapping[str, Mapping[Action, str]]) -> Constraint:
     """The constraint with reasons for the actions that it does not allow: a limit, the tensor itself, or its tag."""
     why = barred[tensor.name]
-    tag = f"tag {_TAG_NAMES[tensor.tag]}" if tensor.tag else ""
+    tagged = Refusal.TAGGED_TO_RECOMPUTE if tensor.tag == "must_recompute" else Refusal.TAGGED
+    tag = tagged.because(tag=_TAG_NAMES[tensor.tag]) if tensor.tag else ""
     return replace(
         constraint,
         why_not_offload="" if constraint.may_offload else why.get("offload", tag),

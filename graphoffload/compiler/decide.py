@@ -15,6 +15,7 @@ from graphoffload.compiler.request import Work
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Action
+from graphoffload.facts.refusals import Refusal, refusal_of
 from graphoffload.facts.remedies import host_full, nothing_offloaded
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
@@ -28,7 +29,6 @@ from graphoffload.planner.solver import Solution, solve
 from graphoffload.units import format_bytes
 
 _NO_GAIN = "recomputing it would not pay"
-_SAVED_ALL_THE_SAME = "torch's partitioner saves it, though it was to be recomputed"
 _FOR_THE_NEXT = (
     "runs downstream of other graphs: copies are left to the next one, and the tensors of a forward's last graph stay on the "
     "device; both as far as max_inflight_bytes allows (None: what the largest graph offloads, up to a quarter of all)"
@@ -170,7 +170,7 @@ def table_again(original: SavedTable, actions: Mapping[str, Action], table: Save
     for tensor in table.tensors:
         why = before[tensor.name].why_not_recompute if tensor.name in before else "saved because others are recomputed"
         if actions.get(tensor.name) == "recompute":
-            why = _SAVED_ALL_THE_SAME
+            why = Refusal.SAVED_ALL_THE_SAME.because()
         tensors.append(replace(tensor, recomputable=not why, why_not_recompute=why))
     return SavedTable(tuple(tensors))
 
@@ -203,7 +203,7 @@ def saved_all_the_same(table: SavedTable, actions: Mapping[str, Action]) -> list
         f"{tensor.name} ({format_bytes(tensor.nbytes)}) of module {tensor.module or 'unknown'!r} could not be recomputed and "
         f"is {became.get(actions[tensor.name], 'kept')}: torch's partitioner saves it"
         for tensor in table.tensors
-        if tensor.why_not_recompute == _SAVED_ALL_THE_SAME
+        if refusal_of(tensor.why_not_recompute) is Refusal.SAVED_ALL_THE_SAME
     ]
 
 

@@ -30,6 +30,7 @@ from graphoffload.compiler.request import Request, Work
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal, Score
 from graphoffload.facts.plan import Action
+from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.passes.prepare_joint import bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
@@ -174,7 +175,7 @@ def _partition_again(
         for name in again:
             ran = next((node for node in (*work.chains[name].nodes, *members[name]) if node in found), None)
             if ran is not None:
-                refused[name] = f"its recomputation runs {ran} again, by whose bits backward decides or compares ({found[ran]})"
+                refused[name] = Refusal.COMPARED_BY_BITS.because(target=ran)
         actions = {name: "keep" if name in refused else action for name, action in actions.items()}
         reasons = {name: refused.get(name, reason) for name, reason in reasons.items()}
         work.table = SavedTable(

@@ -1,34 +1,16 @@
 """What to do about an activation that was to be offloaded or recomputed and is kept: for every cause its own remedy.
 
-cause       of one activation, as the table of a plan shows it ("shares memory with an output of the model")
-remedy      what changes it; "" where nothing does
+A cause is the text of a refusal (refusals.py), as the table of a plan shows it: "shares memory with an output of the model".
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from graphoffload.facts.refusals import Refusal, refusal_of
 from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.units import format_bytes
 
-_OFFLOAD: tuple[tuple[str, str], ...] = (
-    ("is less than min_tensor_bytes=", "lower min_tensor_bytes"),
-    ("outside offload_modules=", "widen offload_modules"),
-    ("beyond offload_fraction=", "raise offload_fraction"),
-    ("tag MUST_RECOMPUTE", "change the tag to MUST_CPU_OFFLOAD"),
-    ("is a copy of an input or output", "offload what is computed from it"),
-    ("shares memory with an output", "do not return it from what is compiled: its memory is the caller's"),
-    ("have different dtypes", "clone the view of the other dtype in forward, so that each has memory of its own"),
-    ("lazy conjugate or negative", "call resolve_conj() or resolve_neg() on it in forward"),
-    ("no value covers their storage", "clone the views in forward, so that each has memory of its own"),
-    ("not a plain tensor", "compute with plain tensors there (a DTensor's to_local())"),
-    ("has no memory (meta device)", "move the model to a device with memory"),
-    ("output of a collective", "offload what is computed from it"),
-    ("is not known in backward", "compile with dynamic=False, so that its size is a number"),
-    ("random-number state", ""),
-    ("is empty", ""),
-)
-_WRITTEN_TO = "which forward writes to"
 _REASONS_SHOWN = 3
 _HOST_MEMORY: dict[str, str] = {
     "given": "Raise host_budget (or GRAPHOFFLOAD_HOST_BUDGET), or offload less.",
@@ -41,7 +23,8 @@ _HOST_MEMORY: dict[str, str] = {
 
 def remedy(cause: str) -> str:
     """What lets an activation be offloaded that is kept for this cause; "" where nothing does."""
-    return next((what for part, what in _OFFLOAD if part in cause), "")
+    refusal = refusal_of(cause)
+    return refusal.remedy if refusal is not None else ""
 
 
 AS_ONE_GRAPH = "compile the whole model as one graph, whose plan knows what all parts keep"
@@ -73,8 +56,8 @@ def disobeyed(tensor: SavedTensor, tag: str, cause: str) -> str:
     change = remedy(cause)
     if tensor.tag == "must_recompute":
         change = f"tag it {'MUST_CPU_OFFLOAD or MUST_SAVE' if tensor.eligible else 'MUST_SAVE'} instead"
-        if _WRITTEN_TO in cause:
-            change = f"write to a copy in forward, {change}"
+        if remedy(cause):
+            change = f"{remedy(cause)}, {change}"
     what = f"{change}, or remove the tag" if change else "remove the tag: nothing changes that"
     return (
         f"{tensor.name} ({format_bytes(tensor.nbytes)}) of module {tensor.module or 'unknown'!r} is tagged {tag} but is kept: "
@@ -88,10 +71,9 @@ def nothing_offloaded(kept: Iterable[tuple[str, int]], count: int) -> str:
     Args:
         kept: cause and bytes of each activation that is kept. count: how many activations there are.
     """
-    causes: dict[str, list[tuple[int, str]]] = {}
+    causes: dict[Refusal | str, list[tuple[int, str]]] = {}
     for cause, nbytes in kept:
-        kind = next((part for part, _ in _OFFLOAD if part in cause), cause)
-        causes.setdefault(kind, []).append((nbytes, cause))
+        causes.setdefault(refusal_of(cause) or cause, []).append((nbytes, cause))
     ordered = sorted(causes.values(), key=lambda found: -sum(nbytes for nbytes, _ in found))
     total = sum(nbytes for found in ordered for nbytes, _ in found)
     number = sum(map(len, ordered))

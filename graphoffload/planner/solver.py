@@ -324,7 +324,8 @@ def least_budget_bytes(
         budget=_evaluations(program),
         patience=patience,
     )
-    return _solution(evaluator, _descended(evaluator, _least(evaluator)), None)
+    relaxed = Relaxation(evaluator.arrays, evaluator.goal, host_budget_bytes, evaluator.limit_s).solve()
+    return _solution(evaluator, _descended(evaluator, _least(evaluator)), relaxed)
 
 
 def _descended(evaluator: Evaluator, least: Proposal) -> Proposal:
