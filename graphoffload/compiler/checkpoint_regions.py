@@ -43,7 +43,8 @@ def trial_of(request: Request, analyse: Callable[[Request], Work]) -> Trial:
     work = analyse(request)
     if not any(map(_advised, request.joint.graph.nodes)):
         return _never_larger(feasible_trial(work), work)
-    work.notes.extend(_decided_by_regions(request.joint, work.table))
+    work.region_hint, advice = _decided_by_regions(request.joint, work.table)
+    work.notes.extend([f"{work.region_hint}: {advice}"] if work.region_hint else [])
     relaxing = replace(request, relax=True)
     if not request.goal.explicit:
         try:
@@ -74,10 +75,7 @@ def hint_of(trial: Trial) -> str:
     if trial.work.request.relax:
         faster = trial.timeline.time_s / trial.decided.keep_timeline.time_s - 1.0
         return f"checkpoint regions relaxed ({faster:+.1%} time against the step as written)".replace("%", " %")
-    return next((note for note in trial.work.notes if note.startswith(_RECOMPUTE)), "").partition(": ")[0]
-
-
-_RECOMPUTE = "checkpoint regions recompute "
+    return trial.work.region_hint
 
 
 def _advised(node: Node) -> bool:
@@ -135,16 +133,17 @@ def _least_named(error: BudgetError) -> int:
     return 1 << 62 if error.least_bytes is None else error.least_bytes
 
 
-def _decided_by_regions(joint: GraphModule, table: SavedTable) -> list[str]:
+def _decided_by_regions(joint: GraphModule, table: SavedTable) -> tuple[str, str]:
     """A note if backward reads more bytes that checkpoint regions recompute than saved ones."""
     nbytes = _recomputed_bytes(joint, table)
     if nbytes <= table.saved_bytes:
-        return []
+        return "", ""
     total = format_bytes(nbytes + table.saved_bytes)
-    return [
-        f"{_RECOMPUTE}{format_bytes(nbytes)} of the {total} that backward reads: no policy reaches those. Switch gradient "
-        "checkpointing off (gradient_checkpointing=False) to let graphoffload decide on them, or give a device_budget"
-    ]
+    advice = (
+        "no policy reaches those. Switch gradient checkpointing off (gradient_checkpointing=False) to let graphoffload decide "
+        "on them, or give a device_budget"
+    )
+    return f"checkpoint regions recompute {format_bytes(nbytes)} of the {total} that backward reads", advice
 
 
 def _recomputed_bytes(joint: GraphModule, table: SavedTable) -> int:

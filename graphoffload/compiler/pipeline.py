@@ -89,6 +89,7 @@ def rewrite(request: Request) -> Rewritten:
         checksum=request.config.verify == "checksum",
         unfused_bytes=work.unfused_bytes,
     )
+    plan = replace(plan, outputs_held=work.outputs_stay)
     before = _copies(work.pair) if request.config.dump_dir else None
     names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
     graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)

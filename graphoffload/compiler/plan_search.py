@@ -32,7 +32,6 @@ from graphoffload.patience import Patience
 from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.bottleneck import describe, held_at
 from graphoffload.planner.simulator import evaluate
-from graphoffload.report.table import NOT_HELD
 from graphoffload.units import format_bytes
 
 _ATTEMPTS = 4
@@ -203,7 +202,7 @@ def _other_ways(work: Work) -> Iterator[Work]:
     """Ways to need less memory: unfused large operations, which cost time; a caller who does not hold the model's outputs,
     which is not ours to decide; both."""
     returned = returned_bytes(work.pair)
-    note = f"{NOT_HELD} ({format_bytes(returned)}) once backward begins"
+    note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
     not_held = replace(work, outputs_stay=False, notes=[*work.notes, note])
     if work.fuses:
         yield _apart(work, "to meet the budget")

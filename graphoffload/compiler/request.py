@@ -66,6 +66,7 @@ class Work:
     notes: list[str]
     binding: Binding
     outputs_stay: bool = True  # the caller holds the model's outputs throughout backward
+    region_hint: str = ""  # that checkpoint regions decide on most of what backward reads
     patience: Patience | None = None  # the clock of planning; None: as long as it takes
     unfused_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
 

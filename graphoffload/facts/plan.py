@@ -98,6 +98,7 @@ class Plan:
     `device`: that of the tensors; `hardware`: name of the profile that was planned for, "" where it is this device's own.
     `part`: other graphs are trained with this one, and what they keep is in none of its figures.
     `host_budget_bytes`: host memory that it was made within; None: unbounded.
+    `outputs_held`: the predicted peak allows for a caller who holds the model's outputs throughout backward.
     """
 
     key: str
@@ -115,6 +116,7 @@ class Plan:
     unfused_bytes: int | None = None
     part: bool = False
     host_budget_bytes: int | None = None
+    outputs_held: bool = True
 
     def suits_host(self, host_budget_bytes: int | None) -> bool:
         """Whether this is the plan to run with so much host memory: it needs no more, and less was no reason for it.

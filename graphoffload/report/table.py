@@ -27,7 +27,6 @@ from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.units import format_bytes
 
 ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
-NOT_HELD = "meets the budget only if nothing holds what the model returns"  # how the note of such a plan begins
 _STYLES = {"keep": "blue", "recompute": "green", "offload": "yellow"}
 _DTYPES = {"bfloat16": "bf16", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 _BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
@@ -171,7 +170,7 @@ def _caveats(plan: Plan, reserved_for: str) -> list[str]:
     reserve = plan.prediction.reserve_bytes
     reserved = f"{format_bytes(reserve)} of the peak are reserved{f' for {reserved_for}' * bool(reserved_for)}"
     caveats = [reserved] * bool(reserve) + ["the peak is this graph's alone, one of several"] * plan.part
-    if any(note.startswith(NOT_HELD) for note in plan.notes):
+    if not plan.outputs_held:
         caveats.append("only if nothing keeps the model's outputs")
     return caveats
 
