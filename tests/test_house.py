@@ -172,19 +172,6 @@ def named_like_module(files: Iterable[Source]) -> Iterator[str]:
                 yield f"{file.path}:{node.lineno}: {node.name} has the name of its module; one of the two needs another."
 
 
-def undocumented(files: Iterable[Source]) -> Iterator[str]:
-    """Every module, public class and public function says what it is for."""
-    for file in files:
-        if file.text.strip() and ast.get_docstring(file.tree) is None:
-            yield f"{file.path}: no module docstring."
-        for node in file.tree.body:
-            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
-                continue
-            is_overload = any(ast.unparse(decorator) in ("overload", "typing.overload") for decorator in node.decorator_list)
-            if ast.get_docstring(node) is None and not is_overload:
-                yield f"{file.path}:{node.lineno}: {node.name} is public and has no docstring."
-
-
 def own_byte_units(files: Iterable[Source]) -> Iterator[str]:
     """One place turns bytes into GiB and back; elsewhere a factor of 2**30 is a second size function in the making."""
     for file in files:
@@ -209,7 +196,6 @@ RULES: dict[str, Callable[[], Iterator[str]]] = {
     "facts hold no nodes": lambda: graph_in_facts(sources()),
     "modules and functions are short": lambda: too_long(sources()),
     "no function is named like its module": lambda: named_like_module(sources()),
-    "public things have docstrings": lambda: undocumented(sources()),
     "one size function": lambda: own_byte_units(sources()),
     "no machine paths": lambda: machine_paths(tracked_texts()),
 }
@@ -257,8 +243,6 @@ def bad(text: str, room: str = "report", path: str = "") -> list[Source]:
         (too_long(bad("\n" * 401)), "401 lines"),
         (too_long(bad("def f():\n" + "    x = 1\n" * 60)), "f has 61 lines"),
         (named_like_module(bad("def report(): ...")), "the name of its module"),
-        (undocumented(bad("x = 1")), "no module docstring"),
-        (undocumented(bad('"""Doc."""\ndef f(): ...')), "f is public"),
         (own_byte_units(bad("gib = n / 2**30")), "2 ** 30"),
         (own_byte_units(bad("gib = n / (1 << 30)")), "1 << 30"),
         (machine_paths([("a.md", "see /work" + "/main")]), "a.md:1"),

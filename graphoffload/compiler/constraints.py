@@ -54,13 +54,24 @@ class Settings(Protocol):
     """The part of OffloadConfig that this module reads."""
 
     @property
-    def policy(self) -> StoredPolicy | Mapping[str, str]: ...
+    def policy(self) -> StoredPolicy | Mapping[str, str]:
+        """As OffloadConfig's."""
+        ...
+
     @property
-    def offload_modules(self) -> Sequence[str] | None: ...
+    def offload_modules(self) -> Sequence[str] | None:
+        """As OffloadConfig's."""
+        ...
+
     @property
-    def min_tensor_bytes(self) -> int: ...
+    def min_tensor_bytes(self) -> int:
+        """As OffloadConfig's."""
+        ...
+
     @property
-    def offload_fraction(self) -> float: ...
+    def offload_fraction(self) -> float:
+        """As OffloadConfig's."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

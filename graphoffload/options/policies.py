@@ -37,7 +37,9 @@ POLICY_NAMES = ("auto", "keep", "offload", "recompute")
 class Policy(Protocol):
     """Anything that maps a SavedTensor to an action, or to None: let the planner decide. Frozen and hashable."""
 
-    def __call__(self, tensor: SavedTensor, /) -> Action | None: ...
+    def __call__(self, tensor: SavedTensor, /) -> Action | None:
+        """The action for one saved activation; None: the planner decides."""
+        ...
 
 
 PatternPairs: TypeAlias = tuple[tuple[str, str], ...]
@@ -186,6 +188,7 @@ class PatternPolicy:
         return None
 
     def __call__(self, tensor: SavedTensor, /) -> Action | None:
+        """The action of the first pattern that selects an activation."""
         found = self.match(tensor)
         return found[1] if found else None
 
