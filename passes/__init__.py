@@ -1,4 +1,4 @@
-"""The graph passes: the only code that writes to an `fx.Graph`. One pass a file, one contract for all:
+"""The graph passes: they alone write to an `fx.Graph` and to metadata of its nodes. One pass a file, one contract for all:
 
     (graphs, plan, *, ...) -> graphs
 
@@ -10,6 +10,7 @@ nothing. In order:
     offload.py   forward: offload after the producer, release when the copy is done; the handle is saved instead
     once.py      both: memory that is kept is saved once, since torch would donate it once for every value in it
     reload.py    backward: reload ahead of the first reader, wait right before it, saved views taken of the reloaded tensor
+    module_names.py, regions.py   metadata only: the user's names of modules; memory of what regions return
     capture.py   both, only for CUDA graphs: ops that may be captured replace those that may not
 """
 

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graphoffload.analysis.callers import CallersMemory, readers_of_unread
 from graphoffload.analysis.chains import mutated_placeholders
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_stack
-from graphoffload.analysis.regions import give_own_memory
 from graphoffload.analysis.saved_values import real_uses
 from graphoffload.analysis.storages import fake
 from graphoffload.facts.saved_tensors import SavedTensor
+from graphoffload.passes.regions import give_own_memory
 from graphoffload.torch_internals import checkpoint_tags, partitioning
 
 

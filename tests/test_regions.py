@@ -16,11 +16,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import graphoffload
-from graphoffload.analysis.regions import give_own_memory, subgraph_of, with_regions
+from graphoffload.analysis.regions import subgraph_of, with_regions
 from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.errors import NotOffloadedWarning
 from graphoffload.passes import prepare_joint as joint
 from graphoffload.passes.prepare_joint import copy_graph
+from graphoffload.passes.regions import give_own_memory
 from graphoffload.testing.observed import observe
 
 WIDTH = 32

@@ -26,10 +26,10 @@ from torch import nn
 from torch.fx import GraphModule
 
 from graphoffload.options.patterns import clean_path, placed
+from graphoffload.passes.module_names import rename_modules
 from graphoffload.torch_internals import dynamo
 from graphoffload.torch_internals.modules import forward_hooks
 
-_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _VARIABLE = re.compile(r"(?:getattr\()*([LG])\[(['\"])([^'\"]*)\2\]")
 _RESUMED = "torch_dynamo_resume_in_"
 
@@ -78,12 +78,7 @@ def name_modules(gm: GraphModule) -> None:
     frame = dynamo.compiling()
     if frame is None:
         return
-    names = _Names(frame)
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            for kind in _STACKS:
-                if stack := node.meta.get(kind):
-                    node.meta[kind] = names.of_stack(stack)
+    rename_modules(gm, _Names(frame).of_stack)
 
 
 class _Names:
