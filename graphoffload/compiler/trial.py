@@ -90,7 +90,7 @@ def make_trial(work: Work, instance: Instance, goal: Goal) -> Trial:
     names = [tensor.name for tensor in original.tensors]
     actions, reasons = dict(zip(names, decided.actions, strict=True)), dict(zip(names, decided.reasons, strict=True))
     if "recompute" in decided.actions:
-        actions, reasons = _partition_again(work, actions, reasons)
+        actions, reasons = partition_again(work, actions, reasons)
         instance = instance_of(work)
         if decided.planned:
             wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.session.fragment))
@@ -150,7 +150,7 @@ def instance_of(work: Work) -> Instance:
     )
 
 
-def _partition_again(
+def partition_again(
     work: Work, actions: dict[str, Action], reasons: dict[str, str]
 ) -> tuple[dict[str, Action], dict[str, str]]:
     """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.

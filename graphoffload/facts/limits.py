@@ -28,6 +28,13 @@ class Limits:
     host_auto: bool = False
     host_locked: bool = False
 
+    @property
+    def room_bytes(self) -> int | None:
+        """What is left of the budget for saved activations and temporaries; None where nothing has to fit."""
+        if self.device_budget_bytes is None:
+            return None
+        return max(0, self.device_budget_bytes - self.static_bytes - self.reserve_bytes)
+
     def quantised(self) -> Limits:
         """For cache keys: what "auto" measures in steps of 1 GiB, so that two runs on the same machine agree.
 

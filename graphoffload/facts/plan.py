@@ -15,7 +15,7 @@ from typing import Literal
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 
 Action = Literal["keep", "recompute", "offload"]
-FORMAT = 1
+FORMAT = 2
 """Of a plan as JSON: another number wherever an older reader would misread a field or lack one."""
 _HARDLY_MORE = 1.1
 
@@ -98,6 +98,7 @@ class Plan:
     `device`: that of the tensors; `hardware`: name of the profile that was planned for, "" where it is this device's own.
     `part`: other graphs are trained with this one, and what they keep is in none of its figures.
     `host_budget_bytes`: host memory that it was made within; None: unbounded.
+    `variant`: name of the recipe that the graph is compiled by, where the plan of a step says which; "" if it is planned alone.
     `outputs_held`: the predicted peak allows for a caller who holds the model's outputs throughout backward.
     """
 
@@ -117,6 +118,7 @@ class Plan:
     part: bool = False
     host_budget_bytes: int | None = None
     outputs_held: bool = True
+    variant: str = ""
 
     def suits_host(self, host_budget_bytes: int | None) -> bool:
         """Whether this is the plan to run with so much host memory: it needs no more, and less was no reason for it.

@@ -42,6 +42,7 @@ from graphoffload.runtime.streams.copy_streams import streams_of
 
 if TYPE_CHECKING:
     from graphoffload.runtime.step.between_graphs import Call
+    from graphoffload.runtime.step.calls import StepCall
 
 LOCK = threading.RLock()
 """Guards handles and everything pending: forward, backward and the clearing of dead handles run on different threads."""
@@ -152,7 +153,7 @@ class OffloadedTensor:
         self.host: HostCopy | None = None
         self.digest: torch.Tensor | None = None
         self.reloads = 0
-        self.call: Call | None = None
+        self.call: Call | StepCall | None = None
         self.weak = 0
         self.ticket: Ticket | None = None
 

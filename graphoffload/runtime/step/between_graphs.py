@@ -34,6 +34,8 @@ from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.registry import RunPlan
+from graphoffload.runtime.step import follow
+from graphoffload.runtime.step.calls import StepCall
 from graphoffload.runtime.step.resident import Staying
 from graphoffload.runtime.streams.copy_streams import DeviceStreams
 from graphoffload.torch_internals.storages import expired
@@ -164,6 +166,8 @@ def enter(entry: OffloadedTensor) -> None:
     device, run = entry.layout.device, entry.run
     if entry.streams is None:  # synchronous copies; some attention kernels return seeds on the CPU
         return
+    if follow.enter(entry):
+        return
     track = _TRACKS.of.get(device)
     if track is None:
         track = _TRACKS.of[device] = Track()
@@ -180,6 +184,9 @@ def offloaded(entry: OffloadedTensor) -> None:
     """Make room in the window for the latest offload."""
     call = entry.call
     if call is None:
+        return
+    if isinstance(call, StepCall):
+        follow.offloaded(entry, call)
         return
     if entry.state is COPYING:
         call.nbytes += entry.layout.nbytes
@@ -198,6 +205,8 @@ def offloaded(entry: OffloadedTensor) -> None:
 def stays(entry: OffloadedTensor) -> bool:
     """Whether an offload is skipped: a shared budget has room for its source, or backward reads it at once."""
     call, nbytes = entry.call, entry.layout.nbytes
+    if isinstance(call, StepCall):
+        return follow.stays(entry, call)
     if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.room and call.run.downstream)):
         return False
     streams = entry.streams
@@ -218,6 +227,8 @@ def stays(entry: OffloadedTensor) -> bool:
 def defers(entry: OffloadedTensor) -> bool:
     """Whether a release is left to later graphs; if so, it is pending from now on."""
     call = entry.call
+    if isinstance(call, StepCall):
+        return follow.defers(entry, call)
     if call is None or not call.followed or not (entry.id in entry.run.at_end or entry.run.downstream):
         return False
     if entry.host is None or entry.host.written is None:
@@ -238,6 +249,9 @@ def defers(entry: OffloadedTensor) -> bool:
 def passed(entry: OffloadedTensor) -> None:
     """Release a source that stays. After all offloads of the last call, where memory peaks, nothing is pending."""
     call = entry.call
+    if isinstance(call, StepCall):
+        call.run.happened(call, ("release", entry.id))
+        return
     if call is not None and call.track.pending and not call.followed and len(call.seen) == call.run.transfers:
         with LOCK:
             _settle(call.track, len(call.track.pending))
@@ -246,6 +260,9 @@ def passed(entry: OffloadedTensor) -> None:
 def released(entry: OffloadedTensor) -> None:
     """Compute waited for this entry's copy. Copies run in order, so copies that earlier calls left pending are done as well."""
     call = entry.call
+    if isinstance(call, StepCall):
+        call.run.happened(call, ("release", entry.id))
+        return
     if call is None or not call.track.pending or entry.host is None or entry.host.written is None:
         return
     streams = entry.streams
@@ -279,6 +296,9 @@ def reloading(entry: OffloadedTensor) -> None:
     call = entry.call
     if call is None:
         return
+    if isinstance(call, StepCall):
+        call.run.turn()
+        return
     track = call.track
     with LOCK:
         if track.forward_runs:
@@ -303,6 +323,8 @@ def _sample(track: Track, entry: OffloadedTensor) -> None:
 
 def take(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
     """The tensor that was prefetched for an entry, if backward asks for it in this form and on this stream."""
+    if isinstance(entry.call, StepCall):
+        return follow.take(entry, entry.call, size, stride, dtype)
     streams = entry.streams
     with LOCK:
         y = entry.target
@@ -317,6 +339,20 @@ def take(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dty
         entry.take_prefetched()
     COUNTERS.prefetch_hits += 1
     return y
+
+
+def reloaded(entry: OffloadedTensor, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:
+    """A reload is issued: start those that the schedule starts here, or that are expected next."""
+    if isinstance(entry.call, StepCall):
+        entry.call.run.start_early(entry.call, ("reload", entry.id))
+    else:
+        prefetch(entry.call, copy)
+
+
+def waited(entry: OffloadedTensor) -> None:
+    """Compute waits for a reload."""
+    if isinstance(entry.call, StepCall):
+        entry.call.run.start_early(entry.call, ("wait", entry.id))
 
 
 def prefetch(call: Call | None, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:

@@ -89,6 +89,12 @@ class DeviceStreams:
                 event.raw = event.cuda_event
             return event
 
+    def timed_event(self) -> Any:
+        """An event recorded on the compute stream now, with its time."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.compute())
+        return event
+
     def recycle(self, event: Any) -> None:
         """Give an event back. A wait enqueued on it earlier is unaffected by its next record."""
         if event is not None:
