@@ -1,0 +1,102 @@
+"""Training steps to plan: generated ones, and a stack of blocks with the sizes of a Llama on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from graphoffload.planner.problem import Buffer, Candidate, Program, Step
+from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
+from tests.plan.instances import programs
+
+
+def alone(program: Program) -> Program:
+    """The program as that of one call: no static bytes, no chains, buffers that end in the half that they begin in."""
+    forward_steps = len(program.forward)
+    buffers = []
+    for buffer in program.buffers:
+        last = min(buffer.last, forward_steps - 1) if buffer.first < forward_steps else buffer.last
+        buffers.append(replace(buffer, last=last))
+    candidates = tuple(
+        replace(c, recompute=None, fixed=None if c.fixed == "recompute" else c.fixed) for c in program.candidates
+    )
+    return replace(program, buffers=tuple(buffers), candidates=candidates, static_bytes=0)
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, most_calls: int = 4, most: int = 4) -> StepFacts:
+    """One or two graphs of one or two variants each, a few calls, and memory outside that rises and falls."""
+    nbytes = st.integers(0, 30)
+    graphs = []
+    for graph in range(draw(st.integers(1, 2))):
+        variants = []
+        for index in range(draw(st.integers(1, 2))):
+            program = alone(draw(programs(most=most, free=True)))
+            variants.append(Variant(f"{graph}.{index}", frozenset(), program, draw(st.sampled_from([0, 0, 4]))))
+        graphs.append(tuple(variants))
+    calls = []
+    for _ in range(draw(st.integers(1, most_calls))):
+        graph = draw(st.integers(0, len(graphs) - 1))
+        ran = draw(st.integers(0, len(graphs[graph]) - 1))
+        gaps = [Gap(draw(st.sampled_from([0.0, 0.5])), draw(st.sampled_from([0, 20, 60]))) for _ in range(2)]
+        calls.append(CallFacts(graph, draw(nbytes) + 20, draw(nbytes) + 20, ran, *gaps))
+    return StepFacts(tuple(graphs), tuple(calls), base_bytes=draw(st.sampled_from([0, 5, 30])))
+
+
+MB = 1_000_000
+_POINTWISE = ("norm1", "rotary_q", "rotary_k", "residual1", "norm2", "silu")  # what "light" recomputes, and more below
+_SAVED = (  # name, MB, share of the forward after which it is produced, share of the backward at which it is read
+    ("norm1", 134, 0.02, 0.97),
+    ("q", 134, 0.10, 0.80),
+    ("k", 34, 0.14, 0.80),
+    ("v", 34, 0.18, 0.80),
+    ("rotary_q", 134, 0.20, 0.78),
+    ("rotary_k", 34, 0.21, 0.78),
+    ("attention", 134, 0.36, 0.70),
+    ("residual1", 134, 0.44, 0.56),
+    ("norm2", 134, 0.46, 0.52),
+    ("gate", 470, 0.62, 0.22),
+    ("up", 470, 0.78, 0.21),
+    ("gated", 470, 0.80, 0.04),
+)
+_RECOMPUTES = {
+    "all kept": (),
+    "light": ("norm1", "rotary_q", "rotary_k", "norm2", "gated"),
+    "matmuls kept": ("norm1", "rotary_q", "rotary_k", "norm2", "gated", "residual1"),
+    "all": tuple(name for name, *_ in _SAVED),
+}
+_EXTRA_S = {"all kept": 0.0, "light": 0.24e-3, "matmuls kept": 0.3e-3, "all": 12.5e-3}
+
+
+def block(name: str, count: int = 40) -> Program:
+    """One variant of a block: 13 ms forward, 27 ms backward in `count` steps each, before what it recomputes."""
+    recomputed = _RECOMPUTES[name]
+    forward = tuple(Step(f"f{i}", 13e-3 / count, 60 * MB) for i in range(count))
+    backward = tuple(Step(f"b{i}", 27e-3 / count, 140 * MB) for i in range(count))
+    saved = []
+    buffers = [Buffer("grad", 134 * MB, count, 2 * count - 1)]
+    extra = [0.0] * count
+    for label, size, produced, used in _SAVED:
+        at, use = int(produced * count), int(used * count)
+        if label not in recomputed:
+            saved.append(Candidate(label, size * MB, at, min(at + 2, count - 1), (use, min(use + 2, count - 1))))  # type: ignore[arg-type]
+            continue
+        buffers.append(Buffer(label, size * MB, at, min(at + 2, count - 1)))
+        first = 0 if name == "all" else use
+        extra[first] += _EXTRA_S[name] / len(recomputed)
+        buffers.append(Buffer(f"{label} again", size * MB, count + first, count + min(use + 2, count - 1)))
+    backward = tuple(replace(step, time_s=step.time_s + more) for step, more in zip(backward, extra, strict=True))
+    return Program(forward, backward, tuple(buffers), tuple(saved))
+
+
+def llama(blocks: int, *, count: int = 40, names: tuple[str, ...] = tuple(_RECOMPUTES)) -> StepFacts:
+    """A stack of equal blocks with an eager loss of 20 ms and 7 GB; each block saves its input of 134 MB."""
+    variants = tuple(Variant(name, frozenset(_RECOMPUTES[name]), block(name, count), 134 * MB) for name in names)
+    static = 16_000 * MB
+    calls = []
+    for index in range(blocks):
+        outside = static + 134 * MB * (index + 1)
+        loss = Gap(20e-3, outside + 7_000 * MB) if index == blocks - 1 else Gap()
+        calls.append(CallFacts(0, outside, outside + 134 * MB, before_backward=loss))
+    return StepFacts((variants,), tuple(calls), static)
