@@ -44,6 +44,25 @@ def state_bytes(parameters: Iterable[Tensor], others: Iterable[Tensor] = ()) -> 
     return known + sum(held.state_bytes(leaf, alone=0) for leaf in others if id(leaf) not in leaves)
 
 
+def unmade_state_bytes() -> int:
+    """Device bytes of state that the optimizers of this process are still to make."""
+    return sum(
+        _bytes_by(optimizer, group, parameter)
+        for optimizer in _optimizers()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def share_of_trained(inputs: Iterable[Any]) -> float:
+    """The share of all elements that optimizers train which is among a graph's inputs; 0 where no optimizer is known."""
+    trained = {id(p): p.numel() for optimizer in _optimizers() for group in optimizer.param_groups for p in group["params"]}
+    known = {id(value) for value in inputs}
+    total = sum(trained.values())
+    return sum(count for key, count in trained.items() if key in known) / total if total else 0.0
+
+
 class _Held:
     """The optimizers of each parameter, and the parameter's group in each."""
 

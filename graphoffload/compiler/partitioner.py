@@ -142,7 +142,8 @@ def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession)
     predicted = _predicted(rewritten, session, hardware.name)
     session.finish(plan)
     predictions.remember(plan.key, predicted)
-    say(f"{plan.graph}: {plan.summary}")
+    if not plan.variant:  # a variant's line is that of its step
+        say(f"{plan.graph}: {plan.summary}")
     if log.isEnabledFor(10):
         log.debug("%s", plan_table(plan))
     if config.dump_dir and rewritten.before is not None:

@@ -132,6 +132,13 @@ def register(plan: Plan, *, runs: bool = False, store: bool = True) -> None:
         _write(plan, plan.key)
 
 
+def amend(plan: Plan) -> None:
+    """Another prediction and summary for a plan that runs: those of the step that it is part of."""
+    with _LOCK:
+        if plan.key in _PLANS:
+            _PLANS[plan.key] = plan
+
+
 def explained(plan: Plan) -> None:
     """Make a plan known that nothing is compiled under: last_plans() does not show it."""
     with _LOCK:

@@ -6,10 +6,11 @@ Seen in torch 2.11 to 2.15.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -20,14 +21,14 @@ from torch._dynamo import config, graph_break
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
-    "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "apart", "as_it_is", "backend_of", "compile_apart",
+    "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "apart", "as_it_is", "backend_of", "compile_apart",
     "compile_number", "compiling", "comptime", "config", "count_of_graphs", "eager_is_asked_for", "graph_break", "guard_leaves",
-    "inlined_as", "inlines_as", "many_compiles", "tracing_backend",
+    "inlined_as", "inlines_as", "many_compiles", "retraceable", "tracing_backend",
 ]  # fmt: skip
 
 
@@ -74,6 +75,67 @@ def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., A
                 eval_frame.remove_from_cache(code)
 
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class Retraceable:
+    """One of Dynamo's graphs, with what it takes to compile it again when Dynamo is gone.
+
+    inputs: fake, as Dynamo traced them; sizes may be symbols of `fake_mode`.
+    """
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    fake_mode: Any
+
+    def copy(self) -> GraphModule:
+        """The graph, to be compiled: that writes to it."""
+        copied = GraphModule(self.graph, copy.deepcopy(self.graph.graph))
+        for name in _DYNAMOS:
+            if hasattr(self.graph, name):
+                setattr(copied, name, getattr(self.graph, name))
+        copied.meta = dict(self.graph.meta)
+        for old, new in zip(self.graph.graph.nodes, copied.graph.nodes, strict=True):
+            if hasattr(old, "_dynamo_source"):
+                new._dynamo_source = old._dynamo_source
+        return copied
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """A context in which AOTAutograd compiles the copy as it does while Dynamo compiles.
+
+        Raises:
+            ShapeGuardError: what was compiled asks something of the sizes that the callers' guards do not check.
+        """
+        shape_env = self.fake_mode.shape_env
+        before = len(shape_env.guards) if shape_env is not None else 0
+        context = torch._guards.TracingContext(self.fake_mode)
+        compiling = torch._guards.CompileContext(None)
+        with torch._guards.tracing(context), torch._guards.compile_context(compiling):
+            yield
+        if shape_env is not None and len(shape_env.guards) > before:
+            raise ShapeGuardError(f"compiling it again asks {shape_env.guards[before].expr} of the sizes")
+
+
+class ShapeGuardError(RuntimeError):
+    """Code that was compiled after Dynamo was done holds for fewer sizes than Dynamo's guards let in."""
+
+
+_DYNAMOS = ("_param_name_to_source", "dynamo_compile_id", "compile_subgraph_reason", "torchrec_compile_id")
+
+
+def retraceable(gm: GraphModule) -> Retraceable | None:
+    """While Dynamo compiles: its graph, to be compiled again later; None where an input is not traced, or it has parts of its
+    own. Without it: a graph has one variant, and the calls of a step cannot differ.
+    """
+    context = torch._guards.TracingContext.try_get()
+    inputs = tuple(node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    if context is None or context.fake_mode is None or any(value is None for value in inputs):
+        return None
+    if getattr(context, "ddp_optimizer_ctx", None) is not None:
+        return None
+    kept = Retraceable(gm, inputs, context.fake_mode)
+    return Retraceable(kept.copy(), inputs, context.fake_mode)
 
 
 def tracing_backend() -> tuple[Any, bool]:
