@@ -54,6 +54,17 @@ class LazyEvent:
         return self.done
 
 
+class LazyTime:
+    """A moment; nothing takes any time."""
+
+    def synchronize(self) -> None:
+        """Already there."""
+
+    def elapsed_time(self, other: LazyTime) -> float:
+        """Milliseconds."""
+        return 0.0
+
+
 class LazyStreams:
     """What DeviceStreams offers, as far as the ops ask."""
 
@@ -66,6 +77,10 @@ class LazyStreams:
         self.captures = False
         self.complaints: list[str] = []
         self.log: list[str] = []
+
+    def timed_event(self) -> LazyTime:
+        """This moment."""
+        return LazyTime()
 
     def copy(self, direction: str, entry: Any, after: tuple[Any, ...], run: Callable[[], None], block: Any = None) -> Any:
         """Put the copy into its queue."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -32,6 +34,7 @@ from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts
 from graphoffload.planner.step.solve import StepSolution, plan_step
 from graphoffload.report.step_line import step_line
 from graphoffload.runtime import registry
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.calls import STEPS, Mark, Schedule, StepCall, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
 
@@ -80,14 +83,17 @@ def next_run(graph: Dispatched) -> StepRun:
         BudgetError: no plan of the step meets the budget that was given.
     """
     device, last = graph.device, STEPS.of(graph.device)
-    if last is not None and last.turned:
-        _learn(device, last)
+    if last is not None:
+        last.finish()
+        if last.turned:
+            _learn(device, last)
     known = _expected(device, graph.number)
     if known is not None and known.plan is None and not known.fixed and len(known.runs) >= _RECORDED:
         _plan(known)
     plan = None if known is None else known.plan
     recording = known is None or (known.plan is None and not known.fixed)
-    run = STEPS.start(device, lambda streams: StepRun(streams, recording=recording, plan=plan))
+    watching = recording and known is not None and len(known.runs) == _RECORDED - 1
+    run = STEPS.start(device, lambda streams: StepRun(streams, recording=recording, watching=watching, plan=plan))
     run.room_bytes = graph.free_room(run)
     return run
 
@@ -174,6 +180,7 @@ def _compiled(
     offloads: dict[tuple[int, int], set[str]] = {}
     for fact, variant, schedule in zip(facts.calls, solution.chosen, solution.calls, strict=True):
         offloads.setdefault((fact.graph, variant), set()).update(schedule.offloads)
+    _prepare_host(solution, graphs)
     compiled = {}
     for (graph, variant), names in offloads.items():
         recipe = graphs[graph].family.recipes[variant]
@@ -196,6 +203,16 @@ def _compiled(
         )
         calls.append((compiled[fact.graph, variant], schedule, variant))
     return tuple(calls)
+
+
+def _prepare_host(solution: StepSolution, graphs: Sequence[Dispatched]) -> None:
+    """Take host memory for all copies of the step, in the background, while its variants compile."""
+    device = graphs[0].device
+    if device.type == "cuda":
+        candidates = solution.joined.program.candidates
+        actions = (solution.actions[call][index] for call, index in solution.joined.of)
+        sizes = [c.nbytes for c, action in zip(candidates, actions, strict=True) if action == "offload"]
+        POOL.prepare(sizes, pin=True, device=torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _ids(compiled: Compiled) -> dict[str, int]:
@@ -223,10 +240,7 @@ def _tell(plan: StepPlan, solution: StepSolution, reserve_bytes: int, summary: s
 
 
 def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limits) -> StepFacts:
-    """What the recorded runs say of the step: bytes outside and gaps of the last one, and the peaks of gaps of any of them.
-
-    A gap's peak is known where it was higher than any before.
-    """
+    """What the recorded runs say of the step: bytes outside and gaps of the last one, and the peaks of gaps of any of them."""
     last = runs[-1]
     position = {graph.number: at for at, graph in enumerate(graphs)}
     records = [_Record(run) for run in runs]
@@ -267,16 +281,29 @@ def _ran(graph: Dispatched, call: StepCall) -> int:
 
 
 class _Record:
-    """The marks of a run by what they mark."""
+    """The marks of a run by what they mark, and what the allocator did."""
 
     def __init__(self, run: StepRun) -> None:
         self._marks: dict[tuple[str, int], Mark] = {}
+        self.changes = run.changes
         for mark in run.marks:
             self._marks.setdefault((mark.kind, mark.call), mark)
 
     def at(self, kind: str, call: int) -> Mark:
         """The mark of a moment."""
         return self._marks[kind, call]
+
+    def above_bytes(self, start: tuple[str, int], end: tuple[str, int]) -> int:
+        """By how much memory outside rises between two moments above the larger of both: what the allocator did says so where
+        that was recorded, else the peak, where it was higher than any before."""
+        first, last = self.at(*start), self.at(*end)
+        level = max(first.allocated_bytes, last.allocated_bytes)
+        if self.changes:
+            low = bisect_left(self.changes, first.time_us, key=lambda change: change.time_us)
+            high = bisect_right(self.changes, last.time_us, key=lambda change: change.time_us)
+            between = accumulate((change.nbytes for change in self.changes[low:high]), initial=0)
+            return max(0, first.allocated_bytes + max(between) - level)
+        return last.peak_bytes - level if last.peak_bytes > first.peak_bytes else 0
 
 
 def _outside(mark: Mark, limits: Limits) -> int:
@@ -292,10 +319,5 @@ def _gap(records: Sequence[_Record], start: tuple[str, int] | None, end: tuple[s
         return Gap()
     last.event.synchronize()
     level = max(_outside(first, limits), _outside(last, limits))
-    above = 0
-    for record in records:
-        one, two = record.at(*start), record.at(*end)
-        if two.peak_bytes > one.peak_bytes:
-            ours = max(one.ours_bytes, two.ours_bytes)
-            above = max(above, two.peak_bytes - ours - max(_outside(one, limits), _outside(two, limits)))
+    above = max(record.above_bytes(start, end) for record in records)
     return Gap(time_s=max(0.0, first.event.elapsed_time(last.event) / 1e3), outside_peak_bytes=level + above)

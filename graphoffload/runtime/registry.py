@@ -122,7 +122,7 @@ def register(plan: Plan, *, runs: bool = False, store: bool = True) -> None:
     Where it is going to run (`runs`), host memory for it is taken from now on, and `store` writes it to disk for later hits of
     torch's compile cache.
     """
-    if runs:
+    if runs and not plan.variant:  # a step's plan takes host memory for all of its calls
         prepare_plan(plan)
     with _LOCK:
         _PLANS.pop(plan.key, None)

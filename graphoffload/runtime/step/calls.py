@@ -14,6 +14,7 @@ before a backward came, the forward was dropped.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.streams.copy_streams import DeviceStreams, streams_of
-from graphoffload.torch_internals import autograd
+from graphoffload.torch_internals import autograd, memory_history
 from graphoffload.torch_internals.storages import expired
 
 Copy = Callable[[torch.Tensor, OffloadedTensor], Any]
@@ -51,7 +52,8 @@ class Schedule(NamedTuple):
 class Mark(NamedTuple):
     """A moment of a recorded run: bytes allocated on the device, their peak so far, and the part that our graphs hold.
 
-    kind: "forward", "forward end", "backward", "backward end". event: of the compute stream, where there are streams.
+    kind: "forward", "forward end", "backward", "backward end". event: of the compute stream, where there are streams. time_us:
+    of the wall clock, on the host.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class Mark(NamedTuple):
     peak_bytes: int
     ours_bytes: int
     event: Any
+    time_us: int = 0
 
 
 class StepCall:
@@ -128,19 +131,25 @@ class _Token:
 
 
 class StepRun:
-    """One run of a step on one device. `expected`: the graphs that its plan's calls have, by index; None: nothing is planned.
+    """One run of a step on one device.
 
+    plan: what gives each call its schedule; None where nothing is planned. recording: moments are marked. watches: what the
+    allocator does is recorded as well; `changes` are found at the run's end.
     copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
     """
 
     __slots__ = (
-        "ahead", "calls", "copies", "ended", "expected", "marks", "off", "plan", "recording", "resident_bytes", "room_bytes",
-        "settled", "streams", "turned",
+        "ahead", "calls", "changes", "copies", "ended", "marks", "off", "plan", "recording", "resident_bytes", "room_bytes",
+        "settled", "streams", "turned", "watches",
     )  # fmt: skip
 
-    def __init__(self, streams: DeviceStreams | None, *, recording: bool, plan: Any = None) -> None:
+    def __init__(
+        self, streams: DeviceStreams | None, *, recording: bool, watching: bool = False, plan: Any = None
+    ) -> None:
         self.streams = streams
+        self.watches = watching and streams is not None and memory_history.start()
+        self.changes: list[memory_history.Change] = []
         self.recording = recording
         self.plan = plan
         self.calls: list[StepCall] = []
@@ -276,6 +285,9 @@ class StepRun:
 
     def finish(self) -> None:
         """Another run begins: what is pending, or came back early without being asked for, is freed."""
+        if self.watches and self.streams is not None:
+            self.watches = False
+            self.changes = memory_history.stop(self.streams.index)
         with LOCK:
             self.settle(len(self.copies))
             for entry in list(self.ahead):
@@ -290,7 +302,7 @@ class StepRun:
         if self.streams is not None:
             allocated, peak = self.streams.allocated_bytes()
             event = self.streams.timed_event()
-        self.marks.append(Mark(kind, call.index, allocated, peak, self.ours_bytes(), event))
+        self.marks.append(Mark(kind, call.index, allocated, peak, self.ours_bytes(), event, time.time_ns() // 1000))
 
 
 class Steps(threading.local):
@@ -310,10 +322,7 @@ class Steps(threading.local):
         return self.runs.get(device)
 
     def start(self, device: torch.device, make: Callable[[DeviceStreams | None], StepRun]) -> StepRun:
-        """Another run on a device; what the last one left is settled."""
-        last = self.runs.get(device)
-        if last is not None:
-            last.finish()
+        """Another run on a device; the last one is finished."""
         run = self.runs[device] = make(streams_of(device))
         return run
 
