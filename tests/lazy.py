@@ -129,6 +129,9 @@ class LazyStreams:
         """As much as the test says."""
         return self.headroom
 
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
     def allocated_bytes(self) -> tuple[int, int]:
         """As much as the test says: now, and at the peak."""
         return self.allocated

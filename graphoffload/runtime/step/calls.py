@@ -193,6 +193,8 @@ class StepRun:
         self.ended.append(call.index)
         if self.recording:
             self._mark("backward end", call)
+            if call.index == 0 and self.streams is not None:
+                self.streams.empty_cache()  # or an optimizer's first state lies in pieces of what activations left
 
     @property
     def is_nested(self) -> bool:

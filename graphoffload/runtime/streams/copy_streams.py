@@ -220,6 +220,10 @@ class DeviceStreams:
             stream.synchronize()
         return int(host)
 
+    def empty_cache(self) -> None:
+        """Let torch's allocator give back the memory that it caches."""
+        torch.cuda.empty_cache()
+
     def allocated_bytes(self) -> tuple[int, int]:
         """Bytes allocated on the device now, and their peak so far."""
         allocated = streams.memory_stats(self.index)["allocated_bytes"]["all"]
