@@ -61,6 +61,11 @@ def _device_budget(config: OffloadConfig, device: torch.device, hardware: Hardwa
     if device.type != "cuda":
         whole = hardware.memory_bytes  # planned for a GPU that is not there: its memory is the budget
         return None if hardware.source == "cpu" else max(0, whole - _margin(whole, reserve_bytes))
+    return device_budget_now(device, reserve_bytes)
+
+
+def device_budget_now(device: torch.device, reserve_bytes: int = 0) -> int:
+    """What "auto" comes to on a GPU at this moment, with a reserve that is to come."""
     free, total = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes))
 

@@ -67,10 +67,14 @@ class Dispatched:
         self.number = next(_numbers)
         assert first.plan is not None
         self.device = torch.device(first.plan.device)
-        self.is_fixed = False  # no other variant can be compiled
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
         GRAPHS[self.number] = self
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether the graph was first compiled as one of several."""
+        return self.first.plan is not None and bool(self.first.plan.variant)
 
     @property
     def family(self) -> Family:
@@ -95,7 +99,7 @@ class Dispatched:
 
     def run(self, *args: Any) -> Any:
         """One call."""
-        from graphoffload.compiler.step_plan import next_run
+        from graphoffload.compiler.step_runs import next_run
 
         run = STEPS.of(self.device)
         if run is None or run.is_over:
@@ -109,6 +113,7 @@ class Dispatched:
         else:
             compiled, call.schedule, call.variant = planned
         call.key, call.kept_bytes = compiled.key, compiled.kept_bytes
+        call.is_variant = compiled.plan is not None and bool(compiled.plan.variant)
         before, STEPS.call = STEPS.call, call
         try:
             outputs = compiled.function(*args)

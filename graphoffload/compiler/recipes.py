@@ -1,8 +1,8 @@
 """Variants of a graph: the one that a recipe describes, as a trial; and all that a step's plan may choose from, as numbers.
 
-    keep ──▶ light ──▶ medium ──▶ smallest        recomputes more and more: what costs least time a byte comes first
+    keep ──▶ light ──▶ third ──▶ two thirds ──▶ smallest      recompute more and more: what costs least time a byte comes first
 
-A family of variants has at most four members, nested. Each is partitioned for real, since memory follows the kernels that the
+A family of variants has at most five members, nested. Each is partitioned for real, since memory follows the kernels that the
 compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the step says which
 (planner/step).
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import GraphPair, saved_placeholders
@@ -25,8 +26,10 @@ from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.planner.step.facts import Variant
 
-_PRICES = (("light", 0.2), ("medium", 1.0))
-"""Variants between the two ends: what is computed again in less than this share of the time of its copy."""
+_CHEAP = 0.2
+"""The lightest variant computes again what takes less than this share of the time of its copy."""
+_SHARES = (("third", 1 / 3), ("two thirds", 2 / 3))
+"""The next ones also compute again these shares of the other bytes."""
 
 
 def recipe_trial(work: Work, recipe: Recipe) -> Trial:
@@ -113,15 +116,22 @@ def variants_of(work: Work) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Pr
 
 
 def _between(work: Work, keep: Instance) -> list[Recipe]:
-    found = []
+    """Recipes between the two ends: what is cheap to compute again, then shares of the bytes of the rest, cheapest first."""
     rate = work.hardware.copy_rate_bytes_per_s("d2h")
-    for name, share in _PRICES:
-        cheap = frozenset(
-            candidate.name
-            for candidate in keep.program.candidates
-            if candidate.recompute is not None and candidate.recompute.time_s * rate <= share * candidate.nbytes
-        )
-        found.append(Recipe(name, recomputes=cheap))
+    prices = {
+        candidate.name: candidate.recompute.time_s * rate / candidate.nbytes
+        for candidate in keep.program.candidates
+        if candidate.recompute is not None and candidate.nbytes
+    }
+    sizes = {candidate.name: candidate.nbytes for candidate in keep.program.candidates}
+    order = sorted(prices, key=lambda name: (prices[name], -sizes[name]))
+    cheap = [name for name in order if prices[name] <= _CHEAP]
+    rest = order[len(cheap) :]
+    sums = list(accumulate((sizes[name] for name in rest), initial=0))
+    found = [Recipe("light", recomputes=frozenset(cheap))]
+    for name, share in _SHARES:
+        count = min(range(len(sums)), key=lambda count: abs(sums[count] - share * sums[-1]))
+        found.append(Recipe(name, recomputes=frozenset((*cheap, *rest[:count]))))
     return found
 
 

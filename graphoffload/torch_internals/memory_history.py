@@ -6,11 +6,20 @@ Without it: the peak of an eager loss is known only where it is higher than ever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 _MOST = 2_000_000  # entries; a step of an 80-block model makes some 50,000
+
+
+def observe_failures(observer: Callable[[int, int, int, int], None]) -> None:
+    """Call `observer(device, bytes asked for, allocated, free)` before torch raises an out-of-memory error. Without it: an error
+    in eager code says nothing of the plan, and the next step is planned as before."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(observer)
 
 
 class Change(NamedTuple):

@@ -69,12 +69,12 @@ class StepCall:
     """One call of a compiled graph, from its forward to the end of its backward.
 
     index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
-    without an op. entries: its offloaded tensors that live, by id. schedule: None where nothing is planned for it.
+    without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded tensors that live, by id. schedule: None where nothing is planned for it.
     """
 
     __slots__ = (
-        "__weakref__", "began", "ended", "entries", "graph", "index", "kept_bytes", "key", "run", "schedule", "seen", "token",
-        "variant",
+        "__weakref__", "began", "ended", "entries", "graph", "index", "is_variant", "kept_bytes", "key", "run", "schedule", "seen",
+        "token", "variant",
     )  # fmt: skip
 
     planned = True
@@ -87,7 +87,7 @@ class StepCall:
         self.schedule: Schedule | None = None
         self.entries: dict[int, OffloadedTensor] = {}
         self.seen: set[int] = set()
-        self.began = self.ended = False
+        self.began = self.ended = self.is_variant = False
         self.token: weakref.ref[_Token] | None = None
 
     @property
@@ -137,10 +137,11 @@ class StepRun:
     allocator does is recorded as well; `changes` are found at the run's end.
     copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
+    aborted: an error ended it.
     """
 
     __slots__ = (
-        "ahead", "calls", "changes", "copies", "ended", "marks", "off", "plan", "recording", "resident_bytes", "room_bytes",
+        "aborted", "ahead", "calls", "changes", "copies", "ended", "marks", "off", "plan", "recording", "resident_bytes", "room_bytes",
         "settled", "streams", "turned", "watches",
     )  # fmt: skip
 
@@ -158,7 +159,7 @@ class StepRun:
         self.ahead: list[OffloadedTensor] = []
         self.ended: list[int] = []
         self.settled = self.resident_bytes = self.room_bytes = 0
-        self.turned = self.off = False
+        self.turned = self.off = self.aborted = False
 
     def begin(self, graph: int) -> StepCall:
         """A forward of `graph` starts."""
@@ -193,7 +194,7 @@ class StepRun:
         self.ended.append(call.index)
         if self.recording:
             self._mark("backward end", call)
-            if call.index == 0 and self.streams is not None:
+            if call.index == 0 and self.streams is not None and len(self.calls) > 1:
                 self.streams.empty_cache()  # or an optimizer's first state lies in pieces of what activations left
 
     @property
@@ -209,7 +210,7 @@ class StepRun:
     @property
     def is_over(self) -> bool:
         """Whether the next forward belongs to another run: backward has begun, or the forward was dropped."""
-        return self.turned or not self.calls or self.calls[-1].dropped
+        return self.turned or self.aborted or not self.calls or self.calls[-1].dropped
 
     def ours_bytes(self) -> int:
         """Device bytes that the calls hold for their backwards."""
@@ -325,8 +326,10 @@ class Steps(threading.local):
 
     def start(self, device: torch.device, make: Callable[[DeviceStreams | None], StepRun]) -> StepRun:
         """Another run on a device; the last one is finished."""
-        run = self.runs[device] = make(streams_of(device))
+        run = self.runs[device] = LATEST[device] = make(streams_of(device))
         return run
 
 
 STEPS = Steps()
+LATEST: dict[torch.device, StepRun] = {}
+"""The run that began last on each device, for other threads."""

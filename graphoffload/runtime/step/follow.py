@@ -49,7 +49,7 @@ def stays(entry: OffloadedTensor, call: StepCall) -> bool:
     if schedule is not None:
         if entry.id in schedule.goes:
             return False
-    elif run.resident_bytes + nbytes > run.room_bytes:
+    elif not call.is_variant or run.resident_bytes + nbytes > run.room_bytes:
         return False
     run.resident_bytes += nbytes
     entry.let_stay(streams.compute())

@@ -1,0 +1,254 @@
+"""Runs of a step: when it is recorded, when it is planned, and when it is planned again.
+
+    run 1, 2     recorded; each call runs what was compiled first
+    run 3        this sequence of calls came twice: planned, and its variants compiled; one line says so
+    later        planned again at the start of a run, if the memory outside, the budget or what was asked for is another one
+
+Plans are kept by sequence: batches of other shapes are other graphs, with plans of their own. A plan that is made again for what
+it was made for before costs no compile. Only what is predicted to break the budget, or frees a good part of it, is a reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphoffload.compiler.device_limits import device_budget_now, resolve_limits
+from graphoffload.compiler.dispatch import GRAPHS, Dispatched
+from graphoffload.compiler.optimizer_state import unmade_state_bytes
+from graphoffload.compiler.step_facts import facts_of, shifted
+from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
+from graphoffload.errors import BudgetError, StepNotPlannedWarning, warn
+from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
+from graphoffload.facts.limits import Limits
+from graphoffload.log import say
+from graphoffload.monitor.step_memory import Shortage, shortage_of, watch
+from graphoffload.options.config import OffloadConfig
+from graphoffload.planner.step.facts import StepFacts
+from graphoffload.runtime.step.calls import STEPS, StepRun
+from graphoffload.torch_internals.dynamo import ShapeGuardError
+from graphoffload.units import format_bytes
+
+_RECORDED = 2  # runs of a sequence before it is planned: the first one compiles and warms up
+_SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory outside may differ from what was planned with
+_FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with less to be given up
+_IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
+
+
+class Override:
+    """What graphoffload.set_budget or set_slowdown asked for, instead of what was compiled with; `version` counts them."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self.version = 0
+
+
+OVERRIDE = Override()
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one sequence.
+
+    runs: recorded, until they are `facts`. plan: once there is one. fixed: it is not planned. asked: what the plan is for.
+    version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
+    start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
+    """
+
+    runs: list[StepRun] = field(default_factory=list)
+    facts: StepFacts | None = None
+    plan: StepPlan | None = None
+    asked: Asked | None = None
+    fixed: bool = False
+    version: int = 0
+    taken_bytes: int = 0
+    start_bytes: int = 0
+    planned_bytes: int = 0
+
+
+class _Planner(threading.local):
+    """What this thread's runs taught, by device and sequence; the last sequence of each device; irregular runs in a row."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[torch.device, tuple[int, ...]], _Known] = {}
+        self.last: dict[torch.device, tuple[int, ...]] = {}
+        self.irregular = 0
+        self.warned = False
+
+
+_PLANNER = _Planner()
+
+
+def next_run(graph: Dispatched) -> StepRun:
+    """The run that begins with a call of `graph`; its step is planned first, if it is known by now, or again.
+
+    Raises:
+        BudgetError: no plan of the step meets the budget that was given.
+    """
+    device, last = graph.device, STEPS.of(graph.device)
+    watch()
+    shortage = shortage_of(device)
+    if last is not None:
+        last.finish()
+        if shortage is not None and last.plan is not None:
+            _learn_shortage(device, last, shortage)
+        elif last.turned:
+            _learn(device, last)
+    known = _expected(device, graph.number)
+    if known is not None and not known.fixed:
+        if known.plan is None and len(known.runs) >= _RECORDED:
+            _plan(known, device, "")
+        elif known.plan is not None and (why := _why_again(known, device)):
+            _plan(known, device, why)
+    plan = None if known is None else known.plan
+    recording = known is None or (known.plan is None and not known.fixed)
+    watching = recording and known is not None and len(known.runs) == _RECORDED - 1
+    run = STEPS.start(device, lambda streams: StepRun(streams, recording=recording, watching=watching, plan=plan))
+    run.room_bytes = graph.free_room(run)
+    return run
+
+
+def _expected(device: torch.device, number: int) -> _Known | None:
+    """The latest sequence that begins with this graph."""
+    sequence = _PLANNER.last.get(device)
+    if sequence and sequence[0] == number:
+        return _PLANNER.known.get((device, sequence))
+    for (where, sequence), known in reversed(_PLANNER.known.items()):
+        if where == device and sequence and sequence[0] == number:
+            return known
+    return None
+
+
+def _learn(device: torch.device, run: StepRun) -> None:
+    """Keep a recorded run whose backwards came in order."""
+    sequence = run.sequence
+    if not run.is_nested or any(number not in GRAPHS for number in sequence):
+        _count_irregular(run)
+        return
+    _PLANNER.irregular = 0
+    _PLANNER.last[device] = sequence
+    for key in [key for key in _PLANNER.known if any(number not in GRAPHS for number in key[1])]:
+        del _PLANNER.known[key]  # its model is gone
+    known = _PLANNER.known.setdefault((device, sequence), _Known())
+    if known.plan is None and run.recording and not known.fixed:
+        known.runs = [*known.runs[1 - _RECORDED :], run]
+    if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant:
+        known.fixed = True
+
+
+def _count_irregular(run: StepRun) -> None:
+    _PLANNER.irregular += 1
+    if _PLANNER.irregular < _IRREGULAR or _PLANNER.warned or len(run.calls) < 2:
+        return
+    _PLANNER.warned = True
+    warn(
+        StepNotPlannedWarning,
+        f"the last {_IRREGULAR} forwards of compiled graphs were not followed by their backwards in reverse order (the last "
+        f"one had {len(run.calls)} calls, and {len(run.ended)} backwards came): no step can be planned, and each graph runs as "
+        "it was compiled first. Checkpoint inside what is compiled, not around it; or compile the whole model.",
+        stacklevel=5,
+    )
+
+
+def _learn_shortage(device: torch.device, run: StepRun, shortage: Shortage) -> None:
+    """A planned run had too little memory: the next one is planned with less."""
+    known = next((k for k in _PLANNER.known.values() if k.plan is run.plan), None)
+    if known is not None:
+        known.taken_bytes += shortage.lacking_bytes
+        known.version = -1
+
+
+def _graphs(sequence: Sequence[int]) -> list[Dispatched]:
+    """The graphs of a sequence, each once, in the order of their first calls."""
+    return [GRAPHS[number] for number in dict.fromkeys(sequence)]
+
+
+def _config(graph: Dispatched) -> OffloadConfig:
+    """What is asked for now: as it was compiled, or as it was changed since."""
+    config = graph.graph.config
+    return config.with_options(**OVERRIDE.options) if OVERRIDE.options else config
+
+
+def _asked(graph: Dispatched, known: _Known) -> tuple[Asked, Limits]:
+    config = _config(graph)
+    limits = resolve_limits(config, graph.graph.inputs)
+    reserve = unmade_state_bytes() if config.reserve == "auto" else limits.reserve_bytes
+    budget = limits.device_budget_bytes
+    if budget is not None:
+        budget -= known.taken_bytes
+    goal: Goal = KeepIfFits(budget)
+    if config.max_slowdown is not None:
+        goal = WithinSlowdown(max(config.max_slowdown, UNMEASURABLE), asked=config.max_slowdown)
+    elif limits.explicit and budget is not None:
+        goal = MeetBudget(budget)
+    return Asked(goal, reserve, limits.host_budget_bytes, limits.device_budget_bytes if limits.explicit else None), limits
+
+
+def _why_again(known: _Known, device: torch.device) -> str:
+    """What changed since a step was planned, in words; "" if it is as it was."""
+    plan, asked, streams = known.plan, known.asked, _streams(device)
+    assert plan is not None and asked is not None
+    if known.version != OVERRIDE.version:
+        return "less memory after an error" if known.version < 0 else "another goal was set"
+    if streams is None:
+        return ""
+    more = streams.allocated_bytes()[0] - known.planned_bytes
+    if asked.goal.device_budget_bytes is None:
+        return ""
+    budget = asked.goal.device_budget_bytes
+    if asked.budget_bytes is None:
+        budget = min(budget, device_budget_now(device) - known.taken_bytes)
+    same = max(_SAME_BYTES, int(_SAME_SHARE * budget))
+    peak = plan.solution.timeline.peak_bytes + more
+    if more > same and peak > budget:
+        return f"{format_bytes(more)} more are allocated outside"
+    if peak > budget + same:
+        return f"{format_bytes(peak - budget)} less are free on the device"
+    if -more > max(same, _FREED_SHARE * budget) and plan.solution.slowdown > UNMEASURABLE:
+        return f"{format_bytes(-more)} less are allocated outside"
+    return ""
+
+
+def _streams(device: torch.device) -> Any:
+    run = STEPS.of(device)
+    return None if run is None else run.streams
+
+
+def _plan(known: _Known, device: torch.device, why: str) -> None:
+    """Plan a step from what is known of it; `why` it is planned again."""
+    if known.facts is None:
+        sequence = known.runs[-1].sequence
+        graphs = _graphs(sequence)
+        asked, limits = _asked(graphs[0], known)
+        known.facts = facts_of(known.runs, graphs, limits)
+        known.start_bytes = known.runs[-1].marks[0].allocated_bytes
+        known.runs = []
+    else:
+        assert known.plan is not None
+        sequence = known.plan.sequence
+        graphs = _graphs(sequence)
+        asked, limits = _asked(graphs[0], known)
+    streams = _streams(device)
+    known.planned_bytes = streams.allocated_bytes()[0] if streams is not None else 0
+    known.version, known.asked = OVERRIDE.version, asked
+    facts = shifted(known.facts, known.planned_bytes - known.start_bytes)
+    before = known.plan
+    try:
+        known.plan = make_step_plan(sequence, graphs, facts, asked)
+    except BudgetError as error:
+        known.plan, known.fixed = None, True
+        if limits.explicit:
+            raise
+        warn(StepNotPlannedWarning, f"{error} The step runs on as it was compiled first, which holds least.", stacklevel=4)
+        return
+    except ShapeGuardError as error:
+        known.plan, known.fixed = None, True
+        warn(StepNotPlannedWarning, f"the step is not planned: {error}. Compile with dynamic=False.", stacklevel=4)
+        return
+    if streams is not None and (before is None or before.calls != known.plan.calls):
+        streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones
+    say(known.plan.summary + (f"; planned again: {why}" if why else ""))
