@@ -129,6 +129,10 @@ class LazyStreams:
         """As much as the test says."""
         return self.headroom
 
+    def retries(self) -> int:
+        """Nothing is ever short."""
+        return 0
+
     def empty_cache(self) -> None:
         """Nothing is cached."""
 

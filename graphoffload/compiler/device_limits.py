@@ -22,6 +22,7 @@ from graphoffload.units import parse_size
 _MARGIN_BYTES = 512 * 2**20
 _MARGIN_SHARE = 0.02
 _MARGIN_OF_RESERVE = 1 / 16
+_MARGIN_OF_PIECES = 1 / 32
 _HOST_SHARE = 0.8
 
 
@@ -64,10 +65,21 @@ def _device_budget(config: OffloadConfig, device: torch.device, hardware: Hardwa
     return device_budget_now(device, reserve_bytes)
 
 
-def device_budget_now(device: torch.device, reserve_bytes: int = 0) -> int:
-    """What "auto" comes to on a GPU at this moment, with a reserve that is to come."""
+def device_budget_now(device: torch.device, reserve_bytes: int = 0, *, of_a_step: bool = False) -> int:
+    """What "auto" comes to on a GPU at this moment, with a reserve that is to come.
+
+    of_a_step: what eager code allocates between the graphs is in the plan as well. The large blocks of a loss must fit in one
+    piece each, and what activations leave is in pieces, so more is left free, unless torch maps its memory page by page.
+    """
     free, total = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes))
+    pieces = int(total * _MARGIN_OF_PIECES) if of_a_step and not expandable_segments() else 0
+    return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes) - pieces)
+
+
+def expandable_segments() -> bool:
+    """Whether torch's allocator was asked to map memory page by page, which leaves no pieces."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
 
 
 def _margin(whole_bytes: int, reserve_bytes: int) -> int:

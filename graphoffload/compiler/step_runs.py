@@ -56,7 +56,8 @@ class _Known:
 
     runs: recorded, until they are `facts`. plan: once there is one. fixed: it is not planned. asked: what the plan is for.
     version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
-    start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
+    start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned. retries: how often
+    the allocator had to give memory back to serve an allocation; followed: runs since that was as expected.
     """
 
     runs: list[StepRun] = field(default_factory=list)
@@ -68,6 +69,8 @@ class _Known:
     taken_bytes: int = 0
     start_bytes: int = 0
     planned_bytes: int = 0
+    retries: int = 0
+    followed: int = 0
 
 
 class _Planner(threading.local):
@@ -178,6 +181,8 @@ def _asked(graph: Dispatched, known: _Known) -> tuple[Asked, Limits]:
     limits = resolve_limits(config, graph.graph.inputs)
     reserve = unmade_state_bytes() if config.reserve == "auto" else limits.reserve_bytes
     budget = limits.device_budget_bytes
+    if not limits.explicit and graph.device.type == "cuda":
+        budget = device_budget_now(graph.device, reserve, of_a_step=True)
     if budget is not None:
         budget -= known.taken_bytes
     goal: Goal = KeepIfFits(budget)
@@ -196,12 +201,19 @@ def _why_again(known: _Known, device: torch.device) -> str:
         return "less memory after an error" if known.version < 0 else "another goal was set"
     if streams is None:
         return ""
-    more = streams.allocated_bytes()[0] - known.planned_bytes
+    allocated, retries = streams.allocated_bytes()[0], streams.retries()
+    more = allocated - known.planned_bytes
+    if asked.budget_bytes is None and retries > known.retries and known.followed > 1:
+        known.retries, known.followed = retries, 0
+        known.taken_bytes += int(_SAME_SHARE * (asked.goal.device_budget_bytes or 0))
+        return "the allocator had to give back what it caches in the middle of a step"
+    known.retries = retries
+    known.followed += 1
     if asked.goal.device_budget_bytes is None:
         return ""
     budget = asked.goal.device_budget_bytes
     if asked.budget_bytes is None:
-        budget = min(budget, device_budget_now(device) - known.taken_bytes)
+        budget = min(budget, device_budget_now(device, of_a_step=True) - known.taken_bytes)
     same = max(_SAME_BYTES, int(_SAME_SHARE * budget))
     peak = plan.solution.timeline.peak_bytes + more
     if more > same and peak > budget:

@@ -57,13 +57,13 @@ def where_in(run: StepRun) -> str:
     return f"eager code before the backward of call {left[-1]}" if left else "eager code after the last backward, or the optimizer"
 
 
-def _failed(index: int, asked_bytes: int, _device_allocated: int, _device_free: int) -> None:
+def _failed(index: int, asked_bytes: int, _allocated_bytes: int, free_bytes: int) -> None:
     device = torch.device("cuda", index)
     run = LATEST.get(device)
     if run is None:
         return
     whole = torch.cuda.get_device_properties(index).total_memory
-    lacking = int(min(max(asked_bytes, _LEAST_SHARE * whole), _MOST_SHARE * whole))
+    lacking = int(min(max(0, asked_bytes - free_bytes) + _LEAST_SHARE * whole, _MOST_SHARE * whole))
     where = where_in(run)
     _FAILED[device] = Shortage(where, lacking)
     run.aborted = True

@@ -229,6 +229,10 @@ class DeviceStreams:
         allocated = streams.memory_stats(self.index)["allocated_bytes"]["all"]
         return int(allocated["current"]), int(allocated["peak"])
 
+    def retries(self) -> int:
+        """How often torch's allocator gave back what it caches to serve an allocation."""
+        return int(streams.memory_stats(self.index).get("num_alloc_retries", 0))
+
     def headroom_bytes(self) -> int:
         """Bytes that can be allocated without a new peak."""
         current, peak = self.allocated_bytes()
