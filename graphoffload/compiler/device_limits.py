@@ -17,6 +17,7 @@ from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime.pinned.pool import POOL
+from graphoffload.torch_internals import allocator
 from graphoffload.units import parse_size
 
 _MARGIN_BYTES = 512 * 2**20
@@ -72,14 +73,8 @@ def device_budget_now(device: torch.device, reserve_bytes: int = 0, *, of_a_step
     piece each, and what activations leave is in pieces, so more is left free, unless torch maps its memory page by page.
     """
     free, total = torch.cuda.mem_get_info(device)
-    pieces = int(total * _MARGIN_OF_PIECES) if of_a_step and not expandable_segments() else 0
+    pieces = int(total * _MARGIN_OF_PIECES) if of_a_step and not allocator.maps_by_pages() else 0
     return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes) - pieces)
-
-
-def expandable_segments() -> bool:
-    """Whether torch's allocator was asked to map memory page by page, which leaves no pieces."""
-    settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
 
 
 def _margin(whole_bytes: int, reserve_bytes: int) -> int:

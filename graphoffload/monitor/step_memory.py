@@ -13,7 +13,7 @@ import torch
 
 from graphoffload.log import say
 from graphoffload.runtime.step.calls import LATEST, STEPS, StepRun
-from graphoffload.torch_internals import memory_history
+from graphoffload.torch_internals import allocator
 from graphoffload.units import format_bytes
 
 _LEAST_SHARE, _MOST_SHARE = 0.02, 0.1  # of the device, by which the next plan has less
@@ -35,7 +35,7 @@ def watch() -> None:
     """Have torch report allocations that fail, from now on."""
     if not _watched and torch.cuda.is_available():
         _watched.append(True)
-        memory_history.observe_failures(_failed)
+        allocator.observe_failures(_failed)
 
 
 def shortage_of(device: torch.device) -> Shortage | None:

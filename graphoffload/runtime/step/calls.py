@@ -26,7 +26,7 @@ from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.streams.copy_streams import DeviceStreams, streams_of
-from graphoffload.torch_internals import autograd, memory_history
+from graphoffload.torch_internals import autograd, allocator
 from graphoffload.torch_internals.storages import expired
 
 Copy = Callable[[torch.Tensor, OffloadedTensor], Any]
@@ -149,8 +149,8 @@ class StepRun:
         self, streams: DeviceStreams | None, *, recording: bool, watching: bool = False, plan: Any = None
     ) -> None:
         self.streams = streams
-        self.watches = watching and streams is not None and memory_history.start()
-        self.changes: list[memory_history.Change] = []
+        self.watches = watching and streams is not None and allocator.start()
+        self.changes: list[allocator.Change] = []
         self.recording = recording
         self.plan = plan
         self.calls: list[StepCall] = []
@@ -290,7 +290,7 @@ class StepRun:
         """Another run begins: what is pending, or came back early without being asked for, is freed."""
         if self.watches and self.streams is not None:
             self.watches = False
-            self.changes = memory_history.stop(self.streams.index)
+            self.changes = allocator.stop(self.streams.index)
         with LOCK:
             self.settle(len(self.copies))
             for entry in list(self.ahead):
