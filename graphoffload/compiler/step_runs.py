@@ -37,7 +37,7 @@ from graphoffload.units import format_bytes
 _RECORDED = 2  # runs of a sequence before it is planned: the first one compiles and warms up
 _SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory outside may differ from what was planned with
 _FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with less to be given up
-_ROOMY = 0.9  # of the budget: where keep-all needs no more, memory in pieces is no matter
+_ROOMY = 0.9  # of the memory: what needs no more has no trouble with memory in pieces
 _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
 
 
@@ -227,14 +227,16 @@ def _why_again(known: _Known, device: torch.device) -> str:
     return ""
 
 
-def _keeps_all(facts: StepFacts, asked: Asked) -> bool:
-    """Whether everything fits, at a glance: what all calls save with the most that is outside."""
+def _is_tight(facts: StepFacts, asked: Asked, device: torch.device) -> bool:
+    """Whether the step is planned for nearly all of a GPU's memory, and would not fit without a plan."""
     budget = asked.goal.device_budget_bytes
+    if device.type != "cuda" or budget is None or budget < _ROOMY * device_budget_now(device, of_a_step=True):
+        return False
     saved = sum(sum(c.nbytes for c in facts.graphs[call.graph][0].program.candidates) for call in facts.calls)
     outside = max(
         max(c.forward_outside_bytes, c.backward_outside_bytes, c.before_backward.outside_peak_bytes) for c in facts.calls
     )
-    return budget is None or saved + outside + asked.reserve_bytes <= budget * _ROOMY
+    return saved + outside + asked.reserve_bytes > budget * _ROOMY
 
 
 def _streams(device: torch.device) -> Any:
@@ -261,7 +263,7 @@ def _plan(known: _Known, device: torch.device, why: str) -> None:
     known.version, known.asked = OVERRIDE.version, asked
     facts = shifted(known.facts, known.planned_bytes - known.start_bytes)
     before = known.plan
-    if device.type == "cuda" and before is None and not _keeps_all(facts, asked) and allocator.map_by_pages():
+    if before is None and _is_tight(facts, asked, device) and allocator.map_by_pages():
         streams.empty_cache()
         say("device memory is mapped page by page from now on (expandable_segments), as memory in pieces would not do for this step")
         asked, limits = _asked(graphs[0], known)

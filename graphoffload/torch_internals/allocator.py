@@ -33,8 +33,8 @@ class Change(NamedTuple):
 
 
 def maps_by_pages() -> bool:
-    """Whether the user asked for expandable segments."""
-    return "expandable_segments:true" in _settings().lower().replace(" ", "")
+    """Whether the user asked for expandable segments, or `map_by_pages` did."""
+    return bool(_asked) or "expandable_segments:true" in _settings().lower().replace(" ", "")
 
 
 def map_by_pages() -> bool:
@@ -44,14 +44,17 @@ def map_by_pages() -> bool:
     up what larger ones have left, and a loss finds no block in one piece where enough is free in all.
     """
     given = _settings()
-    if "expandable_segments" in given or torch.cuda.memory.get_allocator_backend() != "native":
+    if _asked or "expandable_segments" in given or torch.cuda.memory.get_allocator_backend() != "native":
         return False
     try:
         torch.cuda.memory._set_allocator_settings(",".join(filter(None, (given, "expandable_segments:True"))))
     except (RuntimeError, AttributeError):
         return False
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(filter(None, (given, "expandable_segments:True")))
+    _asked.append(True)
     return True
+
+
+_asked: list[bool] = []
 
 
 def _settings() -> str:
