@@ -52,7 +52,7 @@ class Chain:
 
 
 @dataclass(slots=True)
-class _Around:
+class _ForwardFacts:
     """Facts about the forward graph that decide whether a chain is refused.
 
     Attributes:
@@ -89,7 +89,7 @@ class _Around:
         return node in self.roots and self.roots[node].op == "placeholder"
 
 
-def chain_of(targets: tuple[Node, ...], own: str, around: _Around, fixed: Collection[str] = ()) -> Chain:
+def chain_of(targets: tuple[Node, ...], own: str, facts: _ForwardFacts, fixed: Collection[str] = ()) -> Chain:
     """The chain that recomputes one saved activation.
 
     Args:
@@ -99,14 +99,14 @@ def chain_of(targets: tuple[Node, ...], own: str, around: _Around, fixed: Collec
     """
     nodes: set[Node] = set()
     reads: dict[str, None] = {}
-    pending, owner = list(targets), around.owner
+    pending, owner = list(targets), facts.owner
     while pending:
         node = pending.pop()
         if node in nodes:
             continue
         saved = owner.get(node, own) != own
-        ends = saved or node.op != "call_function" or (around.is_an_inputs(node) and node.name in around.callers.read)
-        why_not = around.forbids(node) if ends and node in around.roots else ""
+        ends = saved or node.op != "call_function" or (facts.is_an_inputs(node) and node.name in facts.callers.read)
+        why_not = facts.forbids(node) if ends and node in facts.roots else ""
         if why_not:
             return Chain((), (), why_not)
         if saved:
@@ -116,17 +116,17 @@ def chain_of(targets: tuple[Node, ...], own: str, around: _Around, fixed: Collec
         if "inductor_seed" in str(node.target):
             continue
         why_not = _refusal(node)
-        if node.name in around.bound:
+        if node.name in facts.bound:
             why_not = Refusal.COMPARED_BY_BITS.because(target=node.target)
         if why_not:
             return Chain((), (), why_not)
         nodes.add(node)
         pending.extend(node.all_input_nodes)
-    why_not = _decides_again(nodes, own, around, fixed)
+    why_not = _decides_again(nodes, own, facts, fixed)
     return Chain((), (), why_not) if why_not else Chain(tuple(node.name for node in sorted(nodes)), tuple(reads))
 
 
-def _decides_again(nodes: Collection[Node], own: str, around: _Around, fixed: Collection[str]) -> str:
+def _decides_again(nodes: Collection[Node], own: str, facts: _ForwardFacts, fixed: Collection[str]) -> str:
     """Why a chain that makes a decision on floats is refused; "" if it is not.
 
     The floats repeat to the bit only if every plan saves them. A float that is computed in the chain does not repeat, nor does
@@ -134,12 +134,12 @@ def _decides_again(nodes: Collection[Node], own: str, around: _Around, fixed: Co
     """
 
     def stored(node: Node) -> bool:
-        return is_input(node) or around.owner.get(node, own) != own
+        return is_input(node) or facts.owner.get(node, own) != own
 
     for node in sorted(nodes):
-        if depends_on_bits(node, around.used, around.decided):
+        if depends_on_bits(node, facts.used, facts.decided):
             trace = trace_of(node, stored)
-            others = (source for source in trace.stored if not is_input(source) and around.owner[source] not in fixed)
+            others = (source for source in trace.stored if not is_input(source) and facts.owner[source] not in fixed)
             if trace.computed or any(others):
                 return Refusal.DECIDES_AGAIN.because(target=node.target)
     return ""
@@ -197,7 +197,7 @@ def chains_of(
         owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
     mutated = mutated_placeholders(pair.forward.graph, mutated_inputs(pair.forward.graph))
     used = used_by_forward(pair)
-    around = _Around(owner, mutated, callers, dict(foreign(pair)), used, decided_on(pair, used), bound)
+    facts = _ForwardFacts(owner, mutated, callers, dict(foreign(pair)), used, decided_on(pair, used), bound)
     looked_at = repeated_decisions(pair, user_recomputed).exact
     found: dict[str, Chain] = {}
     for tensor in table.tensors:
@@ -207,5 +207,5 @@ def chains_of(
             continue
         targets = tuple(nodes[name] for name in dict.fromkeys((*tensor.views, tensor.name)))
         fixed = {name for name, chain in found.items() if chain.why_not}
-        found[tensor.name] = chain_of(targets, tensor.name, around, fixed)
+        found[tensor.name] = chain_of(targets, tensor.name, facts, fixed)
     return found

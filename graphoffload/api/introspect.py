@@ -109,7 +109,7 @@ def _look(
         inputs, named = tree_map_only(torch.Tensor, values.fake, (args, kwargs))
         target = model.forward if isinstance(model, nn.Module) else model
         try:
-            dynamo.compile_apart(target, graphs)(*inputs, **named)
+            dynamo.compile_isolated(target, graphs)(*inputs, **named)
         except dynamo.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except UNKNOWN as error:

@@ -161,7 +161,7 @@ class _Tuner:
         """Compile, warm up and measure."""
         recorder = _Recorder(config)
         set_compiled_call(self.model, None)
-        compile_in_place(self.model, recorder, **dynamo.apart())  # Dynamo gives up at eight compiles of one forward
+        compile_in_place(self.model, recorder, **dynamo.isolated())  # Dynamo gives up at eight compiles of one forward
         try:
             # Each trial is one more compile of the same code: at its limit torch would run the model in eager.
             with dynamo.many_compiles(_NO_LIMIT, _NO_LIMIT):
