@@ -12,8 +12,8 @@ The budget is compared with the peak plus the reserve, since the plan must leave
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeAlias, TypeVar
 
 from graphoffload.units import format_bytes
 
@@ -24,29 +24,30 @@ UNMEASURABLE = 0.005
 """Share of a step below which its time is not reproducible. A cost below it counts as none."""
 _AS_SMALL = 0.002  # peaks that differ by less than this share of keep-all's count as equal
 _ROUNDING = 1e-9
+_BudgetT = TypeVar("_BudgetT", bound="_Budget")
 
 
 @dataclass(frozen=True, slots=True)
-class MeetBudget:
-    """The least time with a peak, reserve included, of at most this many bytes."""
+class _Budget:
+    """The least time with a peak, reserve included, of at most this many bytes; None: there is nothing to fit."""
 
-    device_budget_bytes: int
-    explicit: ClassVar[bool] = True
+    device_budget_bytes: int | None
 
     def __str__(self) -> str:
         return format_bytes(self.device_budget_bytes)
 
     def excess(self, peak_bytes: int, time_s: float, keep_s: float) -> float:
-        """Bytes by which a peak, reserve included, is above the budget; negative below."""
-        return float(peak_bytes - self.device_budget_bytes)
+        """Bytes by which a peak, reserve included, is above the budget; negative below, and -1 if there is nothing to fit."""
+        return -1.0 if self.device_budget_bytes is None else float(peak_bytes - self.device_budget_bytes)
 
     def score(self, excess: float, peak_bytes: int, time_s: float, keep_peak_bytes: int) -> Score:
         """Less is better: the excess above the budget, then the time."""
         return max(0.0, excess), 0, time_s
 
-    def tightened(self, excess: float) -> MeetBudget:
+    def tightened(self: _BudgetT, excess: float) -> _BudgetT:
         """The budget lowered by this many bytes."""
-        return MeetBudget(self.device_budget_bytes - int(excess))
+        budget = self.device_budget_bytes
+        return self if budget is None else replace(self, device_budget_bytes=budget - int(excess))
 
     def missed(self, peak_bytes: int, slowdown: float) -> tuple[str, str]:
         """The goal and the prediction that misses it, as texts for a message."""
@@ -54,31 +55,18 @@ class MeetBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepIfFits:
+class MeetBudget(_Budget):
+    """The user's budget: the least time with a peak, reserve included, of at most this many bytes."""
+
+    device_budget_bytes: int
+    explicit: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class KeepIfFits(_Budget):
     """The user gave no number: keep everything if it fits these bytes (None: there is nothing to fit), else as MeetBudget."""
 
-    device_budget_bytes: int | None
     explicit: ClassVar[bool] = False
-
-    def __str__(self) -> str:
-        return format_bytes(self.device_budget_bytes)
-
-    def excess(self, peak_bytes: int, time_s: float, keep_s: float) -> float:
-        """As MeetBudget's; -1 if there is nothing to fit."""
-        return -1.0 if self.device_budget_bytes is None else float(peak_bytes - self.device_budget_bytes)
-
-    def score(self, excess: float, peak_bytes: int, time_s: float, keep_peak_bytes: int) -> Score:
-        """As MeetBudget's."""
-        return max(0.0, excess), 0, time_s
-
-    def tightened(self, excess: float) -> KeepIfFits:
-        """The budget lowered by this many bytes."""
-        budget = self.device_budget_bytes
-        return self if budget is None else KeepIfFits(budget - int(excess))
-
-    def missed(self, peak_bytes: int, slowdown: float) -> tuple[str, str]:
-        """As MeetBudget's."""
-        return f"device_budget={self}", f"predicted peak {format_bytes(peak_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
