@@ -196,7 +196,7 @@ class _Graphs:
 
     def judge(self, model: Any) -> None:
         """The warnings of the first backward, from the model's own tensors and the bytes that all calls keep."""
-        if self.config.device_budget == "auto" or self.config.max_slowdown is not None:
+        if not self.config.has_budget:
             return
         tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
         judge(self.calls, resolve_limits(self.config, tensors))

@@ -117,6 +117,16 @@ class OffloadConfig:
             raise ConfigError(_unknown_key(unknown[0], "option"))
         return dataclasses.replace(self, **changes)
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether the user gave a device_budget. A configuration with one has no max_slowdown."""
+        return self.device_budget != "auto"
+
+    @property
+    def limits_time(self) -> bool:
+        """Whether the user gave a max_slowdown, so that plans make memory small and not time."""
+        return self.max_slowdown is not None
+
     def digest(self) -> str:
         """Hex digest over all fields, equal in every process: for cache keys. A policy function counts by name and source."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
