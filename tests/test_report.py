@@ -69,10 +69,10 @@ def llama_plan(layers: int = 8, *, graph: str = "graph_0", key: str = "012345678
         decisions += [
             Decision(norm.name, "recompute", "pointwise, cheap to compute again"),
             Decision(query.name, "keep", "the copy window is full"),
-            Decision(core.name, "offload", "hides behind compute"),
+            Decision(core.name, "offload", "overlaps with compute"),
             Decision(act.name, "keep", "produced too late to pay")
             if late
-            else Decision(act.name, "offload", "hides behind compute"),
+            else Decision(act.name, "offload", "overlaps with compute"),
         ]
         transfers.append(transfer(2 * i, core, f"mm_{7 * i + 9}" if i < layers - 1 else None, f"mm_{300 - i}", f"mm_{302 - i}"))
         transfers += (
@@ -416,11 +416,11 @@ def test_without_a_run_or_hardware_there_are_no_figures() -> None:
 
 def test_identical_graphs_share_a_table() -> None:
     text = str(per_block_report())
-    assert text.count("hides behind\n") == 2
+    assert text.count("overlaps with\n") == 2
     assert "3 identical graphs, block_0 .. block_2" in text
     assert "graph head" in text
     changed = dataclasses.replace(llama_plan(3), notes=("another note",))
-    assert str(OffloadReport(plans=(llama_plan(3), changed))).count("hides behind\n") == 2
+    assert str(OffloadReport(plans=(llama_plan(3), changed))).count("overlaps with\n") == 2
 
 
 # The line after a compile, end to end
