@@ -2,7 +2,7 @@
 
 Accept changed texts with one command, then read the diff:
 
-    ACCEPT_GOLDENS=1 pytest tests/test_report.py
+    ACCEPT_GOLDENS=1 pytest tests/report/test_report.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphoffload.report.table import folded_rows
 from graphoffload.runtime import registry
 from graphoffload.units import format_bytes
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 MIB, GIB = 2**20, 2**30
 ACCEPT = bool(os.environ.get("ACCEPT_GOLDENS"))  # not GRAPHOFFLOAD_*: conftest.py clears those
 

@@ -140,7 +140,7 @@ def test_a_digest_follows_the_source_of_a_policy(tmp_path: Path) -> None:
     for name, body in (("first", "return 'keep'"), ("same", "return 'keep'"), ("other", "return 'offload'")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(f"def policy(tensor):\n    {body}\n")
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     found = []
     for seed, names in (("1", ["first", "other"]), ("2", ["same"])):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
