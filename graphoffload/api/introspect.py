@@ -109,7 +109,7 @@ def _look(
         inputs, named = tree_map_only(torch.Tensor, values.fake, (args, kwargs))
         target = model.forward if isinstance(model, nn.Module) else model
         try:
-            dynamo.compile_apart(target, graphs)(*inputs, **named)
+            dynamo.compile_isolated(target, graphs)(*inputs, **named)
         except dynamo.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except UNKNOWN as error:
@@ -196,7 +196,7 @@ class _Graphs:
 
     def judge(self, model: Any) -> None:
         """The warnings of the first backward, from the model's own tensors and the bytes that all calls keep."""
-        if self.config.device_budget == "auto" or self.config.max_slowdown is not None:
+        if not self.config.has_budget:
             return
         tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
         judge(self.calls, resolve_limits(self.config, tensors))

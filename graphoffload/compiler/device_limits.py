@@ -40,7 +40,7 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
     reserve_bytes = _reserve(config, inputs, parameters, device, hardware)
     host_budget_bytes, host_auto = _host_budget(config), config.host_budget == "auto"
     return Limits(
-        explicit=config.device_budget != "auto" or config.max_slowdown is not None,
+        explicit=config.has_budget or config.limits_time,
         device_budget_bytes=_device_budget(config, device, hardware, reserve_bytes),
         static_bytes=_static_bytes(device, inputs),
         reserve_bytes=reserve_bytes,

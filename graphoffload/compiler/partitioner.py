@@ -129,7 +129,7 @@ def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession)
     config, limits = session.config, session.limits
     hardware = resolve_hardware(config.hardware, rewritten.plan.device)
     device_bytes = None if hardware.source == "cpu" else hardware.memory_bytes
-    budget_bytes = None if config.device_budget == "auto" else limits.device_budget_bytes
+    budget_bytes = limits.device_budget_bytes if config.has_budget else None
     summary = summary_line(
         rewritten.plan,
         device_bytes=device_bytes,

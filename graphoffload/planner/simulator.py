@@ -20,7 +20,7 @@ The model, exactly:
   steps (`Program.reload_steps`) takes its memory before both. Time is counted as if it could.
 * A recompute chain runs right before the first use of what it makes, after the chains of what it reads.
 * Compute that overlaps a copy takes (1 + compute_slowdown_while_copying) times as long.
-Issuing a reload as late as it still arrives is Capuchin's in-trigger (Peng et al., ASPLOS 2020), computed and not measured.
+Capuchin (Peng et al., ASPLOS 2020) adjusts a reload's place, its in-trigger, by feedback at run time; here it is computed.
 Wrong when: the host cannot issue work as fast as the device runs it; the allocator fragments; kernels overlap each other.
 Cost: O(candidates log steps) plus a few vector operations over the steps.
 """

@@ -186,7 +186,7 @@ def _where_lost(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
         if evaluator.smallest is None or evaluator.evaluate(*evaluator.smallest)[0].peak_bytes > near_bytes:
             return
         lower = MeetBudget(goal.device_budget_bytes - int(evaluator.limit_bytes * (1.0 - share)))
-        other = evaluator.lost_at(lower)
+        other = evaluator.at(lower, lost=True)
         relaxed = Relaxation(evaluator.arrays, lower, evaluator.host_budget_bytes, evaluator.limit_s).solve()
         if relaxed.value is None:
             return

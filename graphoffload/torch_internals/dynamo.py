@@ -26,9 +26,10 @@ from torch.fx import Graph, GraphModule
 from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
-    "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "apart", "as_it_is", "backend_of", "compile_apart",
-    "compile_number", "compiling", "comptime", "config", "count_of_graphs", "eager_is_asked_for", "graph_break", "guard_leaves",
-    "inlined_as", "inlines_as", "many_compiles", "retraceable", "tracing_backend",
+    "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "as_it_is",
+    "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs",
+    "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "isolated", "many_compiles", "retraceable",
+    "tracing_backend",
 ]  # fmt: skip
 
 
@@ -49,12 +50,12 @@ def guard_leaves(graph: Graph, inputs: Iterable[Any]) -> None:
             context.guards_context.dynamo_guards.add(guard)
 
 
-def apart() -> dict[str, Any]:
+def isolated() -> dict[str, Any]:
     """What gives a torch.compile a recompile limit of its own; nothing before torch 2.13."""
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
-def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+def compile_isolated(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     """torch.compile for a look, that a later compile of the same code neither counts nor learns from.
 
     Dynamo counts what is compiled for one code object and gives up at eight; sizes that differ from those of the last time it
@@ -63,10 +64,10 @@ def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., A
     """
     from torch._dynamo import eval_frame, pgo
 
-    compiled, code = torch.compile(function, backend=backend, dynamic=None, **apart()), getattr(function, "__code__", None)
+    compiled, code = torch.compile(function, backend=backend, dynamic=None, **isolated()), getattr(function, "__code__", None)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        forgets = not apart() and code is not None and not eval_frame._debug_get_cache_entry_list(code)
+        forgets = not isolated() and code is not None and not eval_frame._debug_get_cache_entry_list(code)
         try:
             with replaced(pgo, _CODE_STATE=defaultdict(pgo.CodeState)):
                 return compiled(*args, **kwargs)

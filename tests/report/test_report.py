@@ -2,7 +2,7 @@
 
 Accept changed texts with one command, then read the diff:
 
-    ACCEPT_GOLDENS=1 pytest tests/test_report.py
+    ACCEPT_GOLDENS=1 pytest tests/report/test_report.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphoffload.report.table import folded_rows
 from graphoffload.runtime import registry
 from graphoffload.units import format_bytes
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 MIB, GIB = 2**20, 2**30
 ACCEPT = bool(os.environ.get("ACCEPT_GOLDENS"))  # not GRAPHOFFLOAD_*: conftest.py clears those
 
@@ -69,10 +69,10 @@ def llama_plan(layers: int = 8, *, graph: str = "graph_0", key: str = "012345678
         decisions += [
             Decision(norm.name, "recompute", "pointwise, cheap to compute again"),
             Decision(query.name, "keep", "the copy window is full"),
-            Decision(core.name, "offload", "hides behind compute"),
+            Decision(core.name, "offload", "overlaps with compute"),
             Decision(act.name, "keep", "produced too late to pay")
             if late
-            else Decision(act.name, "offload", "hides behind compute"),
+            else Decision(act.name, "offload", "overlaps with compute"),
         ]
         transfers.append(transfer(2 * i, core, f"mm_{7 * i + 9}" if i < layers - 1 else None, f"mm_{300 - i}", f"mm_{302 - i}"))
         transfers += (
@@ -416,11 +416,11 @@ def test_without_a_run_or_hardware_there_are_no_figures() -> None:
 
 def test_identical_graphs_share_a_table() -> None:
     text = str(per_block_report())
-    assert text.count("hides behind\n") == 2
+    assert text.count("overlaps with\n") == 2
     assert "3 identical graphs, block_0 .. block_2" in text
     assert "graph head" in text
     changed = dataclasses.replace(llama_plan(3), notes=("another note",))
-    assert str(OffloadReport(plans=(llama_plan(3), changed))).count("hides behind\n") == 2
+    assert str(OffloadReport(plans=(llama_plan(3), changed))).count("overlaps with\n") == 2
 
 
 # The line after a compile, end to end

@@ -20,7 +20,7 @@ from graphoffload.bench.results import Result, commit_of, export, gpu_name, load
 from graphoffload.errors import ConfigError
 from graphoffload.torch_internals.patching import replaced
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 MOST_LINES = 200

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from lazy import LazyStreams, lazy_steps
-from test_between import SLOW_LINK, backend
 from torch import Tensor, nn
 
 import graphoffload
@@ -20,6 +19,7 @@ from graphoffload.runtime.registry import run_plan
 from graphoffload.runtime.step import between_graphs as between
 from graphoffload.testing import Result, assert_equal_bits, run_step, weighted_loss
 from graphoffload.testing.attention import HIDDEN, Block, Blocks
+from tests.runtime.test_between import SLOW_LINK, backend
 
 FAST_LINK = dataclasses.replace(SLOW_LINK, name="fast link", d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)
 SEEDS = range(6)

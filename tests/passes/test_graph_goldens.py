@@ -3,7 +3,7 @@
 A skeleton is the order of operations: ours one a line with the tensor they move, the others between them by name. Accept
 changed texts with one command, then read the diff:
 
-    ACCEPT_GOLDENS=1 pytest tests/test_graph_goldens.py
+    ACCEPT_GOLDENS=1 pytest tests/passes/test_graph_goldens.py
 
 tests/golden/graph_<name>.txt is what the oldest torch supported gives; graph_<name>.torch2.15.txt, where there is one, is what
 that release and later ones give instead.
@@ -34,7 +34,7 @@ from graphoffload.testing.attention import Blocks
 from graphoffload.testing.case import of
 from graphoffload.torch_internals import releases
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 ACCEPT = bool(os.environ.get("ACCEPT_GOLDENS"))
 # A block's products take about as long as the copies of what it saves.
 LINK = replace(

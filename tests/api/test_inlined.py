@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_introspect import Tanhs
 
 import graphoffload
 from graphoffload.errors import GraphOffloadWarning, NotOffloadedWarning
 from graphoffload.monitor import not_compiled as unused
+from tests.api.test_introspect import Tanhs
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}
 Call = Callable[[torch.Tensor], torch.Tensor]

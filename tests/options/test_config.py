@@ -140,7 +140,7 @@ def test_a_digest_follows_the_source_of_a_policy(tmp_path: Path) -> None:
     for name, body in (("first", "return 'keep'"), ("same", "return 'keep'"), ("other", "return 'offload'")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(f"def policy(tensor):\n    {body}\n")
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     found = []
     for seed, names in (("1", ["first", "other"]), ("2", ["same"])):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
@@ -230,3 +230,12 @@ def test_small_sizes_with_a_unit_or_for_what_may_be_small_are_meant() -> None:
     assert (config.device_budget, config.host_budget, config.min_tensor_bytes, config.max_inflight_bytes) == (40, 512, 40, 40)
     assert OffloadConfig(device_budget=8192, host_budget=0, reserve="0").device_budget == 8192
     assert OffloadConfig(device_budget=str(2**20)).device_budget == 2**20
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_budget", "limits_time"),
+    [({}, False, False), ({"device_budget": "80%"}, True, False), ({"max_slowdown": 0.0}, False, True)],
+)
+def test_a_configuration_says_what_it_limits(fields: dict[str, Any], has_budget: bool, limits_time: bool) -> None:
+    config = OffloadConfig(**fields)
+    assert (config.has_budget, config.limits_time) == (has_budget, limits_time)

@@ -21,10 +21,10 @@ def look(rows: int, module: torch.nn.Module) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["isolated", "forgotten"])
-def test_explain_leaves_nothing_to_a_later_compile(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("isolated", [True, False], ids=["isolated", "forgotten"])
+def test_explain_leaves_nothing_to_a_later_compile(isolated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for Dynamo's count, which gives up at eight and runs the model in eager, nor sizes to compare with."""
-    if not apart:  # torch before 2.13
+    if not isolated:  # torch before 2.13
         plain = torch.compile
         monkeypatch.setattr(
             torch, "compile", lambda model, *, backend, dynamic=None: plain(model, backend=backend, dynamic=dynamic)

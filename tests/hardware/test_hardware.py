@@ -77,7 +77,7 @@ def test_every_figure_has_a_unit_and_a_source() -> None:
     assert a100["device memory bandwidth"] == "1733 GB/s, datasheet x 0.85"
     assert a100["memory"] == "79.0 GiB, datasheet"
     assert cpu["memory"].endswith(", this machine")
-    assert cpu["H2D"] == "10.0 GB/s, assumed: nothing is hidden behind a CPU"
+    assert cpu["H2D"] == "10.0 GB/s, assumed: copies overlap with nothing on a CPU"
     mine = dataclasses.replace(PROFILES["h200-sxm"], name="NVIDIA H200", copy_latency_s=3e-6, links_shared_by=2)
     assert rows(mine)["copy latency"] == "3.0 us, measured on this device"
     assert rows(mine)["link shared with"] == "2 GPUs, as given"

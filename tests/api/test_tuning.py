@@ -202,7 +202,7 @@ def test_refuses_what_leaves_nothing_to_do(given: dict[str, Any], words: str) ->
         graphoffload.tune(Net(), lambda: None, **given)
 
 
-@pytest.mark.skipif(not dynamo.apart(), reason="before torch 2.13 compiles of one forward count together")
+@pytest.mark.skipif(not dynamo.isolated(), reason="before torch 2.13 compiles of one forward count together")
 def test_tuning_often_leaves_dynamo_room_to_compile() -> None:
     """Dynamo gives up at eight compiles of one forward: steps would be measured in eager, and training would run so."""
     torch._dynamo.reset()

@@ -256,7 +256,7 @@ def test_offload_fraction_is_never_exceeded(sizes: list[int], fraction: float, i
 
 
 def test_offload_fraction_takes_few_large_tensors() -> None:
-    """Each transfer costs the host time, whatever its size; but what is produced last hides behind nothing, so it is no use."""
+    """Each transfer costs the host time, whatever its size. The copies of the last product overlap with nothing."""
     layers = [
         tensor(f"{name}{layer}", at=2 * layer + at, mib=mib)
         for layer in range(4)

@@ -20,8 +20,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from lazy import LazyStreams, clean_slate, lazy_steps, once
-from test_between import SEEDS, Model, batch, lazy, per_block, track
-from test_offloaded_tensors import check
 from torch import Tensor
 
 import graphoffload
@@ -35,6 +33,8 @@ from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.step.resident import Budget
 from graphoffload.testing import weighted_loss
 from graphoffload.torch_internals import autograd
+from tests.runtime.test_between import SEEDS, Model, batch, lazy, per_block, track
+from tests.runtime.test_offloaded_tensors import check
 
 ORDERS = ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2, 1], [3], [0, 1, 2, 3, 4, 2, 1])
 __all__ = ["clean_slate", "lazy", "once"]

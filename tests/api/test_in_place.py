@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_introspect import Tanhs
 from torch import nn
 
 import graphoffload
 from graphoffload.errors import GraphOffloadWarning, NotOffloadedWarning
+from tests.api.test_introspect import Tanhs
 
 OPTIONS: dict[str, Any] = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 0}
 
