@@ -21,6 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphoffload.compiler.compile_variant import Compiled, Graph, compile_variant, traced_only
+from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.optimizer_state import share_of_trained
 from graphoffload.compiler.pipeline import analyse
 from graphoffload.compiler.recipes import variants_of
@@ -29,6 +30,7 @@ from graphoffload.compiler.session import CompileSession, new_key
 from graphoffload.errors import PlanError
 from graphoffload.facts.recipe import Recipe
 from graphoffload.monitor.shared_budget import may_link
+from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
 from graphoffload.runtime.step.calls import STEPS, StepRun
@@ -96,6 +98,22 @@ class Dispatched:
                 compiled = compile_variant(graph, recipe)
             self._compiled[recipe.identity] = compiled
         return compiled
+
+    def plan_alone(self, config: OffloadConfig) -> None:
+        """Run under a plan of its own for another configuration, from now on: as it was compiled before, or now.
+
+        Raises:
+            BudgetError: no plan meets the budget.
+        """
+        limits = resolve_limits(config, self.again.inputs)
+        limits = replace(limits, downstream=self.graph.limits.downstream)
+        name = f"alone {config.digest()} {limits.quantised()}"
+        compiled = self._compiled.get(name)
+        if compiled is None:
+            graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs, config=config, limits=limits)
+            with self.again.traced():
+                compiled = self._compiled[name] = compile_variant(graph, None)
+        self.first = compiled
 
     def run(self, *args: Any) -> Any:
         """One call."""

@@ -77,7 +77,8 @@ def rewrite(request: Request) -> Rewritten:
     work, decided = trial.work, trial.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
-    if trial.excess > 0 and request.goal.explicit and request.session.recipe is None:  # the planner's own plans that miss a budget are errors
+    alone = request.session.recipe is None
+    if trial.excess > 0 and request.goal.explicit and alone:  # the planner's own plans that miss a budget are errors
         warn(GoalMissedWarning, _goal_missed(request.goal, request.limits, trial.timeline, decided), stacklevel=4)
     plan = make_plan(
         PlannedPair(work.pair, trial.original, work.table, trial.instance, trial.timeline, decided.release_late),

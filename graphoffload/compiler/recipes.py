@@ -83,8 +83,10 @@ def _last_actions(work: Work, recipe: Recipe, first: Mapping[str, Action]) -> li
 
 
 def _placed(program: Program, timeline: Timeline, reload_steps: Mapping[str, int]) -> Timeline:
-    """The timeline with the ops where a step's plan wants them: releases as early as they may be, since the runtime waits later,
-    and reloads before the steps that the recipe names."""
+    """The timeline with the ops where a step's plan wants them.
+
+    Releases come as early as they may, since the runtime waits later, and reloads before the steps that the recipe names.
+    """
     schedule = []
     for item in timeline.schedule:
         candidate = program.candidates[item.candidate]

@@ -106,7 +106,7 @@ def _compiled(
     calls = []
     for at, (fact, variant, made) in enumerate(zip(facts.calls, solution.chosen, solution.calls, strict=True)):
         own = ids[at]
-        schedule = Schedule(
+        schedule_by_id = Schedule(
             goes=frozenset(own[name] for name in made.offloads),
             settle={(kind, own.get(name, -1)): count for (kind, name), count in made.settle.items()},
             prefetch={
@@ -114,7 +114,7 @@ def _compiled(
                 for (kind, name), items in made.prefetch.items()
             },
         )
-        calls.append((compiled[fact.graph, variant], schedule, variant))
+        calls.append((compiled[fact.graph, variant], schedule_by_id, variant))
     return tuple(calls)
 
 

@@ -4,8 +4,8 @@
     run 3        this sequence of calls came twice: planned, and its variants compiled; one line says so
     later        planned again at the start of a run, if the memory outside, the budget or what was asked for is another one
 
-Plans are kept by sequence: batches of other shapes are other graphs, with plans of their own. A plan that is made again for what
-it was made for before costs no compile. Only what is predicted to break the budget, or frees a good part of it, is a reason.
+Plans are kept by sequence: batches of other shapes are other graphs, with plans of their own. A plan that is made again for
+what it was made for before costs no compile. Only what breaks the budget, or frees a good part of it, is a reason.
 """
 
 from __future__ import annotations
@@ -56,17 +56,20 @@ OVERRIDE = Override()
 class _Known:
     """What is known of one sequence.
 
-    runs: recorded, until they are `facts`. plan: once there is one. fixed: it is not planned. asked: what the plan is for.
+    sequence: its graphs. runs: recorded, until they are `facts`. plan: once there is one. asked: what the plan is for.
+    fixed: nothing is planned until something else is asked for. alone: it is one call of a graph that has a plan of its own.
     version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
-    start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned. retries: how often
-    the allocator had to give memory back to serve an allocation; followed: runs since that was as expected.
+    start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
+    retries: how often the allocator had to give memory back to serve an allocation; followed: runs since that was expected.
     """
 
+    sequence: tuple[int, ...]
     runs: list[StepRun] = field(default_factory=list)
     facts: StepFacts | None = None
     plan: StepPlan | None = None
     asked: Asked | None = None
     fixed: bool = False
+    alone: bool = False
     version: int = 0
     taken_bytes: int = 0
     start_bytes: int = 0
@@ -104,8 +107,16 @@ def next_run(graph: Dispatched) -> StepRun:
         elif last.turned:
             _learn(device, last)
     known = _expected(device, graph.number)
+    if known is not None and known.fixed and known.version != OVERRIDE.version:
+        known.version = OVERRIDE.version
+        if known.alone:
+            graph.plan_alone(_config(graph))
+        else:
+            known.fixed = False
     if known is not None and not known.fixed:
-        if known.plan is None and len(known.runs) >= _RECORDED:
+        if known.plan is None and known.facts is not None:
+            _plan(known, device, "another goal was set")
+        elif known.plan is None and len(known.runs) >= _RECORDED:
             _plan(known, device, "")
         elif known.plan is not None and (why := _why_again(known, device)):
             _plan(known, device, why)
@@ -138,11 +149,11 @@ def _learn(device: torch.device, run: StepRun) -> None:
     _PLANNER.last[device] = sequence
     for key in [key for key in _PLANNER.known if any(number not in GRAPHS for number in key[1])]:
         del _PLANNER.known[key]  # its model is gone
-    known = _PLANNER.known.setdefault((device, sequence), _Known())
+    known = _PLANNER.known.setdefault((device, sequence), _Known(sequence, version=OVERRIDE.version))
     if known.plan is None and run.recording and not known.fixed:
         known.runs = [*known.runs[1 - _RECORDED :], run]
     if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant:
-        known.fixed = True
+        known.fixed = known.alone = True
 
 
 def _count_irregular(run: StepRun) -> None:
@@ -198,7 +209,8 @@ def _asked(graph: Dispatched, known: _Known) -> tuple[Asked, Limits]:
 def _why_again(known: _Known, device: torch.device) -> str:
     """What changed since a step was planned, in words; "" if it is as it was."""
     plan, asked, streams = known.plan, known.asked, _streams(device)
-    assert plan is not None and asked is not None
+    assert plan is not None
+    assert asked is not None
     if known.version != OVERRIDE.version:
         return "less memory after an error" if known.version < 0 else "another goal was set"
     if streams is None:
@@ -246,18 +258,12 @@ def _streams(device: torch.device) -> Any:
 
 def _plan(known: _Known, device: torch.device, why: str) -> None:
     """Plan a step from what is known of it; `why` it is planned again."""
+    graphs = _graphs(known.sequence)
+    asked, limits = _asked(graphs[0], known)
     if known.facts is None:
-        sequence = known.runs[-1].sequence
-        graphs = _graphs(sequence)
-        asked, limits = _asked(graphs[0], known)
         known.facts = facts_of(known.runs, graphs, limits)
         known.start_bytes = known.runs[-1].marks[0].allocated_bytes
         known.runs = []
-    else:
-        assert known.plan is not None
-        sequence = known.plan.sequence
-        graphs = _graphs(sequence)
-        asked, limits = _asked(graphs[0], known)
     streams = _streams(device)
     known.planned_bytes = streams.allocated_bytes()[0] if streams is not None else 0
     known.version, known.asked = OVERRIDE.version, asked
@@ -265,11 +271,11 @@ def _plan(known: _Known, device: torch.device, why: str) -> None:
     before = known.plan
     if before is None and _is_tight(facts, asked, device) and allocator.map_by_pages():
         streams.empty_cache()
-        say("device memory is mapped page by page from now on (expandable_segments), as memory in pieces would not do for this step")
+        say("device memory is mapped page by page from now on (expandable_segments): in pieces it would not do for this step")
         asked, limits = _asked(graphs[0], known)
         known.asked = asked
     try:
-        known.plan = make_step_plan(sequence, graphs, facts, asked)
+        known.plan = make_step_plan(known.sequence, graphs, facts, asked)
     except BudgetError as error:
         known.plan, known.fixed = None, True
         if limits.explicit:

@@ -54,7 +54,7 @@ def where_in(run: StepRun) -> str:
     if not run.turned:
         return f"eager code after the forward of call {count - 1}" if count else "eager code before the first call"
     left = [call.index for call in run.calls if not call.ended]
-    return f"eager code before the backward of call {left[-1]}" if left else "eager code after the last backward, or the optimizer"
+    return f"eager code before the backward of call {left[-1]}" if left else "eager code after the last backward"
 
 
 def _failed(index: int, asked_bytes: int, _allocated_bytes: int, free_bytes: int) -> None:
@@ -71,7 +71,9 @@ def _failed(index: int, asked_bytes: int, _allocated_bytes: int, free_bytes: int
     predicted = ""
     if run.plan is not None:
         peak = run.plan.solution.timeline.peak_bytes
-        predicted = f" The step's predicted peak is {format_bytes(peak)}. The next step is planned for {format_bytes(lacking)} less."
+        predicted = (
+            f" The step's predicted peak is {format_bytes(peak)}. The next step is planned for {format_bytes(lacking)} less."
+        )
     say(
         f"out of memory in {where}: {format_bytes(asked_bytes)} are asked for, {format_bytes(allocated)} are allocated, and "
         f"{format_bytes(reserved - allocated)} are cached in other pieces.{predicted}"

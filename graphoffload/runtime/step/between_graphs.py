@@ -281,7 +281,7 @@ def _settle(track: Track, count: int) -> None:
 
 def _free(entry: OffloadedTensor, *, waited: bool = False) -> None:
     """Settle a pending source; `waited`: its stream has waited for its copy, or for a later one."""
-    assert entry.call is not None
+    assert isinstance(entry.call, Call)
     track = entry.call.track
     source = entry.settle(waited=waited)
     track.pending.remove(entry)
@@ -396,7 +396,7 @@ def _start(entry: OffloadedTensor, copy: Callable[[torch.Tensor, OffloadedTensor
     except torch.OutOfMemoryError:
         return False
     entry.prefetch(y, copy)
-    assert entry.call is not None
+    assert isinstance(entry.call, Call)
     entry.call.track.ahead.append(entry)
     COUNTERS.prefetches += 1
     return True
@@ -411,6 +411,6 @@ def drop_prefetched(track: Track, *, but: Call | None = None) -> None:
 
 def _drop(entry: OffloadedTensor) -> None:
     """Drop a prefetched tensor, after the stream that owns its memory has waited for the copy."""
-    assert entry.call is not None
+    assert isinstance(entry.call, Call)
     entry.drop_prefetched()
     entry.call.track.ahead.remove(entry)

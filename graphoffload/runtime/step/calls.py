@@ -26,7 +26,7 @@ from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.streams.copy_streams import DeviceStreams, streams_of
-from graphoffload.torch_internals import autograd, allocator
+from graphoffload.torch_internals import allocator, autograd
 from graphoffload.torch_internals.storages import expired
 
 Copy = Callable[[torch.Tensor, OffloadedTensor], Any]
@@ -69,12 +69,13 @@ class StepCall:
     """One call of a compiled graph, from its forward to the end of its backward.
 
     index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
-    without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded tensors that live, by id. schedule: None where nothing is planned for it.
+    without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
+    tensors that live, by id. schedule: None where nothing is planned for it.
     """
 
     __slots__ = (
-        "__weakref__", "began", "ended", "entries", "graph", "index", "is_variant", "kept_bytes", "key", "run", "schedule", "seen",
-        "token", "variant",
+        "__weakref__", "began", "ended", "entries", "graph", "index", "is_variant", "kept_bytes", "key", "run", "schedule",
+        "seen", "token", "variant",
     )  # fmt: skip
 
     planned = True
@@ -141,8 +142,8 @@ class StepRun:
     """
 
     __slots__ = (
-        "aborted", "ahead", "calls", "changes", "copies", "ended", "marks", "off", "plan", "recording", "resident_bytes", "room_bytes",
-        "settled", "streams", "turned", "watches",
+        "aborted", "ahead", "calls", "changes", "copies", "ended", "marks", "off", "plan", "recording", "resident_bytes",
+        "room_bytes", "settled", "streams", "turned", "watches",
     )  # fmt: skip
 
     def __init__(
