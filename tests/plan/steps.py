@@ -33,6 +33,8 @@ def steps(draw: st.DrawFn, *, most_calls: int = 4, most: int = 4) -> StepFacts:
         variants = []
         for index in range(draw(st.integers(1, 2))):
             program = alone(draw(programs(most=most, free=True)))
+            if draw(st.booleans()):  # kernels of two steps
+                program = replace(program, reload_steps=tuple(at - at % 2 for at in range(len(program.backward))))
             variants.append(Variant(f"{graph}.{index}", frozenset(), program, draw(st.sampled_from([0, 0, 4]))))
         graphs.append(tuple(variants))
     calls = []
