@@ -176,7 +176,7 @@ def test_two_calls_by_hand():
 
 
 def test_a_reload_before_its_own_call_starts_in_the_call_that_runs_before():
-    """x of call 0 is used in the first step of its backward: its copy of one second starts in call 1's backward, at its wait."""
+    """x of call 0 is used in the first step of its backward: its copy starts at the wait in call 1's backward."""
     _, _, schedule, found = scheduled(two_blocks((0,)), (0, 0), ["offload", "offload"], toy(10.0))
     assert schedule.calls[1].prefetch == {("reload", "x"): ((1, "x"),), ("wait", "x"): ((0, "x"),)}
     assert dict(schedule.calls[0].prefetch) == {}

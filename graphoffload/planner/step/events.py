@@ -10,11 +10,11 @@ in this call as well. Every event says two things of the whole step, not of its 
     prefetch    backward: which copies back are started there, of this call or of one whose backward runs later
 
 A release is planned where its copy is done. It takes place at the next event. A copy that is covered before its own
-`release` ran is free right after that. What no event covers is settled when backward starts. A reload is started at the last event
+`release` ran is free right after that. What no event covers is settled when backward starts. A reload starts at the last event
 at or before the moment at which it is needed, or at its own op if that is earlier. All calls of a variant have that op at the
 same step. It is chosen so that reloads start as little too early as possible, in seconds over all calls.
 
-Events at one step have the same count, so their order does not matter. Hence a copy is settled at a later step than the one it is
+Events at one step have the same count, so their order does not matter. So a copy is settled at a later step than the one it is
 issued at. At one step of backward, reloads come before waits, each in the order of the program's candidates.
 """
 
