@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from graphoffload.planner.problem import Buffer, Candidate, Program, Step
+from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
 from tests.plan.instances import programs
 
@@ -66,9 +66,10 @@ _RECOMPUTES = {
     "all kept": (),
     "light": ("norm1", "rotary_q", "rotary_k", "norm2", "gated"),
     "matmuls kept": ("norm1", "rotary_q", "rotary_k", "norm2", "gated", "residual1"),
+    "attention kept": ("norm1", "q", "k", "v", "rotary_q", "rotary_k", "norm2", "gated", "residual1"),
     "all": tuple(name for name, *_ in _SAVED),
 }
-_EXTRA_S = {"all kept": 0.0, "light": 0.24e-3, "matmuls kept": 0.3e-3, "all": 12.5e-3}
+_EXTRA_S = {"all kept": 0.0, "light": 0.24e-3, "matmuls kept": 0.3e-3, "attention kept": 1.5e-3, "all": 12.5e-3}
 
 
 def block(name: str, count: int = 40) -> Program:
@@ -92,6 +93,26 @@ def block(name: str, count: int = 40) -> Program:
     return Program(forward, backward, tuple(buffers), tuple(saved))
 
 
+_CHAINS = {  # ms, and what each is computed from; norm1 and residual1 read the block's input as well
+    "norm1": (0.05, ()), "q": (0.8, ("norm1",)), "k": (0.2, ("norm1",)), "v": (0.2, ("norm1",)),
+    "rotary_q": (0.05, ("q",)), "rotary_k": (0.02, ("k",)), "attention": (2.4, ("rotary_q", "rotary_k", "v")),
+    "residual1": (0.06, ("attention",)), "norm2": (0.05, ("residual1",)),
+    "gate": (4.3, ("norm2",)), "up": (4.3, ("norm2",)), "gated": (0.07, ("gate", "up")),
+}  # fmt: skip
+
+
+def chained(count: int = 40) -> Program:
+    """The block that keeps everything, with the chains of what can be recomputed."""
+    program = block("all kept", count)
+    index = {candidate.name: k for k, candidate in enumerate(program.candidates)}
+    candidates = []
+    for candidate in program.candidates:
+        time_ms, reads = _CHAINS[candidate.name]
+        chain = Recompute(time_ms * 1e-3, tuple(sorted(index[name] for name in reads)))
+        candidates.append(replace(candidate, recompute=chain))
+    return replace(program, candidates=tuple(candidates))
+
+
 def llama(blocks: int, *, count: int = 40, names: tuple[str, ...] = tuple(_RECOMPUTES)) -> StepFacts:
     """A stack of equal blocks with an eager loss of 20 ms and 7 GB; each block saves its input of 134 MB."""
     variants = tuple(Variant(name, frozenset(_RECOMPUTES[name]), block(name, count), 134 * MB) for name in names)
@@ -101,4 +122,4 @@ def llama(blocks: int, *, count: int = 40, names: tuple[str, ...] = tuple(_RECOM
         outside = static + 134 * MB * (index + 1)
         loss = Gap(20e-3, outside + 7_000 * MB) if index == blocks - 1 else Gap()
         calls.append(CallFacts(0, outside, outside + 134 * MB, before_backward=loss))
-    return StepFacts((variants,), tuple(calls), static)
+    return StepFacts((variants,), tuple(calls), static, (chained(count),))

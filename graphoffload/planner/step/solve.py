@@ -1,0 +1,177 @@
+"""plan_step(): the variant of each call, what each call copies, and when, for a goal of the whole step.
+
+    everything fits? ── yes ──▶ variant 0 for all calls, nothing offloaded
+        │ no
+    mixes of variants, by the LP bound of their joint program          mixes.py
+        │ the best few
+    keep or offload with solve() ──▶ slack ──▶ events ──▶ replay       a run: what will really happen
+        │ the best run                    └── above the budget: again, for one lower by the excess
+        │ counts a little higher and lower
+    solve() once more with more simulations ──▶ StepSolution
+        └─ nothing meets the budget ──▶ the run with the least peak, if that does ──▶ or BudgetError
+
+A slowdown is relative to variant 0 with everything kept. Time, peak and memory of a solution are those of the schedule that the
+runtime gets, so all that is lost to events and to ops that calls share is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphoffload.facts.goals import Goal, WithinSlowdown
+from graphoffload.facts.plan import Action
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.patience import Patience
+from graphoffload.planner.simulator import Timeline
+from graphoffload.planner.step.errors import step_infeasible
+from graphoffload.planner.step.events import CallSchedule, ReloadSteps
+from graphoffload.planner.step.facts import StepFacts, Variant
+from graphoffload.planner.step.joint import Joined, join_programs
+from graphoffload.planner.step.mixes import Mixes, MixSearch, choose, neighbours, uniform
+from graphoffload.planner.step.runs import Run, Runs
+
+__all__ = ["StepSolution", "plan_step"]
+
+_VALUES = 120
+_FINALISTS = 4
+_QUICK = 40
+_RUNS = 16
+_SHARES = (0.12, 0.06, 0.03, 0.0)
+_NEAR_BOUND = 1.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSolution:
+    """A plan of a training step.
+
+    Attributes:
+        chosen: the variant of each call. actions: by call and candidate of its variant.
+        timeline: of the joint program, with releases and reloads at the events of `calls`.
+        keep_timeline: every call runs variant 0 and keeps everything.
+        lower_bound_s: no plan within the budgets is faster. lower_bound_peak_bytes: no plan within the slowdown is smaller.
+            None for the other goal, and where `StepFacts.bounds` is empty.
+        max_inflight_bytes: the window that the actions were found for; the counts of `calls` are what bounds it.
+        solver: who proposed the actions. calls: the schedule of each. reload_steps: places of the reload ops of each variant.
+    """
+
+    chosen: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    joined: Joined
+    timeline: Timeline
+    keep_timeline: Timeline
+    lower_bound_s: float | None
+    lower_bound_peak_bytes: int | None
+    max_inflight_bytes: int | None
+    solver: str
+    calls: tuple[CallSchedule, ...]
+    reload_steps: ReloadSteps
+
+    @property
+    def slowdown(self) -> float:
+        """Extra time relative to variant 0 with everything kept: 0.02 is 2 %."""
+        keep_s = self.keep_timeline.time_s
+        return self.timeline.time_s / keep_s - 1.0 if keep_s else 0.0
+
+
+def plan_step(
+    facts: StepFacts,
+    hardware: HardwareProfile,
+    goal: Goal,
+    *,
+    reserve_bytes: int = 0,
+    host_budget_bytes: int | None = None,
+    patience: Patience | None = None,
+) -> StepSolution:
+    """The best plan found for the step; the best until `patience` ends.
+
+    Args:
+        goal: KeepIfFits without bytes keeps everything; with bytes it is as MeetBudget.
+        reserve_bytes: come off a budget.
+
+    Raises:
+        BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
+    """
+    runs = Runs(facts, hardware, goal, reserve_bytes, host_budget_bytes, patience)
+    keep = runs.keep
+    if not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0):
+        return _solution(runs, keep)
+    best = _search(runs)
+    if isinstance(goal, WithinSlowdown):
+        best = min((best, keep), key=runs.score)
+    elif runs.score(best)[0] > 0.0:
+        best = runs.least([choose(facts, mixes) for mixes in uniform(facts)])
+        if runs.score(best)[0] > 0.0:
+            raise step_infeasible(runs, best)
+    return _solution(runs, best)
+
+
+def _search(runs: Runs) -> Run:
+    """The best run: mixes by their bound, the best few as runs, then counts around the best."""
+    facts = runs.facts
+    search = MixSearch(facts, runs.bound, most=_VALUES, over=runs.over)
+    order = search.best() or [list(uniform(facts))[-1]]
+    finalists = _apart(order)
+    tried: dict[tuple[int, ...], Run] = {}
+
+    def run(mixes: Mixes) -> Run:
+        chosen = choose(facts, mixes)
+        if chosen not in tried:
+            tried[chosen] = runs.run(chosen, evaluations=_QUICK)
+        return tried[chosen]
+
+    mixes = min(finalists, key=lambda found: runs.score(run(found)))
+    for share in _SHARES:
+        improved = True
+        while improved and len(tried) < _RUNS and not runs.over():
+            if runs.near(run(mixes), search.seen.get(mixes), _NEAR_BOUND):
+                break
+            found = min((mixes, *neighbours(facts, mixes, share)), key=lambda found: runs.score(run(found)))
+            mixes, improved = found, found != mixes
+    best = run(mixes)
+    if runs.score(best)[0] > 0.0:
+        return best
+    return min((best, runs.run(best.chosen, evaluations=runs.evaluations(best.joined))), key=runs.score)
+
+
+def _apart(order: Sequence[Mixes]) -> list[Mixes]:
+    """The best of each pair of variants in each layout, a few."""
+    found: dict[tuple[tuple[int, int, str], ...], Mixes] = {}
+    for mixes in order:
+        found.setdefault(tuple((mix.low, mix.high, mix.layout) for mix in mixes), mixes)
+    return list(found.values())[:_FINALISTS]
+
+
+def _solution(runs: Runs, run: Run) -> StepSolution:
+    actions: list[list[Action]] = [[] for _ in runs.facts.calls]
+    for (call, _), action in zip(run.joined.of, run.actions, strict=True):
+        actions[call].append(action)
+    bound = None if run is runs.keep else _bound(runs)
+    time_s, peak_bytes = run.timeline.time_s, run.timeline.peak_bytes
+    slowdown = isinstance(runs.goal, WithinSlowdown)
+    if run is runs.keep and not slowdown:
+        bound = time_s
+    return StepSolution(
+        chosen=run.chosen,
+        actions=tuple(tuple(each) for each in actions),
+        joined=run.joined,
+        timeline=run.timeline,
+        keep_timeline=runs.keep.timeline,
+        lower_bound_s=None if slowdown or bound is None else min(bound, time_s),
+        lower_bound_peak_bytes=int(min(bound, peak_bytes)) if slowdown and bound is not None else None,
+        max_inflight_bytes=run.window_bytes,
+        solver=run.solver,
+        calls=run.schedule.calls,
+        reload_steps=run.schedule.reload_steps,
+    )
+
+
+def _bound(runs: Runs) -> float | None:
+    """The LP relaxation of keep-all's programs with their chains, which allows what any mix of variants does."""
+    facts = runs.facts
+    if not facts.bounds:
+        return None
+    saved = [min(variant.saved_input_bytes for variant in variants) for variants in facts.graphs]
+    variants = [Variant("bound", frozenset(), facts.bounds[call.graph], saved[call.graph]) for call in facts.calls]
+    joined = join_programs(facts, variants)
+    return runs.relaxed(joined)
