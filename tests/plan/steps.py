@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
 from tests.plan.instances import programs
+from tests.plan.recordings import load
 
 
 def alone(program: Program) -> Program:
@@ -123,3 +124,41 @@ def llama(blocks: int, *, count: int = 40, names: tuple[str, ...] = tuple(_RECOM
         loss = Gap(20e-3, outside + 7_000 * MB) if index == blocks - 1 else Gap()
         calls.append(CallFacts(0, outside, outside + 134 * MB, before_backward=loss))
     return StepFacts((variants,), tuple(calls), static, (chained(count),))
+
+
+def recomputing(program: Program, names: set[str]) -> Program:
+    """The program of a variant that computes these candidates again, each right before its first use."""
+    forward_steps, backward = len(program.forward), list(program.backward)
+    buffers = list(program.buffers)
+    for candidate in program.candidates:
+        if candidate.name in names:
+            first, last = candidate.backward_uses[0], candidate.backward_uses[-1]
+            buffers.append(Buffer(candidate.name, candidate.nbytes, candidate.produced_at, candidate.last_forward_use))
+            buffers.append(Buffer(f"{candidate.name} again", candidate.nbytes, forward_steps + first, forward_steps + last))
+            time_s = candidate.recompute.time_s if candidate.recompute else 0.0
+            backward[first] = replace(backward[first], time_s=backward[first].time_s + time_s)
+    kept = tuple(replace(candidate, recompute=None) for candidate in program.candidates if candidate.name not in names)
+    return alone(replace(program, backward=tuple(backward), buffers=tuple(buffers), candidates=kept))
+
+
+_LLAMA_BLOCK = {  # by name, what of the recorded block it computes again
+    "all kept": set[str](),
+    "pointwise": {"rsqrt", "mul_1", "rsqrt_1", "mul_7", "mul_8"},
+    "attention kept": {"rsqrt", "mul_1", "rsqrt_1", "mul_7", "mul_8", "mm_2", "add_1", "add_2", "mm_3"},
+    "gate too": {"rsqrt", "mul_1", "rsqrt_1", "mul_7", "mul_8", "mm_2", "add_1", "add_2", "mm_3", "mm_4"},
+}
+
+
+def recorded_llama(blocks: int) -> StepFacts:
+    """A stack of the recorded block of a Llama, its loss as in `llama`; every variant saves the block's input."""
+    program = load("llama-block")
+    whole = replace(program, buffers=alone(program).buffers, static_bytes=0)
+    variants = tuple(
+        Variant(name, frozenset(names), recomputing(whole, names), 134 * MB) for name, names in _LLAMA_BLOCK.items()
+    )
+    calls = []
+    for index in range(blocks):
+        outside = 16_000 * MB + 134 * MB * (index + 1)
+        loss = Gap(20e-3, outside + 7_000 * MB) if index == blocks - 1 else Gap()
+        calls.append(CallFacts(0, outside, outside + 134 * MB, before_backward=loss))
+    return StepFacts((variants,), tuple(calls), 16_000 * MB, (whole,))

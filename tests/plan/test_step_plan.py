@@ -21,7 +21,7 @@ from graphoffload.planner.step.joint import join_programs
 from graphoffload.planner.step.mixes import Mix, choose, neighbours, uniform
 from graphoffload.planner.step.solve import StepSolution, plan_step
 from tests.plan.instances import hardwares, toy
-from tests.plan.steps import MB, chained, llama, steps
+from tests.plan.steps import MB, chained, llama, recorded_llama, steps
 from tests.plan.test_step_events import Runtime, two_blocks
 
 H200 = resolve_hardware("h200-sxm")
@@ -77,6 +77,18 @@ def test_equal_blocks_are_planned_as_well_as_their_whole_graph(budget, points):
     assert 100.0 * (solution.slowdown - whole.timeline.slowdown) <= points
     assert solution.lower_bound_s is not None
     assert solution.lower_bound_s <= solution.timeline.time_s
+
+
+@pytest.mark.parametrize("budget", [36, 32, 28, 26, 25])
+def test_recorded_blocks_are_planned_as_well_as_their_whole_graph(budget):
+    """The block of a Llama as it was traced, with four variants, between keep-all's 41.3 GB and 24.7 GB."""
+    facts = recorded_llama(8)
+    solution = plan_step(facts, H200, MeetBudget(budget * GB))
+    check(facts, solution)
+    assert solution.timeline.peak_bytes <= budget * GB
+    whole = join_programs(facts, [Variant("whole", frozenset(), facts.bounds[0], 134 * MB)] * 8).program
+    alone = solve(whole, H200, MeetBudget(solution.timeline.peak_bytes))
+    assert solution.slowdown - alone.timeline.slowdown <= 0.015
 
 
 def test_a_plan_is_never_slower_than_recomputing_everything():
@@ -195,6 +207,20 @@ def test_mixes_are_variants_by_call():
     levels = list(uniform(facts))
     assert [choose(facts, mixes) for mixes in levels] == [(level,) * 4 for level in range(len(facts.graphs[0]))]
     assert [choose(facts, mixes) for mixes in neighbours(facts, levels[1], 0.25)] == [(1, 1, 1, 2), (0, 1, 1, 1)]
+
+
+def test_a_step_without_calls_has_an_empty_plan():
+    for goal in (MeetBudget(0), WithinSlowdown(0.1), KeepIfFits(None)):
+        solution = plan_step(StepFacts((), ()), toy(1.0), goal)
+        assert (solution.chosen, solution.calls, solution.timeline.time_s, solution.timeline.peak_bytes) == ((), (), 0.0, 0)
+
+
+def test_slowdowns_are_relative_to_keeping_everything_without_recomputation():
+    facts = llama(4)
+    solution = plan_step(facts, H200, MeetBudget(28 * GB))
+    assert any(solution.chosen)
+    assert solution.timeline.slowdown == solution.timeline.time_s / solution.keep_timeline.time_s - 1.0
+    assert solution.timeline.recompute_s > 0.0
 
 
 def test_nothing_to_offload_is_an_error_with_the_peak():

@@ -7,6 +7,7 @@ variants ── join, solve ──▶ actions ── just in time, slack ──�
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ from graphoffload.planner.strategies.relaxation import Relaxation
 _ROUNDS = 4
 _WORK = 2_000_000
 _FEW, _FEWEST, _MOST = 40, 200, 1000
-_ANY_TIME = 1e6
+_ANY_TIME_S = 1e6
+_MOST_BYTES = 1e18
 _LESS = 0.99
 _DESCENTS = 4
 _CHOICES = 2
@@ -224,9 +226,12 @@ class Runs:
 
         Of choices whose bounds are equal, those with more recomputation are tried: their bounds are closer.
         """
-        free = Runs(self.facts, self.hardware, WithinSlowdown(_ANY_TIME), 0, self.host_budget_bytes, self.patience)
+        free = Runs(self.facts, self.hardware, WithinSlowdown(0.0), 0, self.host_budget_bytes, self.patience)
+        free.limit_s = _ANY_TIME_S
         most_first = list(dict.fromkeys(choices))[::-1]
-        smallest = sorted(most_first, key=lambda chosen: round(free.bound(chosen) / _AS_SMALL))[:_CHOICES]
+        smallest = sorted(most_first, key=lambda chosen: math.floor(min(free.bound(chosen), _MOST_BYTES) / _AS_SMALL))[
+            :_CHOICES
+        ]
         best = min((free.run(chosen, evaluations=_FEW) for chosen in smallest), key=free.score)
         for _ in range(_DESCENTS):
             goal = MeetBudget(int(best.timeline.peak_bytes * _LESS))

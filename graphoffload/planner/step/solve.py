@@ -17,7 +17,7 @@ runtime gets, so all that is lost to events and to ops that calls share is in th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphoffload.facts.goals import Goal, WithinSlowdown
 from graphoffload.facts.plan import Action
@@ -47,7 +47,8 @@ class StepSolution:
 
     Attributes:
         chosen: the variant of each call. actions: by call and candidate of its variant.
-        timeline: of the joint program, with releases and reloads at the events of `calls`.
+        timeline: of the joint program, with releases and reloads at the events of `calls`. Its `keep_time_s` is that of
+            `keep_timeline`, and its `recompute_s` what the chosen variants compute more.
         keep_timeline: every call runs variant 0 and keeps everything.
         lower_bound_s: no plan within the budgets is faster. lower_bound_peak_bytes: no plan within the slowdown is smaller.
             None for the other goal, and where `StepFacts.bounds` is empty.
@@ -70,8 +71,7 @@ class StepSolution:
     @property
     def slowdown(self) -> float:
         """Extra time relative to variant 0 with everything kept: 0.02 is 2 %."""
-        keep_s = self.keep_timeline.time_s
-        return self.timeline.time_s / keep_s - 1.0 if keep_s else 0.0
+        return self.timeline.slowdown
 
 
 def plan_step(
@@ -94,7 +94,8 @@ def plan_step(
     """
     runs = Runs(facts, hardware, goal, reserve_bytes, host_budget_bytes, patience)
     keep = runs.keep
-    if not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0):
+    fits = not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0)
+    if fits or not facts.calls:
         return _solution(runs, keep)
     best = _search(runs)
     if isinstance(goal, WithinSlowdown):
@@ -146,16 +147,15 @@ def _solution(runs: Runs, run: Run) -> StepSolution:
     actions: list[list[Action]] = [[] for _ in runs.facts.calls]
     for (call, _), action in zip(run.joined.of, run.actions, strict=True):
         actions[call].append(action)
-    bound = None if run is runs.keep else _bound(runs)
-    time_s, peak_bytes = run.timeline.time_s, run.timeline.peak_bytes
+    time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
     slowdown = isinstance(runs.goal, WithinSlowdown)
-    if run is runs.keep and not slowdown:
-        bound = time_s
+    bound = time_s if run is runs.keep and not slowdown else _bound(runs)
+    again_s = max(0.0, run.timeline.keep_time_s - keep_s)
     return StepSolution(
         chosen=run.chosen,
         actions=tuple(tuple(each) for each in actions),
         joined=run.joined,
-        timeline=run.timeline,
+        timeline=replace(run.timeline, keep_time_s=keep_s, recompute_s=again_s),
         keep_timeline=runs.keep.timeline,
         lower_bound_s=None if slowdown or bound is None else min(bound, time_s),
         lower_bound_peak_bytes=int(min(bound, peak_bytes)) if slowdown and bound is not None else None,
