@@ -14,7 +14,7 @@ from graphoffload.planner.simulator import evaluate, simulate, timeline_of
 from graphoffload.planner.step.events import CallSchedule, schedule_step
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
 from graphoffload.planner.step.join import Joined, join
-from graphoffload.planner.step.replay import Moments, replay
+from graphoffload.planner.step.replay import Moments, replay_step
 from tests.plan.instances import hardwares, programs, toy
 from tests.plan.steps import alone, steps
 
@@ -109,7 +109,7 @@ def scheduled(facts, chosen, actions, hardware, window=None, early=()):
     arrays = arrays_of(joined.program, hardware)
     planned = timeline_of(arrays, evaluate(arrays, actions, max_inflight_bytes=window))
     schedule = schedule_step(facts, chosen, joined, planned.schedule, early)
-    return joined, planned, schedule, replay(arrays, actions, schedule.moments)
+    return joined, planned, schedule, replay_step(arrays, actions, schedule.moments)
 
 
 @settings(max_examples=300)
@@ -147,7 +147,7 @@ def test_a_replay_of_the_simulators_own_moments_is_the_simulation(program, hardw
     expected = evaluate(arrays, actions)
     copies = tuple(index for _, _, index in expected.d2h)
     reloads = tuple((position, index) for index, position, _ in expected.loads)
-    found = replay(arrays, actions, Moments(copies, (), expected.release, reloads))
+    found = replay_step(arrays, actions, Moments(copies, (), expected.release, reloads))
     assert (found.time_s, found.memory.tolist(), found.stalls) == (expected.time_s, expected.memory.tolist(), expected.stalls)
 
 

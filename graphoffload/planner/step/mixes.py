@@ -101,7 +101,7 @@ class MixSearch:
         mixes = min(starts, key=self.value)
         if self.value(mixes) == _INFINITE:
             mixes = starts[-1]
-        graphs = sorted(range(len(self._calls)), key=lambda graph: -self._calls[graph])
+        graphs = sorted(range(len(self._calls)), key=lambda graph: -self._saved_bytes(graph))
         for _ in range(_SWEEPS if len(graphs) > 1 else 1):
             before = self.value(mixes)
             for graph in graphs:
@@ -110,6 +110,10 @@ class MixSearch:
                 break
         found = [(value, index, mixes) for index, (mixes, value) in enumerate(self.seen.items()) if value < _INFINITE]
         return [mixes for _, _, mixes in sorted(found, key=lambda item: item[:2])]
+
+    def _saved_bytes(self, graph: int) -> int:
+        """Bytes that all calls of a graph save if they recompute nothing."""
+        return self._calls[graph] * sum(candidate.nbytes for candidate in self.facts.graphs[graph][0].program.candidates)
 
     def _one(self, mixes: Mixes, graph: int) -> Mixes:
         """The best mix of one graph, the others as they are: pairs of the best uniform variant and each other one."""

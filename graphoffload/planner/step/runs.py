@@ -24,12 +24,12 @@ from graphoffload.planner.solver import Solution, solve
 from graphoffload.planner.step.events import StepSchedule, schedule_step
 from graphoffload.planner.step.facts import StepFacts
 from graphoffload.planner.step.joint import Joined, Named, join
-from graphoffload.planner.step.replay import replay
+from graphoffload.planner.step.replay import replay_step
 from graphoffload.planner.strategies.relaxation import Relaxation
 
 _ROUNDS = 4
 _WORK = 2_000_000
-_FEW, _FEWEST, _MOST = 40, 200, 1000
+_FEW = 40
 _ANY_TIME_S = 1e6
 _MOST_BYTES = 1e18
 _LESS = 0.99
@@ -106,11 +106,11 @@ class Runs:
         missed, value, _ = self.score(run)
         return bound is not None and missed <= 0.0 and value <= factor * bound
 
-    def evaluations(self, joined: Joined) -> int:
-        """Simulations for the last solve: few for large steps."""
+    def counts(self, joined: Joined, limits: tuple[int, int]) -> int:
+        """How many simulations or bounds may be spent, between two limits: few for large steps."""
         program = joined.program
         size = len(program.forward) + len(program.backward) + len(program.candidates)
-        return max(_FEWEST, min(_MOST, _WORK // size))
+        return max(limits[0], min(limits[1], _WORK // max(1, size)))
 
     def bound(self, chosen: tuple[int, ...]) -> float:
         """The LP bound of these variants, in seconds or bytes; infinite where no plan exists."""
@@ -218,7 +218,7 @@ class Runs:
     ) -> Run:
         arrays = arrays_of(joined.program, self.hardware)
         schedule = schedule_step(self.facts, chosen, joined, planned, early)
-        result = replay(arrays, actions, schedule.moments)
+        result = replay_step(arrays, actions, schedule.moments)
         return Run(chosen, joined, tuple(actions), window_bytes, solver, schedule, result, timeline_of(arrays, result))
 
     def least(self, choices: Iterable[tuple[int, ...]]) -> Run:

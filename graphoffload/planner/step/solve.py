@@ -33,7 +33,8 @@ from graphoffload.planner.step.runs import Run, Runs
 
 __all__ = ["StepSolution", "plan_step"]
 
-_VALUES = 120
+_VALUES = (120, 600)
+_EVALUATIONS = (200, 1000)
 _FINALISTS = 4
 _QUICK = 40
 _RUNS = 16
@@ -110,7 +111,7 @@ def plan_step(
 def _search(runs: Runs) -> Run:
     """The best run: mixes by their bound, the best few as runs, then counts around the best."""
     facts = runs.facts
-    search = MixSearch(facts, runs.bound, most=_VALUES, over=runs.over)
+    search = MixSearch(facts, runs.bound, most=runs.counts(runs.keep.joined, _VALUES), over=runs.over)
     order = search.best() or [list(uniform(facts))[-1]]
     finalists = _apart(order)
     tried: dict[tuple[int, ...], Run] = {}
@@ -132,7 +133,7 @@ def _search(runs: Runs) -> Run:
     best = run(mixes)
     if runs.score(best)[0] > 0.0:
         return best
-    return min((best, runs.run(best.chosen, evaluations=runs.evaluations(best.joined))), key=runs.score)
+    return min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
 
 
 def _apart(order: Sequence[Mixes]) -> list[Mixes]:
