@@ -32,8 +32,8 @@ _WORK = 2_000_000
 _FEW = 40
 _ANY_TIME_S = 1e6
 _MOST_BYTES = 1e18
-_LESS = 0.99
-_DESCENTS = 4
+_LESS = 0.995
+_DESCENTS = 5
 _CHOICES = 2
 _AS_SMALL = 1 << 20
 _ROUNDING = 1e-9
@@ -233,11 +233,12 @@ class Runs:
             :_CHOICES
         ]
         best = min((free.run(chosen, evaluations=_FEW) for chosen in smallest), key=free.score)
+        share = 1.0
         for _ in range(_DESCENTS):
-            goal = MeetBudget(int(best.timeline.peak_bytes * _LESS))
+            goal = MeetBudget(int(best.timeline.peak_bytes * share))
             lower = Runs(self.facts, self.hardware, goal, 0, self.host_budget_bytes, self.patience)
-            run = lower.run(best.chosen, evaluations=_FEW)
-            if lower.score(run)[0] > 0.0 or self.over():
+            found = min((best, *(lower.run(chosen, evaluations=_FEW) for chosen in smallest)), key=lower.score)
+            if lower.score(found)[0] > 0.0 or self.over():
                 break
-            best = run
+            best, share = found, _LESS
         return best

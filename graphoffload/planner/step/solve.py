@@ -98,7 +98,7 @@ def plan_step(
     fits = not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0)
     if fits or not facts.calls:
         return _solution(runs, keep)
-    best = _search(runs)
+    best = _search(runs) or keep
     if isinstance(goal, WithinSlowdown):
         best = min((best, keep), key=runs.score)
     elif runs.score(best)[0] > 0.0:
@@ -108,12 +108,13 @@ def plan_step(
     return _solution(runs, best)
 
 
-def _search(runs: Runs) -> Run:
-    """The best run: mixes by their bound, the best few as runs, then counts around the best."""
+def _search(runs: Runs) -> Run | None:
+    """The best run: mixes by their bound, the best few as runs, then counts around the best. None: bounds exclude all mixes."""
     facts = runs.facts
     search = MixSearch(facts, runs.bound, most=runs.counts(runs.keep.joined, _VALUES), over=runs.over)
-    order = search.best() or [list(uniform(facts))[-1]]
-    finalists = _apart(order)
+    finalists = _distinct(search.best())
+    if not finalists:
+        return None
     tried: dict[tuple[int, ...], Run] = {}
 
     def run(mixes: Mixes) -> Run:
@@ -136,7 +137,7 @@ def _search(runs: Runs) -> Run:
     return min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
 
 
-def _apart(order: Sequence[Mixes]) -> list[Mixes]:
+def _distinct(order: Sequence[Mixes]) -> list[Mixes]:
     """The best of each pair of variants in each layout, a few."""
     found: dict[tuple[tuple[int, int, str], ...], Mixes] = {}
     for mixes in order:
