@@ -4,6 +4,7 @@
     simulator   Program and actions to a Timeline: time and memory      bottleneck  what holds the memory at one step
     goals       what a goal asks, and how two proposals compare         lower_bound what no plan undercuts
     strategies  each proposes actions; the simulator scores them        solver      solve(): the best proposal of all strategies
+    step        all calls of compiled graphs in a training step as one Program, and its plan in terms of ops
     prefetch    reloads earlier and releases later where memory is free
 
 Capuchin (Peng et al., ASPLOS 2020) and POFO (Beaumont, Eyraud-Dubois, Shilova, NeurIPS 2021) decide the same three actions.

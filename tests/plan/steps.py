@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from graphoffload.planner.problem import Buffer, Candidate, Program, Step
+from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
 from tests.plan.instances import programs
+from tests.plan.recordings import load
 
 
 def alone(program: Program) -> Program:
@@ -33,6 +34,8 @@ def steps(draw: st.DrawFn, *, most_calls: int = 4, most: int = 4) -> StepFacts:
         variants = []
         for index in range(draw(st.integers(1, 2))):
             program = alone(draw(programs(most=most, free=True)))
+            if draw(st.booleans()):  # kernels of two steps
+                program = replace(program, reload_steps=tuple(at - at % 2 for at in range(len(program.backward))))
             variants.append(Variant(f"{graph}.{index}", frozenset(), program, draw(st.sampled_from([0, 0, 4]))))
         graphs.append(tuple(variants))
     calls = []
@@ -64,9 +67,10 @@ _RECOMPUTES = {
     "all kept": (),
     "light": ("norm1", "rotary_q", "rotary_k", "norm2", "gated"),
     "matmuls kept": ("norm1", "rotary_q", "rotary_k", "norm2", "gated", "residual1"),
+    "attention kept": ("norm1", "q", "k", "v", "rotary_q", "rotary_k", "norm2", "gated", "residual1"),
     "all": tuple(name for name, *_ in _SAVED),
 }
-_EXTRA_S = {"all kept": 0.0, "light": 0.24e-3, "matmuls kept": 0.3e-3, "all": 12.5e-3}
+_EXTRA_S = {"all kept": 0.0, "light": 0.24e-3, "matmuls kept": 0.3e-3, "attention kept": 1.5e-3, "all": 12.5e-3}
 
 
 def block(name: str, count: int = 40) -> Program:
@@ -90,6 +94,26 @@ def block(name: str, count: int = 40) -> Program:
     return Program(forward, backward, tuple(buffers), tuple(saved))
 
 
+_CHAINS = {  # ms, and what each is computed from; norm1 and residual1 read the block's input as well
+    "norm1": (0.05, ()), "q": (0.8, ("norm1",)), "k": (0.2, ("norm1",)), "v": (0.2, ("norm1",)),
+    "rotary_q": (0.05, ("q",)), "rotary_k": (0.02, ("k",)), "attention": (2.4, ("rotary_q", "rotary_k", "v")),
+    "residual1": (0.06, ("attention",)), "norm2": (0.05, ("residual1",)),
+    "gate": (4.3, ("norm2",)), "up": (4.3, ("norm2",)), "gated": (0.07, ("gate", "up")),
+}  # fmt: skip
+
+
+def chained(count: int = 40) -> Program:
+    """The block that keeps everything, with the chains of what can be recomputed."""
+    program = block("all kept", count)
+    index = {candidate.name: k for k, candidate in enumerate(program.candidates)}
+    candidates = []
+    for candidate in program.candidates:
+        time_ms, reads = _CHAINS[candidate.name]
+        chain = Recompute(time_ms * 1e-3, tuple(sorted(index[name] for name in reads)))
+        candidates.append(replace(candidate, recompute=chain))
+    return replace(program, candidates=tuple(candidates))
+
+
 def llama(blocks: int, *, count: int = 40, names: tuple[str, ...] = tuple(_RECOMPUTES)) -> StepFacts:
     """A stack of equal blocks with an eager loss of 20 ms and 7 GB; each block saves its input of 134 MB."""
     variants = tuple(Variant(name, frozenset(_RECOMPUTES[name]), block(name, count), 134 * MB) for name in names)
@@ -99,4 +123,42 @@ def llama(blocks: int, *, count: int = 40, names: tuple[str, ...] = tuple(_RECOM
         outside = static + 134 * MB * (index + 1)
         loss = Gap(20e-3, outside + 7_000 * MB) if index == blocks - 1 else Gap()
         calls.append(CallFacts(0, outside, outside + 134 * MB, before_backward=loss))
-    return StepFacts((variants,), tuple(calls), static)
+    return StepFacts((variants,), tuple(calls), static, (chained(count),))
+
+
+def recomputing(program: Program, names: set[str]) -> Program:
+    """The program of a variant that computes these candidates again, each right before its first use."""
+    forward_steps, backward = len(program.forward), list(program.backward)
+    buffers = list(program.buffers)
+    for candidate in program.candidates:
+        if candidate.name in names:
+            first, last = candidate.backward_uses[0], candidate.backward_uses[-1]
+            buffers.append(Buffer(candidate.name, candidate.nbytes, candidate.produced_at, candidate.last_forward_use))
+            buffers.append(Buffer(f"{candidate.name} again", candidate.nbytes, forward_steps + first, forward_steps + last))
+            time_s = candidate.recompute.time_s if candidate.recompute else 0.0
+            backward[first] = replace(backward[first], time_s=backward[first].time_s + time_s)
+    kept = tuple(replace(candidate, recompute=None) for candidate in program.candidates if candidate.name not in names)
+    return alone(replace(program, backward=tuple(backward), buffers=tuple(buffers), candidates=kept))
+
+
+_LLAMA_BLOCK = {  # by name, what of the recorded block it computes again
+    "all kept": set[str](),
+    "pointwise": {"rsqrt", "mul_1", "rsqrt_1", "mul_7", "mul_8"},
+    "attention kept": {"rsqrt", "mul_1", "rsqrt_1", "mul_7", "mul_8", "mm_2", "add_1", "add_2", "mm_3"},
+    "gate too": {"rsqrt", "mul_1", "rsqrt_1", "mul_7", "mul_8", "mm_2", "add_1", "add_2", "mm_3", "mm_4"},
+}
+
+
+def recorded_llama(blocks: int) -> StepFacts:
+    """A stack of the recorded block of a Llama, its loss as in `llama`; every variant saves the block's input."""
+    program = load("llama-block")
+    whole = replace(program, buffers=alone(program).buffers, static_bytes=0)
+    variants = tuple(
+        Variant(name, frozenset(names), recomputing(whole, names), 134 * MB) for name, names in _LLAMA_BLOCK.items()
+    )
+    calls = []
+    for index in range(blocks):
+        outside = 16_000 * MB + 134 * MB * (index + 1)
+        loss = Gap(20e-3, outside + 7_000 * MB) if index == blocks - 1 else Gap()
+        calls.append(CallFacts(0, outside, outside + 134 * MB, before_backward=loss))
+    return StepFacts((variants,), tuple(calls), 16_000 * MB, (whole,))

@@ -9,10 +9,10 @@ in this call as well. Every event says two things of the whole step, not of its 
     settle      forward: how many copies, in the order in which they are issued, compute has waited for after it
     prefetch    backward: which copies back are started there, of this call or of one whose backward runs later
 
-A release is planned where its copy is done. It takes place at the next event. A copy that is covered before its own
-`release` ran is free right after that. What no event covers is settled when backward starts. A reload starts at the last event
-at or before the moment at which it is needed, or at its own op if that is earlier. All calls of a variant have that op at the
-same step. It is chosen so that reloads start as little too early as possible, in seconds over all calls.
+A release is planned where its copy is done. It takes place at the next event, or at the one before if the memory is needed. A
+copy that is covered before its own `release` ran is free right after that. What no event covers is settled when backward
+starts. A reload starts at the last event at or before the moment at which it is needed, or at its own op if that is earlier.
+All calls of a variant have that op at the same step: the one at which reloads start least too early, in seconds over all calls.
 
 Events at one step have the same count, so their order does not matter. So a copy is settled at a later step than the one it is
 issued at. At one step of backward, reloads come before waits, each in the order of the program's candidates.
@@ -21,12 +21,11 @@ issued at. At one step of backward, reloads come before waits, each in the order
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-from graphoffload.facts.plan import Action
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Scheduled
 from graphoffload.planner.step.facts import StepFacts
@@ -79,17 +78,17 @@ class _At:
 
 
 def schedule_step(
-    facts: StepFacts, chosen: Sequence[int], joined: Joined, actions: Sequence[Action], planned: Sequence[Scheduled]
+    facts: StepFacts, chosen: Sequence[int], joined: Joined, planned: Sequence[Scheduled], early: Container[int] = ()
 ) -> StepSchedule:
     """Releases at the first event at or after where they are planned, reloads at the last at or before.
 
     Args:
-        actions: one a candidate of the joint program; none is "recompute".
         planned: each transfer of the joint timeline.
+        early: candidates that are released at the last event before instead. Compute waits there for their copies.
     """
     offloaded = _offloaded(facts, joined, planned)
     ops = _ops(facts, chosen, offloaded)
-    settle, copies, release, counts = _settled(facts, chosen, joined, ops, planned)
+    settle, copies, release, counts = _settled(facts, chosen, joined, ops, planned, early)
     reload_steps = _reload_steps(facts, chosen, joined, ops, planned)
     prefetch, reloads = _prefetched(facts, chosen, joined, reload_steps, planned)
     calls = tuple(
@@ -148,6 +147,7 @@ def _settled(
     joined: Joined,
     ops: Mapping[tuple[int, int], Sequence[int]],
     planned: Sequence[Scheduled],
+    early: Container[int],
 ) -> tuple[list[dict[Event, int]], tuple[int, ...], dict[int, int | None], tuple[tuple[int, int], ...]]:
     """Counts by call and event, copies in order, the step after which each source is free, and counts by position."""
     events = _forward_events(facts, chosen, joined, ops)
@@ -159,6 +159,8 @@ def _settled(
         if item.release_at is None:
             continue
         place = bisect_left(positions, max(item.release_at, item.offload_at + 1) + 1)
+        if item.candidate in early and positions[place : place + 1] != [item.release_at + 1]:
+            place -= positions[place - 1] > item.offload_at + 1
         if place < len(positions):
             covered[positions[place]] = rank + 1
     at_most = dict(zip(sorted(covered), accumulate((covered[p] for p in sorted(covered)), max), strict=True))

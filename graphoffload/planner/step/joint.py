@@ -37,10 +37,15 @@ class Joined:
     backward_start: tuple[int, ...]
 
 
+Named = dict[tuple[int, int], tuple[Sequence[Step], list[Step]]]
+"""Steps with their call's name, by call and identity of the steps. They are most of the work of a join."""
+
+
 @dataclass(slots=True)
 class _Line:
     """The steps of one direction, and the bytes outside along them as (steps up to here, bytes, where)."""
 
+    named: Named
     steps: list[Step] = field(default_factory=list)
     outside: list[tuple[int, int, str]] = field(default_factory=list)
 
@@ -52,6 +57,13 @@ class _Line:
             self.outside.append((len(self.steps), outside_bytes, where))
         return start
 
+    def call(self, steps: Sequence[Step], outside_bytes: int, call: int, half: str) -> int:
+        """Append a call's steps, named after it; the position of the first."""
+        key = call, id(steps)
+        if key not in self.named:
+            self.named[key] = steps, [Step(f"call {call}: {step.name}", step.time_s, step.workspace_bytes) for step in steps]
+        return self.add(self.named[key][1], outside_bytes, f"{half} of call {call}")
+
     def gap(self, gap: Gap, around_bytes: int, change_bytes: int, where: str) -> None:
         """Append a gap unless it takes no time and no more memory than its surroundings."""
         peak_bytes = max(around_bytes, gap.outside_peak_bytes + change_bytes if gap.outside_peak_bytes else 0)
@@ -59,8 +71,11 @@ class _Line:
             self.add((Step(where, gap.time_s),), peak_bytes, where)
 
 
-def join(facts: StepFacts, chosen: Sequence[int]) -> Joined:
+def join(facts: StepFacts, chosen: Sequence[int], named: Named | None = None) -> Joined:
     """The Program of the step in which each call runs the variant that is chosen for it.
+
+    Args:
+        named: steps that joins of the same facts have in common; filled here. None: nothing is remembered.
 
     Raises:
         PlanError: not one variant a call, or one that its graph does not have.
@@ -70,12 +85,13 @@ def join(facts: StepFacts, chosen: Sequence[int]) -> Joined:
     for call, (fact, index) in enumerate(zip(facts.calls, chosen, strict=True)):
         if not 0 <= index < len(facts.graphs[fact.graph]):
             raise PlanError(f"call {call}: variant {index} of {len(facts.graphs[fact.graph])} is chosen.")
-    return join_programs(facts, [facts.variant(call, index) for call, index in enumerate(chosen)])
+    return join_programs(facts, [facts.variant(call, index) for call, index in enumerate(chosen)], named)
 
 
-def join_programs(facts: StepFacts, variants: Sequence[Variant]) -> Joined:
+def join_programs(facts: StepFacts, variants: Sequence[Variant], named: Named | None = None) -> Joined:
     """As `join`, of a variant for each call that need not be one of its graph's."""
-    forward, backward = _Line(), _Line()
+    named = {} if named is None else named
+    forward, backward = _Line(named), _Line(named)
     forward_start = _forward(facts, variants, forward)
     backward_start = _backward(facts, variants, backward)
     candidates: list[Candidate] = []
@@ -114,7 +130,7 @@ def _forward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> list
         more = _saved_more(facts, variants, call)
         own = max(facts.base_bytes, fact.forward_outside_bytes + change + max(0, more))
         line.gap(fact.before_forward, max(around, own), change, f"before forward of call {call}")
-        starts.append(line.add(_named(variants[call].program.forward, call), own, f"forward of call {call}"))
+        starts.append(line.call(variants[call].program.forward, own, call, "forward"))
         change, around = change + more, own
     if facts.calls:
         last = facts.calls[-1]
@@ -133,13 +149,9 @@ def _backward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> lis
         own = max(facts.base_bytes, fact.backward_outside_bytes + change)
         if call < len(facts.calls) - 1:
             line.gap(fact.before_backward, max(around, own), change, f"before backward of call {call}")
-        starts[call] = line.add(_named(variants[call].program.backward, call), own, f"backward of call {call}")
+        starts[call] = line.call(variants[call].program.backward, own, call, "backward")
         change, around = change - _saved_more(facts, variants, call), own
     return starts
-
-
-def _named(steps: Sequence[Step], call: int) -> list[Step]:
-    return [Step(f"call {call}: {step.name}", step.time_s, step.workspace_bytes) for step in steps]
 
 
 def _outside(line: _Line, base_bytes: int, offset: int) -> list[Buffer]:

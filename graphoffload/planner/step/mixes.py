@@ -1,8 +1,10 @@
-"""Which variant each call runs: found by the LP bound of the joint program, which takes milliseconds where a plan takes a second.
+"""Which variant each call runs: found by the LP bound of the joint program, which takes milliseconds. A plan takes a second.
 
-    graph with 8 calls    | 2 | 2 | 2 | 1 | 1 | 1 | 1 | 1 |      a mix: `count` calls run `high`, the others `low`
-                            early      | spread     | late       where the calls of `high` are
+    graph with 8 calls    | 1 | 1 | 1 | 1 | 1 | 2 | 2 | 2 |      a mix: `count` calls run `high`, the others `low`
+                            early      | spread     | late       where the calls of `high` are; here late
 
+The calls that recompute more are late in most plans: early calls have the rest of the forward for their copies, and late ones
+have none. They are early where a backward with recomputation needs much memory at once, since later calls' memory is free then.
 Calls of one graph differ by their place in the step alone, so a mix of two variants is enough: one of them would be bought for
 the next call, if it pays. The time at a budget falls with `count` as long as calls without recomputation wait for copies,
 and rises after that. So the best count is bracketed. Graphs are treated one at a time, each given the others.
@@ -19,8 +21,9 @@ from typing import Literal
 from graphoffload.planner.step.facts import StepFacts
 
 Layout = Literal["early", "spread", "late"]
-_LAYOUTS: tuple[Layout, ...] = ("early", "spread", "late")
+_LAYOUTS: tuple[Layout, ...] = ("late", "spread", "early")
 _SWEEPS = 2
+_FEW = 3
 _INFINITE = float("inf")
 
 Value = Callable[[tuple[int, ...]], float]
@@ -34,7 +37,7 @@ class Mix:
     low: int
     high: int
     count: int
-    layout: Layout = "early"
+    layout: Layout = "late"
 
     def variants(self, calls: int) -> list[int]:
         """One for each call of the graph, in order."""
@@ -98,7 +101,7 @@ class MixSearch:
         mixes = min(starts, key=self.value)
         if self.value(mixes) == _INFINITE:
             mixes = starts[-1]
-        graphs = sorted(range(len(self._calls)), key=lambda graph: -self._calls[graph])
+        graphs = sorted(range(len(self._calls)), key=lambda graph: -self._saved_bytes(graph))
         for _ in range(_SWEEPS if len(graphs) > 1 else 1):
             before = self.value(mixes)
             for graph in graphs:
@@ -107,6 +110,10 @@ class MixSearch:
                 break
         found = [(value, index, mixes) for index, (mixes, value) in enumerate(self.seen.items()) if value < _INFINITE]
         return [mixes for _, _, mixes in sorted(found, key=lambda item: item[:2])]
+
+    def _saved_bytes(self, graph: int) -> int:
+        """Bytes that all calls of a graph save if they recompute nothing."""
+        return self._calls[graph] * sum(candidate.nbytes for candidate in self.facts.graphs[graph][0].program.candidates)
 
     def _one(self, mixes: Mixes, graph: int) -> Mixes:
         """The best mix of one graph, the others as they are: pairs of the best uniform variant and each other one."""
@@ -119,8 +126,11 @@ class MixSearch:
         found = [alone[base]]
         for other in range(variants):
             if other != base:
-                mix = self._count(mixes, graph, Mix(min(base, other), max(base, other), calls))
+                pair = Mix(min(base, other), max(base, other), calls)
+                mix = self._count(mixes, graph, pair)
                 found += [_with(mixes, graph, replace(mix, layout=layout)) for layout in _LAYOUTS]
+                if calls > _FEW:
+                    found.append(_with(mixes, graph, self._count(mixes, graph, replace(pair, layout="spread"))))
         return min((mixes, *found), key=self.value)
 
     def _count(self, mixes: Mixes, graph: int, mix: Mix) -> Mix:
@@ -140,15 +150,18 @@ class MixSearch:
 
 
 def neighbours(facts: StepFacts, mixes: Mixes, share: float) -> list[Mixes]:
-    """The same with the count of one graph changed by this share of its calls, up and down."""
+    """The same with another variant for this share of one graph's calls: of a mix its other one, else the next ones."""
     found: list[Mixes] = []
     for graph, (mix, calls) in enumerate(zip(mixes, calls_of(facts), strict=True)):
-        if mix.low == mix.high:
-            continue
         change = max(1, round(share * calls))
-        for count in (min(calls, mix.count + change), max(0, mix.count - change)):
-            if count != mix.count:
-                found.append(_with(mixes, graph, replace(mix, count=count)))
+        if mix.low != mix.high:
+            counts = (min(calls, mix.count + change), max(0, mix.count - change))
+            found += [_with(mixes, graph, replace(mix, count=count)) for count in counts if count != mix.count]
+            continue
+        if mix.high + 1 < len(facts.graphs[graph]):
+            found.append(_with(mixes, graph, Mix(mix.low, mix.high + 1, min(change, calls))))
+        if mix.low:
+            found.append(_with(mixes, graph, Mix(mix.low - 1, mix.high, max(0, calls - change))))
     return found
 
 

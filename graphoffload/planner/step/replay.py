@@ -1,4 +1,4 @@
-"""replay(): time and memory of copies that start and are waited for at given moments, instead of as late as they can.
+"""replay_step(): time and memory of copies that start and are waited for at given moments, instead of as late as they can.
 
     forward    |f0|f1|  wait for the first k copies  |f2|      a source is free from its own moment on
     backward   |  start these copies  |b0|b1|  wait |b2|       memory is taken where a copy is started
@@ -38,7 +38,7 @@ class Moments:
     reloads: tuple[tuple[int, int], ...]
 
 
-def replay(arrays: Arrays, actions: Sequence[Action], moments: Moments) -> Evaluation:
+def replay_step(arrays: Arrays, actions: Sequence[Action], moments: Moments) -> Evaluation:
     """What these actions come to at these moments. No action is "recompute"."""
     first, last = needs(arrays, actions)
     out = Evaluation(0.0, 0, 0, 0, arrays.base_bytes, [], first, last, dict(moments.release), [], [], [], [], 0.0, 0, 0.0)

@@ -1,35 +1,41 @@
 """A run: one choice of variants, solved, with slack, in terms of events, and replayed. What a step will really do.
 
-    variants ── join, solve ──▶ actions ── just in time, slack ──▶ moments ── events, replay ──▶ timeline
-                   ▲                                                                         │ above the budget
-                   └───────────── for a budget lower by the excess, a few times ◀─────────────┘
+variants ── join, solve ──▶ actions ── just in time, slack ──▶ moments ── events, replay ──▶ timeline
+               ▲                                                                         │ above the budget
+               └───────────── for a budget lower by the excess, a few times ◀─────────────┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from graphoffload.facts.goals import Goal, MeetBudget, Score, WithinSlowdown
 from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.patience import Patience
-from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.arrays import Ints, arrays_of
 from graphoffload.planner.prefetch import prefetch_reloads, release_later
 from graphoffload.planner.simulator import Evaluation, Scheduled, Timeline, evaluate, timeline_of
 from graphoffload.planner.solver import Solution, solve
 from graphoffload.planner.step.events import StepSchedule, schedule_step
 from graphoffload.planner.step.facts import StepFacts
-from graphoffload.planner.step.joint import Joined, join
-from graphoffload.planner.step.replay import replay
+from graphoffload.planner.step.joint import Joined, Named, join
+from graphoffload.planner.step.replay import replay_step
 from graphoffload.planner.strategies.relaxation import Relaxation
 
 _ROUNDS = 4
 _WORK = 2_000_000
-_FEWEST, _MOST = 200, 1000
-_ANY_TIME = 1e6
-_LESS = 0.99
-_DESCENTS = 4
+_FEW = 40
+_ANY_TIME_S = 1e6
+_MOST_BYTES = 1e18
+_LESS = 0.995
+_DESCENTS = 5
+_CHOICES = 2
+_AS_SMALL = 1 << 20
 _ROUNDING = 1e-9
 _FREE = 1.0005
 _INFINITE = float("inf")
@@ -47,6 +53,11 @@ class Run:
     schedule: StepSchedule
     result: Evaluation
     timeline: Timeline
+
+
+def _held(released: int | None, planned: int, steps: Ints) -> bool:
+    """Whether a source is still allocated at one of `steps`, though its release was planned before."""
+    return bool(np.any((steps > planned) & (steps <= (len(steps) and steps[-1] if released is None else released))))
 
 
 class Runs:
@@ -68,7 +79,8 @@ class Runs:
     ) -> None:
         self.facts, self.hardware, self.goal, self.patience = facts, hardware, goal, patience
         self.reserve_bytes, self.host_budget_bytes = reserve_bytes, host_budget_bytes
-        joined = join(facts, [0] * len(facts.calls))
+        self._named: Named = {}
+        joined = join(facts, [0] * len(facts.calls), self._named)
         self.keep = self._scheduled((0,) * len(facts.calls), joined, joined.program.keep_actions(), None, "fits", ())
         budget = goal.device_budget_bytes
         self.limit_bytes = None if budget is None else budget - reserve_bytes
@@ -94,15 +106,15 @@ class Runs:
         missed, value, _ = self.score(run)
         return bound is not None and missed <= 0.0 and value <= factor * bound
 
-    def evaluations(self, joined: Joined) -> int:
-        """Simulations for the last solve: few for large steps."""
+    def counts(self, joined: Joined, limits: tuple[int, int]) -> int:
+        """How many simulations or bounds may be spent, between two limits: few for large steps."""
         program = joined.program
         size = len(program.forward) + len(program.backward) + len(program.candidates)
-        return max(_FEWEST, min(_MOST, _WORK // size))
+        return max(limits[0], min(limits[1], _WORK // max(1, size)))
 
     def bound(self, chosen: tuple[int, ...]) -> float:
         """The LP bound of these variants, in seconds or bytes; infinite where no plan exists."""
-        joined = join(self.facts, chosen)
+        joined = join(self.facts, chosen, self._named)
         value = self.relaxed(joined)
         return _INFINITE if value is None else value
 
@@ -124,7 +136,7 @@ class Runs:
 
     def run(self, chosen: Sequence[int], *, evaluations: int) -> Run:
         """These variants with the best actions found, scheduled; within the goal if a few rounds reach that."""
-        joined = join(self.facts, chosen)
+        joined = join(self.facts, chosen, self._named)
         return min(self._rounds(tuple(chosen), joined, evaluations), key=self.score)
 
     def _rounds(self, chosen: tuple[int, ...], joined: Joined, evaluations: int) -> Iterator[Run]:
@@ -159,7 +171,23 @@ class Runs:
             found.append(run)
             if self.score(run)[0] <= 0.0 and run.timeline.time_s <= solution.timeline.time_s * _FREE:
                 return run
-        return min(found, key=self.score)
+        return min((*found, *self._waiting(found[-1], solution)), key=self.score)
+
+    def _waiting(self, run: Run, solution: Solution) -> Iterator[Run]:
+        """The same, just in time, but compute waits at the last event before memory is above what the solution needs."""
+        early: set[int] = set()
+        limit_bytes = solution.timeline.peak_bytes
+        planned = {item.candidate: item.release_at for item in solution.timeline.schedule}
+        for _ in range(_ROUNDS):
+            above = np.flatnonzero(run.result.memory[: solution.timeline.forward_steps] > limit_bytes)
+            late = {index for index, at in planned.items() if at is not None and _held(run.result.release[index], at, above)}
+            if late <= early:
+                return
+            early |= late
+            run = self._scheduled(
+                run.chosen, run.joined, run.actions, run.window_bytes, run.solver, solution.timeline.schedule, early
+            )
+            yield run
 
     def _with_slack(self, joined: Joined, solution: Solution) -> Iterator[Timeline]:
         """The timeline with reloads earlier and releases later, with either, and just in time."""
@@ -186,22 +214,31 @@ class Runs:
         window_bytes: int | None,
         solver: str,
         planned: Sequence[Scheduled],
+        early: Collection[int] = (),
     ) -> Run:
         arrays = arrays_of(joined.program, self.hardware)
-        schedule = schedule_step(self.facts, chosen, joined, actions, planned)
-        result = replay(arrays, actions, schedule.moments)
+        schedule = schedule_step(self.facts, chosen, joined, planned, early)
+        result = replay_step(arrays, actions, schedule.moments)
         return Run(chosen, joined, tuple(actions), window_bytes, solver, schedule, result, timeline_of(arrays, result))
 
     def least(self, choices: Iterable[tuple[int, ...]]) -> Run:
-        """The run with the least peak that is found at any time, whatever the goal, so that it may be named."""
-        free = Runs(self.facts, self.hardware, WithinSlowdown(_ANY_TIME), 0, self.host_budget_bytes, self.patience)
-        found = [free.run(chosen, evaluations=_FEWEST) for chosen in dict.fromkeys(choices)]
-        best = min(found, key=free.score)
+        """The run with the least peak that is found at any time, whatever the goal, so that it may be named.
+
+        Of choices whose bounds are equal, those with more recomputation are tried: their bounds are closer.
+        """
+        free = Runs(self.facts, self.hardware, WithinSlowdown(0.0), 0, self.host_budget_bytes, self.patience)
+        free.limit_s = _ANY_TIME_S
+        most_first = list(dict.fromkeys(choices))[::-1]
+        smallest = sorted(most_first, key=lambda chosen: math.floor(min(free.bound(chosen), _MOST_BYTES) / _AS_SMALL))[
+            :_CHOICES
+        ]
+        best = min((free.run(chosen, evaluations=_FEW) for chosen in smallest), key=free.score)
+        share = 1.0
         for _ in range(_DESCENTS):
-            goal = MeetBudget(int(best.timeline.peak_bytes * _LESS))
+            goal = MeetBudget(int(best.timeline.peak_bytes * share))
             lower = Runs(self.facts, self.hardware, goal, 0, self.host_budget_bytes, self.patience)
-            run = lower.run(best.chosen, evaluations=_FEWEST)
-            if lower.score(run)[0] > 0.0 or self.over():
+            found = min((best, *(lower.run(chosen, evaluations=_FEW) for chosen in smallest)), key=lower.score)
+            if lower.score(found)[0] > 0.0 or self.over():
                 break
-            best = run
+            best, share = found, _LESS
         return best

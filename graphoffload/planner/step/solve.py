@@ -17,7 +17,7 @@ runtime gets, so all that is lost to events and to ops that calls share is in th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphoffload.facts.goals import Goal, WithinSlowdown
 from graphoffload.facts.plan import Action
@@ -33,9 +33,11 @@ from graphoffload.planner.step.runs import Run, Runs
 
 __all__ = ["StepSolution", "plan_step"]
 
-_VALUES = 120
-_FINALISTS = 3
+_VALUES = (120, 600)
+_EVALUATIONS = (200, 1000)
+_FINALISTS = 4
 _QUICK = 40
+_RUNS = 16
 _SHARES = (0.12, 0.06, 0.03, 0.0)
 _NEAR_BOUND = 1.002
 
@@ -46,9 +48,10 @@ class StepSolution:
 
     Attributes:
         chosen: the variant of each call. actions: by call and candidate of its variant.
-        timeline: of the joint program, with releases and reloads at the events of `calls`.
+        timeline: of the joint program, with releases and reloads at the events of `calls`. Its `keep_time_s` is that of
+            `keep_timeline`, and its `recompute_s` what the chosen variants compute more.
         keep_timeline: every call runs variant 0 and keeps everything.
-        lower_bound_s: no plan within the budgets is faster. lower_bound_peak_bytes: no plan within the slowdown has a smaller peak.
+        lower_bound_s: no plan within the budgets is faster. lower_bound_peak_bytes: no plan within the slowdown is smaller.
             None for the other goal, and where `StepFacts.bounds` is empty.
         max_inflight_bytes: the window that the actions were found for; the counts of `calls` are what bounds it.
         solver: who proposed the actions. calls: the schedule of each. reload_steps: places of the reload ops of each variant.
@@ -69,8 +72,7 @@ class StepSolution:
     @property
     def slowdown(self) -> float:
         """Extra time relative to variant 0 with everything kept: 0.02 is 2 %."""
-        keep_s = self.keep_timeline.time_s
-        return self.timeline.time_s / keep_s - 1.0 if keep_s else 0.0
+        return self.timeline.slowdown
 
 
 def plan_step(
@@ -93,9 +95,10 @@ def plan_step(
     """
     runs = Runs(facts, hardware, goal, reserve_bytes, host_budget_bytes, patience)
     keep = runs.keep
-    if not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0):
+    fits = not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0)
+    if fits or not facts.calls:
         return _solution(runs, keep)
-    best = _search(runs)
+    best = _search(runs) or keep
     if isinstance(goal, WithinSlowdown):
         best = min((best, keep), key=runs.score)
     elif runs.score(best)[0] > 0.0:
@@ -105,12 +108,13 @@ def plan_step(
     return _solution(runs, best)
 
 
-def _search(runs: Runs) -> Run:
-    """The best run: mixes by their bound, the best few as runs, then counts around the best."""
+def _search(runs: Runs) -> Run | None:
+    """The best run: mixes by their bound, the best few as runs, then counts around the best. None: bounds exclude all mixes."""
     facts = runs.facts
-    search = MixSearch(facts, runs.bound, most=_VALUES, over=runs.over)
-    order = search.best() or [list(uniform(facts))[-1]]
-    finalists = _apart(order)
+    search = MixSearch(facts, runs.bound, most=runs.counts(runs.keep.joined, _VALUES), over=runs.over)
+    finalists = _distinct(search.best())
+    if not finalists:
+        return None
     tried: dict[tuple[int, ...], Run] = {}
 
     def run(mixes: Mixes) -> Run:
@@ -121,18 +125,23 @@ def _search(runs: Runs) -> Run:
 
     mixes = min(finalists, key=lambda found: runs.score(run(found)))
     for share in _SHARES:
-        if runs.over() or runs.near(run(mixes), search.seen.get(mixes), _NEAR_BOUND):
-            break
-        mixes = min((mixes, *neighbours(facts, mixes, share)), key=lambda found: runs.score(run(found)))
+        improved = True
+        while improved and len(tried) < _RUNS and not runs.over():
+            if runs.near(run(mixes), search.seen.get(mixes), _NEAR_BOUND):
+                break
+            found = min((mixes, *neighbours(facts, mixes, share)), key=lambda found: runs.score(run(found)))
+            mixes, improved = found, found != mixes
     best = run(mixes)
-    return min((best, runs.run(best.chosen, evaluations=runs.evaluations(best.joined))), key=runs.score)
+    if runs.score(best)[0] > 0.0:
+        return best
+    return min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
 
 
-def _apart(order: Sequence[Mixes]) -> list[Mixes]:
-    """The best of each pair of variants, a few; and the uniform choice with the most recomputation."""
-    found: dict[tuple[tuple[int, int], ...], Mixes] = {}
+def _distinct(order: Sequence[Mixes]) -> list[Mixes]:
+    """The best of each pair of variants in each layout, a few."""
+    found: dict[tuple[tuple[int, int, str], ...], Mixes] = {}
     for mixes in order:
-        found.setdefault(tuple((mix.low, mix.high) for mix in mixes), mixes)
+        found.setdefault(tuple((mix.low, mix.high, mix.layout) for mix in mixes), mixes)
     return list(found.values())[:_FINALISTS]
 
 
@@ -140,16 +149,15 @@ def _solution(runs: Runs, run: Run) -> StepSolution:
     actions: list[list[Action]] = [[] for _ in runs.facts.calls]
     for (call, _), action in zip(run.joined.of, run.actions, strict=True):
         actions[call].append(action)
-    bound = None if run is runs.keep else _bound(runs)
-    time_s, peak_bytes = run.timeline.time_s, run.timeline.peak_bytes
+    time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
     slowdown = isinstance(runs.goal, WithinSlowdown)
-    if run is runs.keep and not slowdown:
-        bound = time_s
+    bound = time_s if run is runs.keep and not slowdown else _bound(runs)
+    again_s = max(0.0, run.timeline.keep_time_s - keep_s)
     return StepSolution(
         chosen=run.chosen,
         actions=tuple(tuple(each) for each in actions),
         joined=run.joined,
-        timeline=run.timeline,
+        timeline=replace(run.timeline, keep_time_s=keep_s, recompute_s=again_s),
         keep_timeline=runs.keep.timeline,
         lower_bound_s=None if slowdown or bound is None else min(bound, time_s),
         lower_bound_peak_bytes=int(min(bound, peak_bytes)) if slowdown and bound is not None else None,
