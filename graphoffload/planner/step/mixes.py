@@ -23,6 +23,7 @@ from graphoffload.planner.step.facts import StepFacts
 Layout = Literal["early", "spread", "late"]
 _LAYOUTS: tuple[Layout, ...] = ("late", "spread", "early")
 _SWEEPS = 2
+_ALL = 12  # calls of a step whose mixes are all looked at
 _FEW = 3
 _INFINITE = float("inf")
 
@@ -120,6 +121,8 @@ class MixSearch:
         calls, variants = self._calls[graph], len(self.facts.graphs[graph])
         if not calls or variants == 1:
             return mixes
+        if len(self.facts.calls) <= _ALL:
+            return self._every(mixes, graph)
         alone = [_with(mixes, graph, Mix(variant, variant, calls)) for variant in range(variants)]
         values = [self.value(option) for option in alone]
         base = values.index(min(values)) if min(values) < _INFINITE else variants - 1
@@ -131,6 +134,21 @@ class MixSearch:
                 found += [_with(mixes, graph, replace(mix, layout=layout)) for layout in _LAYOUTS]
                 if calls > _FEW:
                     found.append(_with(mixes, graph, self._count(mixes, graph, replace(pair, layout="spread"))))
+        return min((mixes, *found), key=self.value)
+
+    def _every(self, mixes: Mixes, graph: int) -> Mixes:
+        """The best mix of one graph, of all pairs and counts. The three layouts of a mix have nearly the same bound: that of one
+        is taken for all."""
+        calls, variants = self._calls[graph], len(self.facts.graphs[graph])
+        found = [_with(mixes, graph, Mix(variant, variant, calls)) for variant in range(variants)]
+        for low in range(variants):
+            for high in range(low + 1, variants):
+                for count in range(1, calls):
+                    late = _with(mixes, graph, Mix(low, high, count, "late"))
+                    value = self.value(late)
+                    found.append(late)
+                    for layout in _LAYOUTS:
+                        self.seen.setdefault(_with(mixes, graph, Mix(low, high, count, layout)), value)
         return min((mixes, *found), key=self.value)
 
     def _count(self, mixes: Mixes, graph: int, mix: Mix) -> Mix:

@@ -16,7 +16,7 @@ runtime gets, so all that is lost to events and to ops that calls share is in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from graphoffload.facts.goals import Goal, WithinSlowdown
@@ -37,7 +37,8 @@ _VALUES = (120, 600)
 _EVALUATIONS = (200, 1000)
 _FINALISTS = 4
 _QUICK = 40
-_RUNS = 16
+_RUNS = (16, 60)
+_MORE = 8
 _SHARES = (0.12, 0.06, 0.03, 0.0)
 _NEAR_BOUND = 1.002
 
@@ -112,9 +113,10 @@ def _search(runs: Runs) -> Run | None:
     """The best run: mixes by their bound, the best few as runs, then counts around the best. None: bounds exclude all mixes."""
     facts = runs.facts
     search = MixSearch(facts, runs.bound, most=runs.counts(runs.keep.joined, _VALUES), over=runs.over)
-    finalists = _distinct(search.best())
-    if not finalists:
+    order = search.best()
+    if not order:
         return None
+    most = runs.counts(runs.keep.joined, _RUNS)
     tried: dict[tuple[int, ...], Run] = {}
 
     def run(mixes: Mixes) -> Run:
@@ -123,10 +125,10 @@ def _search(runs: Runs) -> Run | None:
             tried[chosen] = runs.run(chosen, evaluations=_QUICK)
         return tried[chosen]
 
-    mixes = min(finalists, key=lambda found: runs.score(run(found)))
+    mixes = _best_first(runs, search, order, run, most)
     for share in _SHARES:
         improved = True
-        while improved and len(tried) < _RUNS and not runs.over():
+        while improved and len(tried) < most + _MORE and not runs.over():
             if runs.near(run(mixes), search.seen.get(mixes), _NEAR_BOUND):
                 break
             found = min((mixes, *neighbours(facts, mixes, share)), key=lambda found: runs.score(run(found)))
@@ -135,6 +137,26 @@ def _search(runs: Runs) -> Run | None:
     if runs.score(best)[0] > 0.0:
         return best
     return min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
+
+
+def _best_first(
+    runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int
+) -> Mixes:
+    """The mixes with the best of at most so many runs: a few that differ, then by their bounds, until no bound is better than the
+    best run."""
+    mixes = order[0]
+    best = runs.score(run(mixes))
+    looked = 1
+    for other in dict.fromkeys((*_distinct(order), *order)):
+        if looked >= most or runs.over():
+            break
+        if other == mixes or (best[0] <= 0.0 and search.seen[other] >= best[1]):
+            continue
+        looked += 1
+        score = runs.score(run(other))
+        if score < best:
+            mixes, best = other, score
+    return mixes
 
 
 def _distinct(order: Sequence[Mixes]) -> list[Mixes]:
