@@ -8,6 +8,7 @@ The key that identifies a plan is computed here, from Dynamo's graph, since torc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -24,7 +25,7 @@ from graphoffload.compiler.compile_variant import (
 from graphoffload.compiler.dispatch import dispatcher, is_one_of_several, may_join
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.session import new_key
-from graphoffload.errors import ConfigError, FallbackWarning, warn
+from graphoffload.errors import BudgetError, ConfigError, FallbackWarning, warn
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.recipe import FIRST
 from graphoffload.log import log
@@ -120,7 +121,13 @@ def compile_graph(
     graph = dynamos_graph(gm, example_inputs, config)
     again = dynamo.retraceable(gm) if may_join(graph) else None
     recipe = FIRST if again is not None and is_one_of_several(graph) else None
-    compiled = compile_variant(graph, recipe)
+    try:
+        compiled = compile_variant(graph, recipe)
+    except BudgetError:
+        if recipe is not None or again is None or not graph.limits.downstream:
+            raise
+        # One block called again and again has all parameters of the model, and is no whole model all the same.
+        compiled = compile_variant(replace(graph, module=again.copy()), FIRST)
     if compiled.plan is not None and planned is not None:
         planned(compiled.key)
     if again is not None and compiled.plan is not None:
