@@ -194,7 +194,7 @@ def chains_of(
     for tensor in table.tensors:
         value = fake(nodes[tensor.name])
         assert value is not None
-        owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
+        owner.update(dict.fromkeys((nodes[tensor.name], *groups.get(storage_id(value), ())), tensor.name))
     mutated = mutated_placeholders(pair.forward.graph, mutated_inputs(pair.forward.graph))
     used = used_by_forward(pair)
     facts = _ForwardFacts(owner, mutated, callers, dict(foreign(pair)), used, decided_on(pair, used), bound)

@@ -37,7 +37,7 @@ from graphoffload.analysis.storages import (
 )
 from graphoffload.errors import VerifyError
 from graphoffload.facts.refusals import Refusal
-from graphoffload.facts.saved_tensors import GraphPosition, SavedTable, SavedTensor, Tag
+from graphoffload.facts.saved_tensors import INPUT, GraphPosition, SavedTable, SavedTensor, Tag
 from graphoffload.torch_internals.checkpoint_tags import tag_of
 from graphoffload.torch_internals.operators import OpOverload, is_undeclared_view, schema_of
 
@@ -105,11 +105,12 @@ def needed_by(placeholder: Node, forward_names: Collection[str]) -> list[Node]:
     return list(found)
 
 
-def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
+def saved_table(pair: GraphPair, tags_from: Iterable[Node] = (), activations: Collection[str] = ()) -> SavedTable:
     """All saved activations of a pair, by storage, in order of production.
 
     Args:
         pair: the partitioned graphs; read, never written.
+        activations: names of inputs that other graphs computed and that their caller lets go: saved activations as well.
         tags_from: nodes of the joint graph with the user's own tags only.
     """
     tags = {node.name: tag_of(node.meta) for node in tags_from}
@@ -121,8 +122,10 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
         if node is not None and (value := fake(node)) is not None
     }
     nodes = pair.forward.graph.nodes
-    inputs = set(group_by_storage(node for node in nodes if node.op in ("placeholder", "get_attr")))  # constants live on
-    members = group_by_storage(node for node in nodes if node.op == "call_function")
+    given = {node for node in nodes if node.op == "placeholder" and node.name in activations and _is_whole(node)}
+    foreign = (node for node in nodes if node.op in ("placeholder", "get_attr") and node not in given)
+    inputs = set(group_by_storage(foreign))  # constants live on
+    members = group_by_storage(node for node in nodes if node.op == "call_function" or node in given)
     saved: dict[int, list[tuple[Node, Node]]] = {}
     for node, placeholder in saved_placeholders(pair):
         value = fake(node)
@@ -137,6 +140,12 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
         for identity, pairs in saved.items()
     ]
     return SavedTable(tuple(sorted(tensors, key=lambda tensor: tensor.produced_position)))
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether a value is all of its storage: a part of one frees nothing."""
+    value = fake(node)
+    return value is not None and covers_storage(value)
 
 
 def _check_one_memory(members: list[Node]) -> None:
@@ -222,7 +231,7 @@ def _describe(
         dtype=str(value.dtype).removeprefix("torch."),
         shape=tuple(_plain(size) for size in value.shape),
         strides=tuple(_plain(stride) for stride in value.stride()),
-        op=str(members[0].target) if not isinstance(members[0].target, str) else members[0].target,
+        op=INPUT if members[0].op == "placeholder" else str(members[0].target),
         module=module_path(base),
         saved_by=tuple(stacks),
         boundaries=tuple(names),

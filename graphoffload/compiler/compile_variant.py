@@ -24,6 +24,7 @@ from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.recipe import Recipe
 from graphoffload.facts.refusals import Refusal, refusal_of
+from graphoffload.facts.saved_tensors import INPUT
 from graphoffload.log import log, say
 from graphoffload.monitor.caveats import asks_for_cuda_graphs, warn_of_surroundings
 from graphoffload.monitor.out_of_memory import with_note
@@ -41,7 +42,8 @@ _graphs = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One Dynamo graph and what it is compiled for. inputs: as Dynamo gave them, or the fake ones that it traced."""
+    """One Dynamo graph and what it is compiled for. inputs: as Dynamo gave them, or the fake ones that it traced. activations:
+    which of them, by position, other graphs computed."""
 
     module: GraphModule
     inputs: Sequence[Any]
@@ -50,11 +52,15 @@ class Graph:
     fragment: Fragment
     name: str
     device_name: str
+    activations: tuple[int, ...] = ()
 
-    def session(self, key: str, purpose: Purpose, recipe: Recipe | None) -> CompileSession:
-        """A compile of this graph."""
+    def session(self, key: str, purpose: Purpose, recipe: Recipe | None, *, of_a_step: bool = False) -> CompileSession:
+        """A compile of this graph, alone or as a part of a step."""
         parameters = partitioning.parameter_positions(self.module.graph, self.inputs)
-        return CompileSession(self.config, self.limits, key, self.name, purpose, self.fragment, parameters, recipe)
+        activations = self.activations if of_a_step or recipe is not None else ()
+        return CompileSession(
+            self.config, self.limits, key, self.name, purpose, self.fragment, parameters, activations, recipe
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,8 @@ def dynamos_graph(gm: GraphModule, example_inputs: Sequence[Any], config: Offloa
     limits = resolve_limits(config, (*example_inputs, *gm.parameters(), *gm.buffers()))
     limits = where_it_runs(limits, gm, example_inputs, config)
     name = f"graph{next(_graphs)}"
-    return Graph(gm, example_inputs, config, limits, _fragment(gm, config), name, _device_name(example_inputs))
+    fragment, device_name = _fragment(gm, config), _device_name(example_inputs)
+    return Graph(gm, example_inputs, config, limits, fragment, name, device_name, _computed(example_inputs))
 
 
 def untrained(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Graph:
@@ -100,11 +107,21 @@ def compile_variant(graph: Graph, recipe: Recipe | None) -> Compiled:
     return Compiled(with_note(function, session.key), session.key, session.plan, _kept_bytes(session.plan))
 
 
+def _computed(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of inputs that other graphs or eager code computed in this forward: they need a gradient and are no leaves."""
+    return tuple(
+        at
+        for at, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf and value._base is None
+    )
+
+
 def _kept_bytes(plan: Plan | None) -> int:
     if plan is None:
         return 0
     kept = {decision.name for decision in plan.decisions if decision.action == "keep"}
-    own = (t for t in plan.saved.tensors if refusal_of(t.why_not) is not Refusal.SHARES_WITH_OUTPUT)
+    shared = Refusal.SHARES_WITH_OUTPUT
+    own = (t for t in plan.saved.tensors if refusal_of(t.why_not) is not shared and t.op != INPUT)
     return sum(tensor.planned_bytes for tensor in own if tensor.name in kept)
 
 

@@ -23,7 +23,7 @@ from graphoffload.units import parse_size
 _MARGIN_BYTES = 512 * 2**20
 _MARGIN_SHARE = 0.02
 _MARGIN_OF_RESERVE = 1 / 16
-_MARGIN_OF_PIECES = 1 / 32
+_MARGIN_OF_PIECES = {False: 1 / 32, True: 1 / 64}
 _HOST_SHARE = 0.8
 
 
@@ -70,10 +70,10 @@ def device_budget_now(device: torch.device, reserve_bytes: int = 0, *, of_a_step
     """What "auto" comes to on a GPU at this moment, with a reserve that is to come.
 
     of_a_step: what eager code allocates between the graphs is in the plan as well. The large blocks of a loss must fit in one
-    piece each, and what activations leave is in pieces, so more is left free, unless torch maps its memory page by page.
+    piece each, and what activations leave is in pieces, so more is left free; less if torch maps its memory page by page.
     """
     free, total = torch.cuda.mem_get_info(device)
-    pieces = int(total * _MARGIN_OF_PIECES) if of_a_step and not allocator.maps_by_pages() else 0
+    pieces = int(total * _MARGIN_OF_PIECES[allocator.maps_by_pages()]) if of_a_step else 0
     return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes) - pieces)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +85,12 @@ class Dispatched:
             self._family = family_of(self.graph, self.again)
         return self._family
 
+    def share_inputs(self, positions: Collection[int]) -> None:
+        """These inputs are other calls' as well, so that offloading them for one call frees nothing."""
+        left = tuple(at for at in self.graph.activations if at not in positions)
+        if left != self.graph.activations:
+            self.graph, self._family = replace(self.graph, activations=left), None
+
     def variant(self, recipe: Recipe) -> Compiled:
         """The graph compiled by a recipe: as it was before, or now.
 
@@ -132,6 +138,9 @@ class Dispatched:
             compiled, call.schedule, call.variant = planned
         call.key, call.kept_bytes = compiled.key, compiled.kept_bytes
         call.is_variant = compiled.plan is not None and bool(compiled.plan.variant)
+        if run.recording:
+            given = args[0] if len(args) == 1 and isinstance(args[0], list) else args
+            call.inputs = tuple(given[at].data_ptr() for at in self.graph.activations)
         before, STEPS.call = STEPS.call, call
         try:
             outputs = compiled.function(*args)
@@ -160,10 +169,19 @@ def dispatcher(graph: Graph, again: Retraceable, first: Compiled) -> Callable[..
 
 
 class Family:
-    """The variants of one graph as numbers, their recipes, and keep-all with its recompute chains for the bound."""
+    """The variants of one graph as numbers, their recipes, and keep-all with its recompute chains for the bound.
 
-    def __init__(self, variants: tuple[Variant, ...], recipes: tuple[Recipe, ...], bound: Program) -> None:
-        self.variants, self.recipes, self.bound = variants, recipes, bound
+    input_bytes: of each variant, those of its saved activations that other graphs computed.
+    """
+
+    def __init__(
+        self,
+        variants: tuple[Variant, ...],
+        recipes: tuple[Recipe, ...],
+        bound: Program,
+        input_bytes: tuple[int, ...],
+    ) -> None:
+        self.variants, self.recipes, self.bound, self.input_bytes = variants, recipes, bound, input_bytes
 
 
 def family_of(graph: Graph, again: Retraceable) -> Family:
@@ -173,7 +191,7 @@ def family_of(graph: Graph, again: Retraceable) -> Family:
         PlanError: torch partitioned nothing.
     """
     graph = replace(graph, module=again.copy(), inputs=again.inputs)
-    looking = _Looking(graph.session(new_key("look"), "explain", None))
+    looking = _Looking(graph.session(new_key("look"), "explain", None, of_a_step=True))
     with again.traced():
         traced_only(graph, looking)
     if looking.found is None:

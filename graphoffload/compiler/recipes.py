@@ -22,6 +22,7 @@ from graphoffload.compiler.request import Work
 from graphoffload.compiler.trial import Trial, excess_of, instance_of, keep_all, partition_again
 from graphoffload.facts.plan import Action
 from graphoffload.facts.recipe import EVERYTHING_KEPT, SMALLEST, Recipe
+from graphoffload.facts.saved_tensors import INPUT
 from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.planner.step.facts import Variant
@@ -95,12 +96,12 @@ def _placed(program: Program, timeline: Timeline, reload_steps: Mapping[str, int
     return replace(timeline, schedule=tuple(schedule))
 
 
-def variants_of(work: Work) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Program]:
-    """The family of a graph, least recomputation first; the recipe of each; and keep-all with its recompute chains, whose LP
-    relaxation bounds every choice."""
+def variants_of(work: Work) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Program, tuple[int, ...]]:
+    """The family of a graph, least recomputation first; the recipe of each; keep-all with its recompute chains, whose LP
+    relaxation bounds every choice; and the bytes of each variant's activations that are inputs."""
     keep = instance_of(work)
     recipes = [EVERYTHING_KEPT, *_between(work, keep), replace(SMALLEST)]
-    variants, chosen, seen = [], [], set()
+    variants, chosen, inputs, seen = [], [], [], set()
     for recipe in recipes:
         again = replace(work, notes=[*work.notes], table=work.table, chains=dict(work.chains))
         first = _first_actions(again, recipe)
@@ -113,8 +114,9 @@ def variants_of(work: Work) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Pr
         instance = instance_of(again)
         program = _of_one_call(again.pair, _with_choices(again, instance, recipe, first))
         variants.append(Variant(recipe.name, recomputes, program, _saved_input_bytes(again)))
+        inputs.append(sum(tensor.planned_bytes for tensor in again.table.tensors if tensor.op == INPUT))
         chosen.append(replace(recipe, recomputes=recomputes, offloads=frozenset()))
-    return tuple(variants), tuple(chosen), _of_one_call(work.pair, _with_chains(work, keep))
+    return tuple(variants), tuple(chosen), _of_one_call(work.pair, _with_chains(work, keep)), tuple(inputs)
 
 
 def _between(work: Work, keep: Instance) -> list[Recipe]:
@@ -175,11 +177,10 @@ def _of_one_call(pair: GraphPair, program: Program) -> Program:
 
 
 def _saved_input_bytes(work: Work) -> int:
-    """Bytes of the graph's inputs, without parameters, that its backward reads."""
+    """Bytes of the graph's inputs, without parameters and what counts as an activation, that its backward reads."""
     forward = work.pair.forward.graph.find_nodes(op="placeholder")
-    inputs = {
-        storage_id(value): node.name for node in forward if (value := fake(node)) is not None
-    }
+    ours = {tensor.name for tensor in work.table.tensors}
+    inputs = {storage_id(value): node.name for node in forward if (value := fake(node)) is not None and node.name not in ours}
     found: dict[int, int] = {}
     for node, _ in saved_placeholders(work.pair):
         value = fake(node)

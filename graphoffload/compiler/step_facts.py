@@ -9,6 +9,7 @@ Memory outside is measured, so nobody needs to know what it is: parameters, grad
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -20,12 +21,19 @@ from graphoffload.runtime.step.calls import Mark, StepCall, StepRun
 
 
 def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limits) -> StepFacts:
-    """What the recorded runs say of the step: bytes outside and gaps of the last one, and the peaks of gaps of any of them."""
+    """What the recorded runs say of the step: bytes outside and gaps of the last one, and the peaks of gaps of any of them.
+
+    A call's inputs that other graphs computed are outside where they were measured. They are activations of the call from the
+    end of its forward to its backward, so they come off what is outside there.
+    """
     last = runs[-1]
     position = {graph.number: at for at, graph in enumerate(graphs)}
     records = [_Record(run) for run in runs]
     calls = []
     count = len(last.calls)
+    ran = [_ran(graphs[position[call.graph]], call) for call in last.calls]
+    inputs = [graphs[position[call.graph]].family.input_bytes[variant] for call, variant in zip(last.calls, ran, strict=True)]
+    held = list(accumulate(inputs, initial=0))
     for call in last.calls:
         index = call.index
         forward, backward = records[-1].at("forward", index), records[-1].at("backward", index)
@@ -34,11 +42,11 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
         calls.append(
             CallFacts(
                 graph=position[call.graph],
-                forward_outside_bytes=_outside(forward, limits),
-                backward_outside_bytes=_outside(backward, limits),
-                ran=_ran(graphs[position[call.graph]], call),
-                before_forward=_gap(records, before, ("forward", index), limits),
-                before_backward=_gap(records, after, ("backward", index), limits),
+                forward_outside_bytes=max(0, _outside(forward, limits) - held[index]),
+                backward_outside_bytes=max(0, _outside(backward, limits) - held[index + 1]),
+                ran=ran[index],
+                before_forward=_less(_gap(records, before, ("forward", index), limits), held[index]),
+                before_backward=_less(_gap(records, after, ("backward", index), limits), held[index + 1]),
             )
         )
     base = min((min(c.forward_outside_bytes, c.backward_outside_bytes) for c in calls), default=0)
@@ -49,6 +57,24 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
         base_bytes=base,
         bounds=tuple(family.bound for family in families),
     )
+
+
+def _less(gap: Gap, nbytes: int) -> Gap:
+    return replace(gap, outside_peak_bytes=max(0, gap.outside_peak_bytes - nbytes)) if gap.outside_peak_bytes else gap
+
+
+def drop_shared_inputs(run: StepRun, graphs: Sequence[Dispatched]) -> None:
+    """Inputs that several calls of a run have are no activations of any of them: offloading one for one call frees nothing."""
+    times = Counter(address for call in run.calls for address in set(call.inputs))
+    for graph in graphs:
+        calls = [call for call in run.calls if call.graph == graph.number]
+        shared = {
+            graph.graph.activations[at]
+            for call in calls
+            for at, address in enumerate(call.inputs)
+            if at < len(graph.graph.activations) and (times[address] > 1 or call.inputs.count(address) > 1)
+        }
+        graph.share_inputs(shared)
 
 
 def _ran(graph: Dispatched, call: StepCall) -> int:

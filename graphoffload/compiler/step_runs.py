@@ -20,7 +20,7 @@ import torch
 from graphoffload.compiler.device_limits import device_budget_now, resolve_limits
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.optimizer_state import unmade_state_bytes
-from graphoffload.compiler.step_facts import facts_of, shifted
+from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, shifted
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
 from graphoffload.errors import BudgetError, StepNotPlannedWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
@@ -38,6 +38,7 @@ _RECORDED = 2  # runs of a sequence before it is planned: the first one compiles
 _SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory outside may differ from what was planned with
 _FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with less to be given up
 _ROOMY = 0.9  # of the memory: what needs no more has no trouble with memory in pieces
+_RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
 _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
 
 
@@ -60,7 +61,7 @@ class _Known:
     fixed: nothing is planned until something else is asked for. alone: it is one call of a graph that has a plan of its own.
     version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
     start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
-    retries: how often the allocator had to give memory back to serve an allocation; followed: runs since that was expected.
+    retries: how often the allocator had to give memory back to serve an allocation; retried: runs in a row that it had to.
     """
 
     sequence: tuple[int, ...]
@@ -75,7 +76,7 @@ class _Known:
     start_bytes: int = 0
     planned_bytes: int = 0
     retries: int = 0
-    followed: int = 0
+    retried: int = 0
 
 
 class _Planner(threading.local):
@@ -217,12 +218,12 @@ def _why_again(known: _Known, device: torch.device) -> str:
         return ""
     allocated, retries = streams.allocated_bytes()[0], streams.retries()
     more = allocated - known.planned_bytes
-    if asked.budget_bytes is None and retries > known.retries and known.followed > 1:
-        known.retries, known.followed = retries, 0
+    known.retried = known.retried + 1 if retries > known.retries else 0
+    if asked.budget_bytes is None and known.retried >= _RETRIED:
+        known.retries, known.retried = retries, 0
         known.taken_bytes += int(_SAME_SHARE * (asked.goal.device_budget_bytes or 0))
         return "the allocator had to give back what it caches in the middle of a step"
     known.retries = retries
-    known.followed += 1
     if asked.goal.device_budget_bytes is None:
         return ""
     budget = asked.goal.device_budget_bytes
@@ -261,6 +262,7 @@ def _plan(known: _Known, device: torch.device, why: str) -> None:
     graphs = _graphs(known.sequence)
     asked, limits = _asked(graphs[0], known)
     if known.facts is None:
+        drop_shared_inputs(known.runs[-1], graphs)
         known.facts = facts_of(known.runs, graphs, limits)
         known.start_bytes = known.runs[-1].marks[0].allocated_bytes
         known.runs = []

@@ -114,7 +114,7 @@ def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTab
     """Torch's min-cut on a tagged copy, and the values that it saves. The user's own tags are read from the original joint
     graph, except for advice to recompute if regions are relaxed."""
     pair = GraphPair(*partitioning.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
-    table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
+    table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes, request.activations))
     if request.relax:
         table = SavedTable(tuple(replace(t, tag=None) if t.tag == "prefer_recompute" else t for t in table.tensors))
     return pair, table

@@ -15,6 +15,8 @@ from typing import Any, Literal, NewType
 
 GraphPosition = NewType("GraphPosition", int)
 """Index of a node in the order of its graph, forward or backward."""
+INPUT = "input"
+"""SavedTensor.op of an input that another graph computed, where it counts as an activation of this one."""
 Tag = Literal["must_save", "must_recompute", "must_offload", "prefer_save", "prefer_recompute", "prefer_offload"]
 
 

@@ -39,6 +39,7 @@ from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.pinned.slabs import HostBuffer
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.streams.copy_streams import streams_of
+from graphoffload.torch_internals.autograd import version
 
 if TYPE_CHECKING:
     from graphoffload.runtime.step.between_graphs import Call
@@ -156,6 +157,8 @@ class OffloadedTensor:
         self.call: Call | StepCall | None = None
         self.weak = 0
         self.ticket: Ticket | None = None
+        if id in run.inputs:
+            self.version = version(source)
 
     @property
     def name(self) -> str:
@@ -200,6 +203,7 @@ class OffloadedTensor:
         if host is not None and host.written is not None:
             assert self.streams is not None
             self.streams.compute_waits_for("release", self, host.written)
+        self._check_unwritten()
         self.state = after
         self.source = None
 
@@ -218,6 +222,7 @@ class OffloadedTensor:
         if host is not None and host.written is not None and not waited:
             assert self.streams is not None
             self.streams.compute_waits_for("release", self, host.written, self.stream)
+        self._check_unwritten()
         self.state = after
         source, self.source = self.source, None
         return source
@@ -317,6 +322,19 @@ class OffloadedTensor:
         POOL.give_back(host.buffer)
         if self.streams is not None and host.read is not None:
             self.streams.recycle(host.written)
+
+    def _check_unwritten(self) -> None:
+        """An input of the graph is its caller's as well: nobody may have written to it while it was copied.
+
+        Raises:
+            RuntimeStateError: somebody did. Without us, autograd would say so in backward.
+        """
+        if self.id in self.run.inputs and self.source is not None and version(self.source) != self.version:
+            raise RuntimeStateError(
+                f"{self.name}: this input of a compiled graph is needed for backward and was modified in place while it was "
+                f"copied to the host (plan {self.run.key}). The gradient would be wrong, so the step is stopped. Write to a "
+                "copy of it."
+            )
 
     def _finish_reading(self) -> None:
         if self.host is not None and self.host.read is not None:

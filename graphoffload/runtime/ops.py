@@ -163,7 +163,7 @@ def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     COUNTERS.released(nbytes)
     if entry.call is not None:
         between.released(entry)
-    if ACTIVE.release is not None:
+    if ACTIVE.release is not None and id not in entry.run.inputs:
         ACTIVE.release(x, entry.name)
 
 

@@ -142,8 +142,7 @@ def _search(runs: Runs) -> Run | None:
 def _best_first(
     runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int
 ) -> Mixes:
-    """The mixes with the best of at most so many runs: a few that differ, then by their bounds, until no bound is better than the
-    best run."""
+    """The mixes with the best of at most so many runs: a few that differ, then by their bounds, while one may be better."""
     mixes = order[0]
     best = runs.score(run(mixes))
     looked = 1

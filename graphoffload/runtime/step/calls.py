@@ -70,12 +70,13 @@ class StepCall:
 
     index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
     without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
-    tensors that live, by id. schedule: None where nothing is planned for it.
+    tensors that live, by id. inputs: addresses of the inputs that other graphs computed, in a recorded run. schedule: None
+    where nothing is planned for it.
     """
 
     __slots__ = (
-        "__weakref__", "began", "ended", "entries", "graph", "index", "is_variant", "kept_bytes", "key", "run", "schedule",
-        "seen", "token", "variant",
+        "__weakref__", "began", "ended", "entries", "graph", "index", "inputs", "is_variant", "kept_bytes", "key", "run",
+        "schedule", "seen", "token", "variant",
     )  # fmt: skip
 
     planned = True
@@ -85,6 +86,7 @@ class StepCall:
         self.key = ""
         self.variant = 0
         self.kept_bytes = 0
+        self.inputs: tuple[int, ...] = ()
         self.schedule: Schedule | None = None
         self.entries: dict[int, OffloadedTensor] = {}
         self.seen: set[int] = set()
@@ -109,8 +111,9 @@ class StepCall:
             entry.call = None
 
     def held_bytes(self) -> int:
-        """Device bytes that the call holds for its backward."""
-        held = sum(e.layout.nbytes for e in list(self.entries.values()) if e.source is not None or e.target is not None)
+        """Device bytes that the call holds for its backward, other than inputs, which count as outside."""
+        entries = [entry for entry in list(self.entries.values()) if entry.id not in entry.run.inputs]
+        held = sum(e.layout.nbytes for e in entries if e.source is not None or e.target is not None)
         return held + (0 if self.ended else self.kept_bytes)
 
 
@@ -235,7 +238,7 @@ class StepRun:
                 if entry.state is RELEASE_PENDING:
                     source = entry.settle()
                     COUNTERS.released(entry.layout.nbytes)
-                    if ACTIVE.release is not None and source is not None:
+                    if ACTIVE.release is not None and source is not None and entry.id not in entry.run.inputs:
                         ACTIVE.release(source, entry.name)
                 self.settled += 1
 

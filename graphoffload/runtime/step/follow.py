@@ -49,9 +49,12 @@ def stays(entry: OffloadedTensor, call: StepCall) -> bool:
     if schedule is not None:
         if entry.id in schedule.goes:
             return False
+    elif entry.id in entry.run.inputs:
+        pass  # an unplanned call leaves its inputs where they are
     elif not call.is_variant or run.resident_bytes + nbytes > run.room_bytes:
         return False
-    run.resident_bytes += nbytes
+    else:
+        run.resident_bytes += nbytes
     entry.let_stay(streams.compute())
     return True
 
