@@ -203,9 +203,11 @@ class OffloadedTensor:
         if host is not None and host.written is not None:
             assert self.streams is not None
             self.streams.compute_waits_for("release", self, host.written)
-        self._check_unwritten()
+        written = self._was_written()
         self.state = after
         self.source = None
+        if written:
+            raise self._refuse_written()
 
     def leave_release_pending(self, stream: Any) -> None:
         """The graph on `stream` no longer reads the source, and does not wait for its copy."""
@@ -222,9 +224,11 @@ class OffloadedTensor:
         if host is not None and host.written is not None and not waited:
             assert self.streams is not None
             self.streams.compute_waits_for("release", self, host.written, self.stream)
-        self._check_unwritten()
+        written = self._was_written()
         self.state = after
         source, self.source = self.source, None
+        if written:
+            raise self._refuse_written()
         return source
 
     def prefetch(self, y: torch.Tensor, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:
@@ -323,18 +327,17 @@ class OffloadedTensor:
         if self.streams is not None and host.read is not None:
             self.streams.recycle(host.written)
 
-    def _check_unwritten(self) -> None:
-        """An input of the graph is its caller's as well: nobody may have written to it while it was copied.
+    def _was_written(self) -> bool:
+        """Whether an input of the graph, which is its caller's as well, was written to while it was copied."""
+        return self.id in self.run.inputs and self.source is not None and version(self.source) != self.version
 
-        Raises:
-            RuntimeStateError: somebody did. Without us, autograd would say so in backward.
-        """
-        if self.id in self.run.inputs and self.source is not None and version(self.source) != self.version:
-            raise RuntimeStateError(
-                f"{self.name}: this input of a compiled graph is needed for backward and was modified in place while it was "
-                f"copied to the host (plan {self.run.key}). The gradient would be wrong, so the step is stopped. Write to a "
-                "copy of it."
-            )
+    def _refuse_written(self) -> RuntimeStateError:
+        """The error for that. autograd has one as well, in backward, where the tensor is saved and not copied."""
+        return RuntimeStateError(
+            f"{self.name}: this input of a compiled graph is needed for backward and was modified in place while it was "
+            f"copied to the host (plan {self.run.key}). The gradient would be wrong, so the step is stopped. Write to a "
+            "copy of it."
+        )
 
     def _finish_reading(self) -> None:
         if self.host is not None and self.host.read is not None:

@@ -137,7 +137,7 @@ class MixSearch:
         return min((mixes, *found), key=self.value)
 
     def _every(self, mixes: Mixes, graph: int) -> Mixes:
-        """The best mix of one graph, of all pairs and counts. Its three layouts have nearly the same bound, so one is computed."""
+        """The best mix of one graph, of all pairs and counts. Its three layouts have nearly the same bound: one is computed."""
         calls, variants = self._calls[graph], len(self.facts.graphs[graph])
         found = [_with(mixes, graph, Mix(variant, variant, calls)) for variant in range(variants)]
         for low in range(variants):

@@ -13,6 +13,7 @@ before a backward came, the forward was dropped.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphoffload.errors import RuntimeStateError
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
@@ -102,7 +104,8 @@ class StepCall:
         """A tensor of this call is closed: its pending source and its early copy are freed, each after its copy."""
         with LOCK:
             if entry.state is RELEASE_PENDING:
-                entry.settle()
+                with contextlib.suppress(RuntimeStateError):  # nobody reads it any more
+                    entry.settle()
                 COUNTERS.released(entry.layout.nbytes)
             elif entry.state is PREFETCHED:
                 self.run.drop(entry)
@@ -235,12 +238,12 @@ class StepRun:
                 entry = copies[self.settled]
                 if entry.state is COPYING:  # its release has not come: the next event looks again
                     return
+                self.settled += 1
                 if entry.state is RELEASE_PENDING:
                     source = entry.settle()
                     COUNTERS.released(entry.layout.nbytes)
                     if ACTIVE.release is not None and source is not None and entry.id not in entry.run.inputs:
                         ACTIVE.release(source, entry.name)
-                self.settled += 1
 
     def leave_plan(self) -> None:
         """The calls are not those of the plan: nothing stays pending from now on."""
@@ -296,7 +299,12 @@ class StepRun:
             self.watches = False
             self.changes = allocator.stop(self.streams.index)
         with LOCK:
-            self.settle(len(self.copies))
+            while self.settled < len(self.copies):
+                before = self.settled
+                with contextlib.suppress(RuntimeStateError):  # of a forward that was dropped
+                    self.settle(len(self.copies))
+                if self.settled == before:
+                    break
             for entry in list(self.ahead):
                 if entry.state is PREFETCHED:
                     self.drop(entry)
