@@ -38,6 +38,9 @@ _RECORDED = 2  # runs of a sequence before it is planned: the first one compiles
 _SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory outside may differ from what was planned with
 _FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with less to be given up
 _ROOMY = 0.9  # of the memory: what needs no more has no trouble with memory in pieces
+_FREED_RUNS = 8  # in a row: between the microbatches of one step, gradients come and go
+_WARM = 2  # runs of a plan that compile its backwards
+_EXCESS_BYTES = 64 * 2**20
 _RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
 _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
 
@@ -62,6 +65,8 @@ class _Known:
     version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
     start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
     retries: how often the allocator had to give memory back to serve an allocation; retried: runs in a row that it had to.
+    peak_bytes: torch's, at the last start of a run; followed: runs under the present plan.
+    freed: runs in a row with much less outside than it was planned with.
     """
 
     sequence: tuple[int, ...]
@@ -77,6 +82,9 @@ class _Known:
     planned_bytes: int = 0
     retries: int = 0
     retried: int = 0
+    peak_bytes: int = 0
+    followed: int = 0
+    freed: int = 0
 
 
 class _Planner(threading.local):
@@ -216,8 +224,9 @@ def _why_again(known: _Known, device: torch.device) -> str:
         return "less memory after an error" if known.version < 0 else "another goal was set"
     if streams is None:
         return ""
-    allocated, retries = streams.allocated_bytes()[0], streams.retries()
+    (allocated, peak_bytes), retries = streams.allocated_bytes(), streams.retries()
     more = allocated - known.planned_bytes
+    grown, known.peak_bytes, known.followed = peak_bytes > known.peak_bytes, peak_bytes, known.followed + 1
     known.retried = known.retried + 1 if retries > known.retries else 0
     if asked.budget_bytes is None and known.retried >= _RETRIED:
         known.retries, known.retried = retries, 0
@@ -226,6 +235,10 @@ def _why_again(known: _Known, device: torch.device) -> str:
     known.retries = retries
     if asked.goal.device_budget_bytes is None:
         return ""
+    excess = peak_bytes - asked.goal.device_budget_bytes
+    if grown and known.followed > _WARM and excess > _EXCESS_BYTES:  # else it was another step's, or of compiling
+        known.taken_bytes += excess
+        return f"the last step took {format_bytes(excess)} more than its budget"
     budget = asked.goal.device_budget_bytes
     if asked.budget_bytes is None:
         budget = min(budget, device_budget_now(device, of_a_step=True) - known.taken_bytes)
@@ -235,7 +248,8 @@ def _why_again(known: _Known, device: torch.device) -> str:
         return f"{format_bytes(more)} more are allocated outside"
     if peak > budget + same:
         return f"{format_bytes(peak - budget)} less are free on the device"
-    if -more > max(same, _FREED_SHARE * budget) and plan.solution.slowdown > UNMEASURABLE:
+    known.freed = known.freed + 1 if -more > max(same, _FREED_SHARE * budget) else 0
+    if known.freed >= _FREED_RUNS and plan.solution.slowdown > UNMEASURABLE:
         return f"{format_bytes(-more)} less are allocated outside"
     return ""
 
@@ -268,7 +282,8 @@ def _plan(known: _Known, device: torch.device, why: str) -> None:
         known.runs = []
     streams = _streams(device)
     known.planned_bytes = streams.allocated_bytes()[0] if streams is not None else 0
-    known.version, known.asked = OVERRIDE.version, asked
+    known.version, known.asked, known.followed = OVERRIDE.version, asked, 0
+    known.freed = 0
     facts = shifted(known.facts, known.planned_bytes - known.start_bytes)
     before = known.plan
     if before is None and _is_tight(facts, asked, device) and allocator.map_by_pages():
