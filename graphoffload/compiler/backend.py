@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.compile_variant import (
-    compile_variant,
+    compile_by,
     dynamos_graph,
     inner,
     needs_gradient,
@@ -120,7 +120,7 @@ def compile_graph(
     graph = dynamos_graph(gm, example_inputs, config)
     again = dynamo.retraceable(gm) if may_join(graph) else None
     recipe = FIRST if again is not None and is_one_of_several(graph) else None
-    compiled = compile_variant(graph, recipe)
+    compiled = compile_by(graph, recipe)
     if compiled.plan is not None and planned is not None:
         planned(compiled.key)
     if again is not None and compiled.plan is not None:
