@@ -20,10 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphoffload.compiler.step_runs import _PLANNER, OVERRIDE
 from graphoffload.runtime import host_memory, release_hook
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step import between_graphs as between
+from graphoffload.runtime.step.calls import LATEST, STEPS
 from graphoffload.runtime.streams import copy_streams as streams
 
 CPU = torch.device("cpu")
@@ -192,14 +194,34 @@ def afresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def learned() -> Iterator[None]:
+    """For a file that imports this: graphs join no step. What one leaves to the next is learned (step/between_graphs.py), as for
+    graphs that cannot be traced again."""
+    with mock.patch("graphoffload.compiler.backend.may_join", return_value=False):
+        yield
+
+
+def forget_steps() -> None:
+    """This thread has run nothing, and nobody has asked for another goal."""
+    between._TRACKS.of.clear()
+    STEPS.runs.clear()
+    STEPS.call = None
+    LATEST.clear()
+    _PLANNER.known.clear()
+    _PLANNER.last.clear()
+    _PLANNER.irregular, _PLANNER.warned = 0, False
+    OVERRIDE.options, OVERRIDE.version = {}, 0
+
+
 @contextlib.contextmanager
 def lazy_steps() -> Iterator[LazyStreams]:
     """The same for a test of whole training steps: nothing of one is left for the next, and no copy ran on free memory."""
-    between._TRACKS.of.clear()
+    forget_steps()
     with lazy_streams() as lazy:
         yield lazy
+        forget_steps()
         gc.collect()
         ENTRIES.sweep()
-    between._TRACKS.of.clear()
     assert lazy.complaints == []
     assert host_memory().in_use_bytes == 0

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.compile_variant import (
-    compile_variant,
+    compile_by,
     dynamos_graph,
     inner,
     needs_gradient,
@@ -122,12 +122,12 @@ def compile_graph(
     again = dynamo.retraceable(gm) if may_join(graph) else None
     recipe = FIRST if again is not None and is_one_of_several(graph) else None
     try:
-        compiled = compile_variant(graph, recipe)
+        compiled = compile_by(graph, recipe)
     except BudgetError:
         if recipe is not None or again is None or not graph.limits.downstream:
             raise
         # One block called again and again has all parameters of the model, and is no whole model all the same.
-        compiled = compile_variant(replace(graph, module=again.copy()), FIRST)
+        compiled = compile_by(replace(graph, module=again.copy()), FIRST)
     if compiled.plan is not None and planned is not None:
         planned(compiled.key)
     if again is not None and compiled.plan is not None:

@@ -1,6 +1,6 @@
 """One variant of a graph, compiled: while Dynamo compiles, or later from what Dynamo left.
 
-    Dynamo ─▶ compile_variant(recipe="first")          later ─▶ compile_variant(recipe of the step's plan)
+    Dynamo ─▶ compile_by(recipe="first")          later ─▶ compile_by(recipe of the step's plan)
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def untrained(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCon
     return Graph(gm, example_inputs, config, Limits(), WHOLE, "", "")
 
 
-def compile_variant(graph: Graph, recipe: Recipe | None) -> Compiled:
+def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
     """Compile a graph; `recipe`: None for a plan of its own."""
     config, limits = graph.config, graph.limits
     extra = f"{limits.quantised()} {graph.device_name} {'' if recipe is None else recipe.identity}"

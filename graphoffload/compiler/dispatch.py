@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphoffload.compiler.compile_variant import Compiled, Graph, compile_variant, traced_only
+from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, traced_only
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.optimizer_state import share_of_trained
 from graphoffload.compiler.pipeline import analyse
@@ -101,7 +101,7 @@ class Dispatched:
         if compiled is None:
             graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs)
             with self.again.traced():
-                compiled = compile_variant(graph, recipe)
+                compiled = compile_by(graph, recipe)
             self._compiled[recipe.identity] = compiled
         return compiled
 
@@ -118,7 +118,7 @@ class Dispatched:
         if compiled is None:
             graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs, config=config, limits=limits)
             with self.again.traced():
-                compiled = self._compiled[name] = compile_variant(graph, None)
+                compiled = self._compiled[name] = compile_by(graph, None)
         self.first = compiled
 
     def run(self, *args: Any) -> Any:

@@ -22,7 +22,7 @@ from graphoffload.log import log
 from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepFacts
 from graphoffload.planner.step.solve import StepSolution, plan_step
-from graphoffload.report.step_line import step_line
+from graphoffload.report.step_line import line_of_step
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.calls import Schedule, StepCall
@@ -79,7 +79,7 @@ def make_step_plan(sequence: tuple[int, ...], graphs: Sequence[Dispatched], fact
     names = {graph.number: graph.graph.name for graph in graphs}
     called = Counter(names[number] for number in sequence)
     whole = hardware.memory_bytes if hardware.source != "cpu" else None
-    summary = step_line(solution, called, asked.reserve_bytes, asked.budget_bytes, whole)
+    summary = line_of_step(solution, called, asked.reserve_bytes, asked.budget_bytes, whole)
     plan = StepPlan(sequence, calls, solution, summary)
     _tell(plan, asked.reserve_bytes)
     log.info("the step was planned in %.1f s, and planned and compiled in %.1f s", planned_s, time.perf_counter() - begun)

@@ -8,7 +8,7 @@ from graphoffload.planner.step.solve import StepSolution
 from graphoffload.units import format_bytes
 
 
-def step_line(
+def line_of_step(
     solution: StepSolution, graphs: Mapping[str, int], reserve_bytes: int, budget_bytes: int | None, device_bytes: int | None
 ) -> str:
     """Such as "step of 8 x graph0: offloads 7.1 GiB, recomputes in 6 of 8 calls, predicted peak 8.0 of 8.6 GiB, ...".

@@ -1,7 +1,8 @@
 """torch's CUDA allocator: what it did, allocation by allocation; when it fails; and how it gets memory from the driver.
 
-What it did is the only way to learn the peak of a part of a step without resetting the peak that users read. Seen in torch 2.11
-to 2.15.
+What it did is the only way to learn the peak of a part of a step without resetting the peak that users read.
+
+Seen in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lazy import learned
 from torch import nn
 
 import graphoffload
@@ -20,6 +21,7 @@ from graphoffload.runtime import registry
 from graphoffload.testing import ZOO
 from graphoffload.testing.attention import Blocks
 
+__all__ = ["learned"]
 COUNT = 5
 
 

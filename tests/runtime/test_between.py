@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lazy import LazyStreams, afresh, clean_slate, lazy_steps, once
+from lazy import LazyStreams, afresh, clean_slate, lazy_steps, learned, once
 from torch import Tensor, nn
 
 import graphoffload
@@ -26,7 +26,7 @@ from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, diffe
 from graphoffload.testing.attention import HIDDEN, Block
 from graphoffload.testing.faults import Fails
 
-__all__ = ["afresh", "clean_slate", "once"]
+__all__ = ["afresh", "clean_slate", "learned", "once"]
 SEEDS = (0, 1, 2, 3, 4, 5)
 SLOW_LINK = HardwareProfile(
     name="slow link",

@@ -19,7 +19,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from lazy import LazyStreams, clean_slate, lazy_steps, once
+from lazy import LazyStreams, clean_slate, lazy_steps, learned, once
 from torch import Tensor
 
 import graphoffload
@@ -37,7 +37,7 @@ from tests.runtime.test_between import SEEDS, Model, batch, lazy, per_block, tra
 from tests.runtime.test_offloaded_tensors import check
 
 ORDERS = ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2, 1], [3], [0, 1, 2, 3, 4, 2, 1])
-__all__ = ["clean_slate", "lazy", "once"]
+__all__ = ["clean_slate", "lazy", "learned", "once"]
 
 
 class Loop:

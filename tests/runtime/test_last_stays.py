@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lazy import LazyStreams, lazy_steps
+from lazy import LazyStreams, lazy_steps, learned
 from torch import Tensor, nn
 
 import graphoffload
@@ -21,6 +21,7 @@ from graphoffload.testing import Result, assert_equal_bits, run_step, weighted_l
 from graphoffload.testing.attention import HIDDEN, Block, Blocks
 from tests.runtime.test_between import SLOW_LINK, backend
 
+__all__ = ["learned"]
 FAST_LINK = dataclasses.replace(SLOW_LINK, name="fast link", d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)
 SEEDS = range(6)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lazy import LazyStreams, afresh, clean_slate, lazy_steps, once
+from lazy import LazyStreams, afresh, clean_slate, lazy_steps, learned, once
 from torch import Tensor, nn
 
 import graphoffload
@@ -23,7 +23,7 @@ from graphoffload.testing import Result, assert_equal_bits, run_step, weighted_l
 from graphoffload.testing.attention import HIDDEN, Block
 from graphoffload.testing.faults import Fails
 
-__all__ = ["afresh", "clean_slate", "once"]
+__all__ = ["afresh", "clean_slate", "learned", "once"]
 BUDGET = 2**30
 SEEDS = (0, 1, 2, 3, 4)
 

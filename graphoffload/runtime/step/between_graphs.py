@@ -24,21 +24,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
-from graphoffload.runtime.layouts import empty
-from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
+from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.step import follow
-from graphoffload.runtime.step.calls import StepCall
+from graphoffload.runtime.step.calls import Copy, StepCall, reload_early
 from graphoffload.runtime.step.resident import Staying
 from graphoffload.runtime.streams.copy_streams import DeviceStreams
-from graphoffload.torch_internals.storages import expired
 
 _LONGEST = 4096  # calls of one forward whose order is learnt
 _SHARE = 4  # Share of a forward's offloaded bytes that may be outstanding between its graphs, unless the user gave a number.
@@ -325,23 +322,12 @@ def take(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dty
     """The tensor that was prefetched for an entry, if backward asks for it in this form and on this stream."""
     if isinstance(entry.call, StepCall):
         return follow.take(entry, entry.call, size, stride, dtype)
-    streams = entry.streams
-    with LOCK:
-        y = entry.target
-        if entry.state is not PREFETCHED or y is None:
-            return None
-        fits = tuple(y.shape) == tuple(size) and y.stride() == tuple(stride) and y.dtype == dtype
-        if not fits or streams is None or streams.compute() is not entry.stream or streams.capturing():
-            _drop(entry)
-            return None
-        assert entry.call is not None
-        entry.call.track.ahead.remove(entry)
-        entry.take_prefetched()
-    COUNTERS.prefetch_hits += 1
-    return y
+    if entry.call is None:
+        return None
+    return follow.take_early(entry, entry.call.track.ahead, _drop, size, stride, dtype)
 
 
-def reloaded(entry: OffloadedTensor, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:
+def reloaded(entry: OffloadedTensor, copy: Copy) -> None:
     """A reload is issued: start those that the schedule starts here, or that are expected next."""
     if isinstance(entry.call, StepCall):
         entry.call.run.start_early(entry.call, ("reload", entry.id))
@@ -355,7 +341,7 @@ def waited(entry: OffloadedTensor) -> None:
         entry.call.run.start_early(entry.call, ("wait", entry.id))
 
 
-def prefetch(call: Call | None, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:
+def prefetch(call: Call | None, copy: Copy) -> None:
     """After a call's last reload: start those of the call before it, in the order of last time, as far as memory allows.
 
     `copy(y, entry)` starts the copy to y and leaves its event in `entry.host.read`.
@@ -378,28 +364,8 @@ def prefetch(call: Call | None, copy: Callable[[torch.Tensor, OffloadedTensor], 
         left = min(streams.headroom_bytes(), before.track.window_bytes(before.run))
         for entry in found:
             left -= entry.layout.nbytes
-            if left < 0 or not _start(entry, copy):
+            if left < 0 or not reload_early(entry, copy, before.track.ahead):
                 return
-
-
-def _start(entry: OffloadedTensor, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> bool:
-    """Prefetch one tensor; False if prefetching should stop here."""
-    asked, layout, host = entry.run.asked.get(entry.id), entry.layout, entry.host
-    idle = entry.state is ON_HOST and host is not None and host.buffer is not None and host.written is not None
-    if asked is None or not idle or not entry.weak or expired(entry.weak):
-        return False
-    size, stride, dtype = asked
-    if dtype != layout.dtype or not layout.returns_as_it_lies(size, stride):
-        return False
-    try:
-        y = empty(size, stride, dtype, layout.device)
-    except torch.OutOfMemoryError:
-        return False
-    entry.prefetch(y, copy)
-    assert isinstance(entry.call, Call)
-    entry.call.track.ahead.append(entry)
-    COUNTERS.prefetches += 1
-    return True
 
 
 def drop_prefetched(track: Track, *, but: Call | None = None) -> None:

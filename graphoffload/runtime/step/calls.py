@@ -266,26 +266,10 @@ class StepRun:
         with LOCK:
             for index, id in wanted:
                 entry = self.calls[index].entries.get(id) if index < len(self.calls) else None
-                if entry is not None:
-                    self._reload_early(entry)
-
-    def _reload_early(self, entry: OffloadedTensor) -> None:
-        asked, layout, host, streams = entry.run.asked.get(entry.id), entry.layout, entry.host, entry.streams
-        idle = entry.state is ON_HOST and host is not None and host.buffer is not None and host.written is not None
-        if asked is None or not idle or streams is None or streams.capturing() or not entry.weak or expired(entry.weak):
-            return
-        if entry.reloads:  # a second backward of a retained graph asks by itself
-            return
-        size, stride, dtype = asked
-        if dtype != layout.dtype or not layout.returns_as_it_lies(size, stride):
-            return
-        try:
-            y = empty(size, stride, dtype, layout.device)
-        except torch.OutOfMemoryError:
-            return
-        entry.prefetch(y, STEPS.copy_back)
-        self.ahead.append(entry)
-        COUNTERS.prefetches += 1
+                if entry is None or entry.reloads:  # a second backward of a retained graph asks by itself
+                    continue
+                if entry.streams is not None and not entry.streams.capturing():
+                    reload_early(entry, STEPS.copy_back, self.ahead)
 
     def drop(self, entry: OffloadedTensor) -> None:
         """An early copy that nobody asked for is freed, after the stream that owns its memory has waited for it."""
@@ -318,6 +302,25 @@ class StepRun:
             allocated, peak = self.streams.allocated_bytes()
             event = self.streams.timed_event()
         self.marks.append(Mark(kind, call.index, allocated, peak, self.ours_bytes(), event, time.time_ns() // 1000))
+
+
+def reload_early(entry: OffloadedTensor, copy: Copy, ahead: list[OffloadedTensor]) -> bool:
+    """Start an entry's copy back before backward asks for it, and list it among those `ahead`; False if that cannot be."""
+    asked, layout, host = entry.run.asked.get(entry.id), entry.layout, entry.host
+    idle = entry.state is ON_HOST and host is not None and host.buffer is not None and host.written is not None
+    if asked is None or not idle or not entry.weak or expired(entry.weak):
+        return False
+    size, stride, dtype = asked
+    if dtype != layout.dtype or not layout.returns_as_it_lies(size, stride):
+        return False
+    try:
+        y = empty(size, stride, dtype, layout.device)
+    except torch.OutOfMemoryError:
+        return False
+    entry.prefetch(y, copy)
+    ahead.append(entry)
+    COUNTERS.prefetches += 1
+    return True
 
 
 class Steps(threading.local):

@@ -17,7 +17,7 @@ after the stream that owns it waits for the copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -82,6 +82,18 @@ def take(
     entry: OffloadedTensor, call: StepCall, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor | None:
     """The tensor that came back early, if backward asks for it in this form and on this stream."""
+    return take_early(entry, call.run.ahead, call.run.drop, size, stride, dtype)
+
+
+def take_early(
+    entry: OffloadedTensor,
+    ahead: list[OffloadedTensor],
+    drop: Callable[[OffloadedTensor], None],
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Take what came back early off the list of those `ahead`; `drop` it if backward asks for another form or stream."""
     streams = entry.streams
     with LOCK:
         y = entry.target
@@ -89,10 +101,10 @@ def take(
             return None
         fits = tuple(y.shape) == tuple(size) and y.stride() == tuple(stride) and y.dtype == dtype
         if not fits or streams is None or streams.compute() is not entry.stream or streams.capturing():
-            call.run.drop(entry)
+            drop(entry)
             return None
-        if entry in call.run.ahead:
-            call.run.ahead.remove(entry)
+        if entry in ahead:
+            ahead.remove(entry)
         entry.take_prefetched()
     COUNTERS.prefetch_hits += 1
     return y
