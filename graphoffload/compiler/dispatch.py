@@ -67,8 +67,7 @@ class Dispatched:
         self.graph = replace(graph, module=again.graph, inputs=again.inputs)  # real inputs would live on
         self.again, self.first = again, first
         self.number = next(_numbers)
-        assert first.plan is not None
-        self.device = torch.device(first.plan.device)
+        self.device = _device(again.inputs)
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
         GRAPHS[self.number] = self
@@ -155,6 +154,12 @@ class Dispatched:
         if budget is None or run.streams is None:
             return 0
         return max(0, budget - self.graph.limits.reserve_bytes - run.streams.allocated_bytes()[0]) // _ROOM
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    """Where a graph runs. Its plan does not say so where nothing is saved, and its calls belong to the step all the same."""
+    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def dispatcher(graph: Graph, again: Retraceable, first: Compiled) -> Callable[..., Any]:
