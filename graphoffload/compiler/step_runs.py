@@ -226,7 +226,7 @@ def _why_again(known: _Known, device: torch.device) -> str:
     if asked.goal.device_budget_bytes is None:
         return ""
     budget = asked.goal.device_budget_bytes
-    if asked.budget_bytes is None:
+    if asked.budget_bytes is None and device.type == "cuda":
         budget = min(budget, device_budget_now(device, of_a_step=True) - known.taken_bytes)
     same = max(_SAME_BYTES, int(_SAME_SHARE * budget))
     peak = plan.solution.timeline.peak_bytes + more
