@@ -143,6 +143,9 @@ class Dispatched:
         before, STEPS.call = STEPS.call, call
         try:
             outputs = compiled.function(*args)
+        except BaseException:
+            run.aborted = True  # whoever catches it begins anew
+            raise
         finally:
             STEPS.call = before
         run.forward_ended(call, outputs)

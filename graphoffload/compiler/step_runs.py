@@ -240,7 +240,7 @@ def _why_again(known: _Known, device: torch.device) -> str:
         known.taken_bytes += excess
         return f"the last step took {format_bytes(excess)} more than its budget"
     budget = asked.goal.device_budget_bytes
-    if asked.budget_bytes is None:
+    if asked.budget_bytes is None and device.type == "cuda":
         budget = min(budget, device_budget_now(device, of_a_step=True) - known.taken_bytes)
     same = max(_SAME_BYTES, int(_SAME_SHARE * budget))
     peak = plan.solution.timeline.peak_bytes + more

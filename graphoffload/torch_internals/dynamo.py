@@ -11,7 +11,7 @@ import inspect
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph, GraphModule
 
+from graphoffload.torch_internals.ambient import Ambient, ambient, as_in
 from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
@@ -82,12 +83,13 @@ def compile_isolated(function: Callable[..., Any], backend: Any) -> Callable[...
 class Retraceable:
     """One of Dynamo's graphs, with what it takes to compile it again when Dynamo is gone.
 
-    inputs: fake, as Dynamo traced them; sizes may be symbols of `fake_mode`.
+    inputs: fake, as Dynamo traced them; sizes may be symbols of `fake_mode`. state: in which Dynamo compiled it.
     """
 
     graph: GraphModule
     inputs: tuple[Any, ...]
     fake_mode: Any
+    state: Ambient
 
     def copy(self) -> GraphModule:
         """The graph, to be compiled: that writes to it."""
@@ -112,7 +114,7 @@ class Retraceable:
         before = len(shape_env.guards) if shape_env is not None else 0
         context = torch._guards.TracingContext(self.fake_mode)
         compiling = torch._guards.CompileContext(None)
-        with torch._guards.tracing(context), torch._guards.compile_context(compiling):
+        with as_in(self.state), torch._guards.tracing(context), torch._guards.compile_context(compiling):
             yield
         if shape_env is not None and len(shape_env.guards) > before:
             raise ShapeGuardError(f"compiling it again asks {shape_env.guards[before].expr} of the sizes")
@@ -135,8 +137,8 @@ def retraceable(gm: GraphModule) -> Retraceable | None:
         return None
     if getattr(context, "ddp_optimizer_ctx", None) is not None:
         return None
-    kept = Retraceable(gm, inputs, context.fake_mode)
-    return Retraceable(kept.copy(), inputs, context.fake_mode)
+    kept = Retraceable(gm, inputs, context.fake_mode, ambient())
+    return replace(kept, graph=kept.copy())
 
 
 def tracing_backend() -> tuple[Any, bool]:

@@ -30,7 +30,7 @@ import graphoffload
 from graphoffload.cache_files import keep_newest
 from graphoffload.compiler import cache_key, device_limits
 from graphoffload.errors import NotOffloadedWarning
-from graphoffload.facts.plan import Action, Plan, Prediction
+from graphoffload.facts.plan import FORMAT, Action, Plan, Prediction
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.hardware import host_memory
 from graphoffload.log import log
@@ -307,7 +307,7 @@ def test_explain_stores_no_plan(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.rglob("plans/*")} == {f"{plan.key}.json", f"{plan.key.partition('-')[0]}.json"}
 
 
-@pytest.mark.parametrize("found", [None, 0, 2, "1"])
+@pytest.mark.parametrize("found", [None, 0, 1, FORMAT + 1, str(FORMAT)])
 def test_a_plan_of_another_format_is_none(found: object, tmp_path: Path) -> None:
     """Another release wrote it: it is planned again, without a word; who reads it by hand is told."""
     plan = Plan(key="k", graph="g")
@@ -318,7 +318,7 @@ def test_a_plan_of_another_format_is_none(found: object, tmp_path: Path) -> None
     data = json.loads(plan.to_json())
     path.write_text(json.dumps({**data, "format": found}))
     assert registry.stored("k") is None
-    with pytest.raises(ValueError, match=f"has format {found}, and format 1 is read"):
+    with pytest.raises(ValueError, match=f"has format {found}, and format {FORMAT} is read"):
         Plan.from_json(path.read_text())
     path.write_text("[]")
     assert registry.stored("k") is None

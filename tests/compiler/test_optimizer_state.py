@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphoffload
+from graphoffload.compiler import compile_variant
 from graphoffload.compiler import device_limits as limits
 from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.compiler.partitioner import OffloadPartitioner
@@ -212,7 +213,7 @@ def test_limits_are_resolved_once_on_what_the_user_gave(monkeypatch: pytest.Monk
         seen.append(list(tensors))
         return resolve(config, seen[-1], *rest)
 
-    for module in (graphoffload.compiler.backend, graphoffload.compiler.session):
+    for module in (compile_variant, graphoffload.compiler.session):
         monkeypatch.setattr(module, "resolve_limits", watching)
     model = Model()
     model.compile(backend=backend())
