@@ -57,7 +57,7 @@ def compiled_node(outputs: Any) -> Any:
 
     An output may be a view that autograd made of the function's result. Without it: nobody sees when a call's backward runs.
     """
-    for value in pytrees.tree_leaves(outputs):
+    for value in outputs if isinstance(outputs, (tuple, list)) else pytrees.tree_leaves(outputs):
         node = value.grad_fn if isinstance(value, torch.Tensor) else None
         for _ in range(_VIEWS):
             if node is None or hasattr(type(node), "_forward_cls"):
