@@ -158,6 +158,7 @@ class OffloadedTensor:
         self.weak = 0
         self.ticket: Ticket | None = None
         if id in run.inputs:
+            self.source = source.detach()  # the same memory and version, without what computed it
             self.version = version(source)
 
     @property
