@@ -131,6 +131,8 @@ def compile_graph(
     if compiled.plan is not None and planned is not None:
         planned(compiled.key)
     if again is not None and compiled.plan is not None:
+        if not compiled.plan.variant:  # a step watches its budget itself
+            compiled = replace(compiled, function=watch_budget(compiled.function, compiled.key, config, graph.limits))
         return dispatcher(graph, again, compiled)
     watched = watch_budget(compiled.function, compiled.key, config, graph.limits)
     return count_calls(watched, compiled.key, config, graph.limits)

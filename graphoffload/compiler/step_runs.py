@@ -22,7 +22,7 @@ from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.optimizer_state import unmade_state_bytes
 from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, shifted
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
-from graphoffload.errors import BudgetError, StepNotPlannedWarning, warn
+from graphoffload.errors import BudgetError, BudgetExceededWarning, StepNotPlannedWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.log import say
@@ -238,7 +238,7 @@ def _why_again(known: _Known, device: torch.device) -> str:
     excess = peak_bytes - asked.goal.device_budget_bytes
     if grown and known.followed > _WARM and excess > _EXCESS_BYTES:  # else it was another step's, or of compiling
         known.taken_bytes += excess
-        return f"the last step took {format_bytes(excess)} more than its budget"
+        return _exceeded(asked, plan, excess)
     budget = asked.goal.device_budget_bytes
     if asked.budget_bytes is None and device.type == "cuda":
         budget = min(budget, device_budget_now(device, of_a_step=True) - known.taken_bytes)
@@ -252,6 +252,20 @@ def _why_again(known: _Known, device: torch.device) -> str:
     if known.freed >= _FREED_RUNS and plan.solution.slowdown > UNMEASURABLE:
         return f"{format_bytes(-more)} less are allocated outside"
     return ""
+
+
+def _exceeded(asked: Asked, plan: StepPlan, excess_bytes: int) -> str:
+    """Why a step above its budget is planned again; with a warning where the budget was given."""
+    if asked.budget_bytes is not None:
+        predicted = format_bytes(plan.solution.timeline.peak_bytes)
+        warn(
+            BudgetExceededWarning,
+            f"device_budget={format_bytes(asked.budget_bytes)} was exceeded by {format_bytes(excess_bytes)} in the last step, "
+            f"whose peak was predicted to be {predicted}. The step is planned again with that much less. Nothing has to be "
+            "done unless this comes again; then give a budget that is smaller by it.",
+            stacklevel=6,
+        )
+    return f"the last step took {format_bytes(excess_bytes)} more than its budget"
 
 
 def _is_tight(facts: StepFacts, asked: Asked, device: torch.device) -> bool:
