@@ -210,6 +210,7 @@ def forget_steps() -> None:
     LATEST.clear()
     _PLANNER.known.clear()
     _PLANNER.last.clear()
+    _PLANNER.went_as_planned.clear()
     _PLANNER.irregular, _PLANNER.warned = 0, False
     OVERRIDE.options, OVERRIDE.version = {}, 0
 
