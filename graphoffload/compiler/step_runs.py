@@ -6,7 +6,10 @@
 
 Plans are kept by sequence: batches of other shapes are other graphs, with plans of their own. The sequence that comes is known
 when it is over. Its first graph is known at once, and what followed the last sequence the time before: two tasks in turn that
-share their first blocks each run by their plan. A plan that is made again for what it was made for before costs no compile. Only what breaks the budget, or frees a good part of it, is a reason.
+share their first blocks each run by their plan.
+
+A plan that is made again for what it was made for before costs no compile. Only what breaks the budget, or frees a good part
+of it, is a reason.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ OVERRIDE = Override()
 class _Known:
     """What is known of one sequence.
 
-    sequence: its graphs. after: the sequence that followed it last time. runs: recorded, until they are `facts`. plan: once there is one. asked: what the plan is for.
+    sequence: its graphs. after: the sequence that followed it last time. runs: recorded, until they are `facts`. plan: once
+    there is one. asked: what the plan is for.
     fixed: nothing is planned until something else is asked for. alone: it is one call of a graph that has a plan of its own.
     version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
     start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
@@ -84,8 +88,8 @@ class _Known:
 
 
 class _Planner(threading.local):
-    """What this thread's runs taught, by device and sequence, the latest last; the last sequence of each device; whether each of
-    the latest runs went by a plan; irregular runs in a row."""
+    """What this thread's runs taught, by device and sequence, the latest last; the last sequence of each device; whether each
+    of the latest runs went by a plan; irregular runs in a row."""
 
     def __init__(self) -> None:
         self.known: OrderedDict[tuple[torch.device, tuple[int, ...]], _Known] = OrderedDict()
@@ -136,8 +140,8 @@ def next_run(graph: Dispatched) -> StepRun:
 
 
 def _expected(device: torch.device, number: int) -> _Known | None:
-    """The sequence that is expected to begin with this graph: what followed the last one the time before, the last one again, or
-    the latest."""
+    """The sequence that is expected to begin with this graph: what followed the last one the time before, the last one again,
+    or the latest."""
     last = _PLANNER.last.get(device, ())
     known = _PLANNER.known.get((device, last))
     latest = (sequence for where, sequence in reversed(_PLANNER.known) if where == device)
@@ -183,9 +187,9 @@ def _count_changing(run: StepRun) -> None:
     _PLANNER.warned = True
     warn(
         StepNotPlannedWarning,
-        f"{missed} of the last {_WINDOW} steps called compiled graphs in another order, or more or fewer of them, than the steps "
-        "before: no plan is made for what does not come again, and their graphs run as they were compiled first. Have each "
-        "step call the same graphs, pad batches to a few shapes, or compile the whole model.",
+        f"{missed} of the last {_WINDOW} steps called compiled graphs in another order, or more or fewer of them, than the "
+        "steps before: no plan is made for what does not come again, and their graphs run as they were compiled first. Have "
+        "each step call the same graphs, pad batches to a few shapes, or compile the whole model.",
         stacklevel=5,
     )
 
