@@ -196,8 +196,8 @@ def afresh() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def learned() -> Iterator[None]:
-    """For a file that imports this: graphs join no step. What one leaves to the next is learned (step/between_graphs.py), as for
-    graphs that cannot be traced again."""
+    """For a file that imports this: graphs join no step. What one leaves to the next is learned (step/between_graphs.py), as
+    for graphs that cannot be traced again."""
     with mock.patch("graphoffload.compiler.backend.may_join", return_value=False):
         yield
 
@@ -210,6 +210,7 @@ def forget_steps() -> None:
     LATEST.clear()
     _PLANNER.known.clear()
     _PLANNER.last.clear()
+    _PLANNER.went_as_planned.clear()
     _PLANNER.irregular, _PLANNER.warned = 0, False
     OVERRIDE.options, OVERRIDE.version = {}, 0
 

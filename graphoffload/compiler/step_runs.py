@@ -4,13 +4,18 @@
     run 3        this sequence of calls came twice: planned, and its variants compiled; one line says so
     later        planned again at the start of a run, if the memory outside, the budget or what was asked for is another one
 
-Plans are kept by sequence: batches of other shapes are other graphs, with plans of their own. A plan that is made again for
-what it was made for before costs no compile. Only what breaks the budget, or frees a good part of it, is a reason.
+Plans are kept by sequence: batches of other shapes are other graphs, with plans of their own. The sequence that comes is known
+when it is over. Its first graph is known at once, and what followed the last sequence the time before: two tasks in turn that
+share their first blocks each run by their plan.
+
+A plan that is made again for what it was made for before costs no compile. Only what breaks the budget, or frees a good part
+of it, is a reason.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +47,8 @@ _FREED_RUNS = 8  # in a row: between the microbatches of one step, gradients com
 _WARM = 2  # runs of a plan that compile its backwards
 _EXCESS_BYTES = 64 * 2**20
 _RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
+_SEQUENCES = 64  # that are remembered, the latest
+_WINDOW = 64  # runs; a warning, if more than half of them were not the sequence that was planned
 _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
 
 
@@ -60,7 +67,8 @@ OVERRIDE = Override()
 class _Known:
     """What is known of one sequence.
 
-    sequence: its graphs. runs: recorded, until they are `facts`. plan: once there is one. asked: what the plan is for.
+    sequence: its graphs. after: the sequence that followed it last time. runs: recorded, until they are `facts`. plan: once
+    there is one. asked: what the plan is for.
     fixed: nothing is planned until something else is asked for. alone: it is one call of a graph that has a plan of its own.
     version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
     start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
@@ -70,6 +78,7 @@ class _Known:
     """
 
     sequence: tuple[int, ...]
+    after: tuple[int, ...] = ()
     runs: list[StepRun] = field(default_factory=list)
     facts: StepFacts | None = None
     plan: StepPlan | None = None
@@ -88,10 +97,12 @@ class _Known:
 
 
 class _Planner(threading.local):
-    """What this thread's runs taught, by device and sequence; the last sequence of each device; irregular runs in a row."""
+    """What this thread's runs taught, by device and sequence, the latest last; the last sequence of each device; whether each
+    of the latest runs went by a plan; irregular runs in a row."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[torch.device, tuple[int, ...]], _Known] = {}
+        self.known: OrderedDict[tuple[torch.device, tuple[int, ...]], _Known] = OrderedDict()
+        self.went_as_planned: deque[bool] = deque(maxlen=_WINDOW)
         self.last: dict[torch.device, tuple[int, ...]] = {}
         self.irregular = 0
         self.warned = False
@@ -138,13 +149,15 @@ def next_run(graph: Dispatched) -> StepRun:
 
 
 def _expected(device: torch.device, number: int) -> _Known | None:
-    """The latest sequence that begins with this graph."""
-    sequence = _PLANNER.last.get(device)
-    if sequence and sequence[0] == number:
-        return _PLANNER.known.get((device, sequence))
-    for (where, sequence), known in reversed(_PLANNER.known.items()):
-        if where == device and sequence and sequence[0] == number:
-            return known
+    """The sequence that is expected to begin with this graph: what followed the last one the time before, the last one again,
+    or the latest."""
+    last = _PLANNER.last.get(device, ())
+    known = _PLANNER.known.get((device, last))
+    latest = (sequence for where, sequence in reversed(_PLANNER.known) if where == device)
+    for sequence in (() if known is None else known.after, last, *latest):
+        found = _PLANNER.known.get((device, sequence))
+        if found is not None and sequence[0] == number and all(graph in GRAPHS for graph in sequence):
+            return found
     return None
 
 
@@ -155,14 +168,39 @@ def _learn(device: torch.device, run: StepRun) -> None:
         _count_irregular(run)
         return
     _PLANNER.irregular = 0
+    before = _PLANNER.known.get((device, _PLANNER.last.get(device, ())))
+    if before is not None:
+        before.after = sequence
     _PLANNER.last[device] = sequence
     for key in [key for key in _PLANNER.known if any(number not in GRAPHS for number in key[1])]:
         del _PLANNER.known[key]  # its model is gone
-    known = _PLANNER.known.setdefault((device, sequence), _Known(sequence, version=OVERRIDE.version))
+    known = _PLANNER.known.setdefault((device, sequence), _Known(sequence))
+    _PLANNER.known.move_to_end((device, sequence))
+    if len(_PLANNER.known) > _SEQUENCES:
+        _PLANNER.known.popitem(last=False)
     if known.plan is None and run.recording and not known.fixed:
         known.runs = [*known.runs[1 - _RECORDED :], run]
     if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant:
         known.fixed = known.alone = True
+    if not known.fixed:
+        _count_changing(run)
+
+
+def _count_changing(run: StepRun) -> None:
+    """Warn once if most steps call other graphs than those that were expected."""
+    window = _PLANNER.went_as_planned
+    window.append(run.plan is not None and run.plan.sequence == run.sequence)
+    missed = window.count(False)
+    if len(window) < _WINDOW or missed <= _WINDOW // 2 or _PLANNER.warned:
+        return
+    _PLANNER.warned = True
+    warn(
+        StepNotPlannedWarning,
+        f"{missed} of the last {_WINDOW} steps called compiled graphs in another order, or more or fewer of them, than the "
+        "steps before: no plan is made for what does not come again, and their graphs run as they were compiled first. Have "
+        "each step call the same graphs, pad batches to a few shapes, or compile the whole model.",
+        stacklevel=5,
+    )
 
 
 def _count_irregular(run: StepRun) -> None:

@@ -27,7 +27,7 @@ class Ambient(NamedTuple):
 
 
 def ambient() -> Ambient:
-    """The state of this thread. Without it: a graph that is traced again computes in other dtypes than its callers asked for."""
+    """The state of this thread. Without it: a graph that is traced again computes in other dtypes than its callers ask for."""
     backends = torch.backends.cuda
     parts: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
         (torch.set_grad_enabled, (torch.is_grad_enabled(),)),

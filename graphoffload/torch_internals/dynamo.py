@@ -24,6 +24,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph, GraphModule
 
 from graphoffload.torch_internals.ambient import Ambient, ambient, as_in
+from graphoffload.torch_internals.fake_tensors import outside_all_modes
 from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
@@ -105,16 +106,22 @@ class Retraceable:
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
-        """A context in which AOTAutograd compiles the copy as it does while Dynamo compiles.
+        """A context in which AOTAutograd compiles the copy as it does while Dynamo compiles: under Dynamo's lock, since tracing
+        writes to state of the process; outside of the caller's modes, such as a counter of FLOPs; in the state of then.
 
         Raises:
             ShapeGuardError: what was compiled asks something of the sizes that the callers' guards do not check.
         """
+        from torch._dynamo.convert_frame import compile_lock
+
         shape_env = self.fake_mode.shape_env
         before = len(shape_env.guards) if shape_env is not None else 0
         context = torch._guards.TracingContext(self.fake_mode)
         compiling = torch._guards.CompileContext(None)
-        with as_in(self.state), torch._guards.tracing(context), torch._guards.compile_context(compiling):
+        with (
+            compile_lock, outside_all_modes(), as_in(self.state), torch._guards.tracing(context),
+            torch._guards.compile_context(compiling),
+        ):  # fmt: skip
             yield
         if shape_env is not None and len(shape_env.guards) > before:
             raise ShapeGuardError(f"compiling it again asks {shape_env.guards[before].expr} of the sizes")

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import graphoffload
-from graphoffload.compiler import backend
+from graphoffload.compiler import compile_variant
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.runtime import registry
 from graphoffload.testing import ZOO, Case, assert_equal_bits, keep_all, observe, run_case
@@ -107,14 +107,14 @@ def compile_and_run(name: str) -> tuple[str, list[Any]]:
     golden = GOLDENS[name]
     seen: list[tuple[GraphModule, GraphModule]] = []
 
-    class Recording(backend.OffloadPartitioner):
+    class Recording(compile_variant.OffloadPartitioner):
         def __call__(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
             seen.append(super().__call__(*args, **kwargs))
             return seen[-1]
 
     options = {"inner": "aot_eager", "min_tensor_bytes": 0, "verify": "checksum", "hardware": LINK, **golden.options}
     with pytest.MonkeyPatch.context() as patch, observe() as observed:
-        patch.setattr(backend, "OffloadPartitioner", Recording)
+        patch.setattr(compile_variant, "OffloadPartitioner", Recording)
         results = run_case(golden.case, graphoffload.OffloadBackend(**options), "cpu", seeds=(0, 1))
         assert registry.last_plans()
     assert observed.counters["offloads"] == observed.counters["waits"]

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from lazy import lazy_steps
@@ -110,23 +111,22 @@ def plan_now(sequence_length: int | None = None) -> StepPlan | None:
 def peaks() -> tuple[int, int]:
     """Predicted peaks of a step of `Model()`: the least that a plan reaches, and with everything kept."""
     torch._dynamo.reset()
-    found = []
-    for budget in ("1B", PLENTY):
-        with lazy_steps():
-            model = compiled(fresh(), budget)
-            try:
-                for _ in range(3):
-                    step(model, batch())
-            except BudgetError as error:
-                assert error.least_bytes is not None
-                found.append(error.least_bytes)
-                continue
-            plan = plan_now()
-            assert plan is not None
-            found.append(plan.solution.keep_timeline.peak_bytes)
-            model.zero_grad()
+    with lazy_steps():
+        model = compiled(fresh(), "1B")
+        step(model, batch())
+        step(model, batch())
+        with pytest.raises(BudgetError) as info:
+            step(model, batch())
+    with lazy_steps():
+        model = compiled(fresh(), PLENTY)
+        for _ in range(3):
+            step(model, batch())
+        plan = plan_now()
+        model.zero_grad()
     torch._dynamo.reset()
-    return found[0], found[1]
+    assert plan is not None
+    assert info.value.least_bytes is not None
+    return info.value.least_bytes, plan.solution.keep_timeline.peak_bytes
 
 
 def budget_at(share: float) -> int:

@@ -10,22 +10,17 @@ import contextlib
 import copy
 import gc
 import itertools
-import threading
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from lazy import LazyStreams, forget_steps, lazy_steps
+from lazy import LazyStreams, lazy_steps
 from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.compiler import step_runs
-from graphoffload.compiler.dispatch import GRAPHS
-from graphoffload.errors import BudgetError, ConfigError, StepNotPlannedWarning
 from graphoffload.runtime import host_memory, ops
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.step.calls import STEPS
@@ -168,14 +163,8 @@ def test_an_exception_in_a_planned_step(lazy: LazyStreams, where: str) -> None:
                 hook = model.layers[at % COUNT].register_forward_pre_hook(stop)
                 stack.callback(hook.remove)
             with pytest.raises(KeyError):
-                y = model(batch())
-                if where == "loss":
-                    raise KeyError("in the loss")
-                if where == "backward":
-                    y = Fails.apply(y)
-                y.square().sum().backward()
+                broken(model, where)
         model.zero_grad()
-        y = None
         gc.collect()
         ENTRIES.sweep()
         assert not [entry for entry in ENTRIES.living() if entry.source is not None or entry.target is not None]
@@ -185,6 +174,16 @@ def test_an_exception_in_a_planned_step(lazy: LazyStreams, where: str) -> None:
         assert run.plan is not None
         assert not run.off
         assert len(run.calls) == COUNT
+
+
+def broken(model: Model, where: str) -> None:
+    """A step that may stop in the loss, or before the backward of any block."""
+    y = model(batch())
+    if where == "loss":
+        raise KeyError("in the loss")
+    if where == "backward":
+        y = Fails.apply(y)
+    y.square().sum().backward()
 
 
 def stop(*_: Any) -> None:
@@ -374,7 +373,7 @@ def keep_peak(make: Callable[[], Model]) -> int:
         lambda: Model(Wide(32), Wide(96), Wide(32), Wide(96)),
         lambda: shared(0, 1, 1, 1, 2, 0),
         lambda: Model(nn.Sequential(Wide(64), nn.BatchNorm1d(32)), Wide(32), Wide(32)),
-        lambda: Towers(),
+        Towers,
     ],
     ids=["two_sizes", "shared", "batchnorm", "encoder_decoder"],
 )
