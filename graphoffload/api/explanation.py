@@ -169,12 +169,12 @@ class Explanation:
         if resolve_hardware(config.hardware, device).source == "cpu":
             return ()
         state = 0 if device.startswith("cuda") or self.state is not None else state_bytes(parameters)
-        counts = f'reserve="{format_bytes(state)}" counts it, and so does optimizer="adamw" or another'
-        counted = [f"{format_bytes(state)} of optimizer state ({counts})"] * bool(state)
+        counted = [f'{format_bytes(state)} of optimizer state (reserve="{format_bytes(state)}" counts it)'] * bool(state)
         gradients = format_bytes(sum(p.numel() * p.element_size() for p in parameters))
         counted.append(f"gradients that stay from one backward to the next ({gradients} where several are accumulated)")
         counted.append("fp32 copies of parameters that a mixed-precision wrapper keeps")
-        return (f"not counted: {', '.join(counted)}",)
+        named = '; optimizer="adamw", another name or the optimizer counts its state' if state else ""
+        return (f"not counted: {', '.join(counted)}{named}",)
 
 
 _SEVERAL = 2  # calls: fewer are no step to be planned, but a graph
