@@ -29,7 +29,7 @@ from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.errors import ConfigError, PartialPlanWarning, warn
 from graphoffload.facts.plan import Plan
 from graphoffload.hardware.measurement import resolve_hardware
-from graphoffload.log import log, say
+from graphoffload.log import say
 from graphoffload.monitor.shared_budget import judge
 from graphoffload.options.config import OffloadConfig
 from graphoffload.report.ledger import Ledger
@@ -61,7 +61,11 @@ class Explanation:
                 return self._alone(stops=True)
             except SeveralGraphsError:
                 pass
-        return self._step(parts) or self._alone(stops=False)
+        found = self._step(parts)
+        if isinstance(found, OffloadReport):
+            return found
+        report = self._alone(stops=False)
+        return replace(report, notes=(*report.notes, f"planned graph by graph, not as a step: {found}")) if found else report
 
     def _alone(self, *, stops: bool) -> OffloadReport:
         """Each graph planned by itself.
@@ -120,11 +124,16 @@ class Explanation:
             budget_bytes=budget,
         )
 
-    def _step(self, parts: Sequence[nn.Module]) -> OffloadReport | None:
-        """One step of all graphs that run; None where it is one graph, or no step can be planned."""
-        look = self._looked(parts)
-        if look is None or len(look.sequence) < _SEVERAL:
-            return None
+    def _step(self, parts: Sequence[nn.Module]) -> OffloadReport | str:
+        """One step of all graphs that run; or why none is planned, "" where it is one call of one graph."""
+        try:
+            look = self.looked(parts)
+        except NotOneStepError as error:
+            return str(error)
+        except UNKNOWN:
+            return ""  # the report of the single graphs says where it ends
+        if len(look.sequence) < _SEVERAL:
+            return ""
         on_gpu = any(parameter.device.type == "cuda" for parameter in self.parameters)
         reserve = 0 if self.state is not None or not on_gpu else state_bytes(self.parameters)
         found = plan_look(look, self.state, reserve if self.config.reserve == "auto" else None)
@@ -139,8 +148,12 @@ class Explanation:
             budget_bytes=found.step.budget_bytes,
         )
 
-    def _looked(self, parts: Sequence[nn.Module]) -> StepLook | None:
-        """A forward and backward of the model with fake tensors; None where it cannot be followed to its end."""
+    def looked(self, parts: Sequence[nn.Module]) -> StepLook:
+        """A forward and backward of the model with fake tensors.
+
+        Raises:
+            NotOneStepError: the graphs are not planned as a step. One of UNKNOWN: the model reads a value that is not known.
+        """
         values = Values()
         look = StepLook(self.config, values.live)
         try:
@@ -151,13 +164,7 @@ class Explanation:
                 with calls_replaced(parts, look):
                     look.backward(target(*inputs, **named))
         except dynamo.BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, (NotOneStepError, *UNKNOWN)):
-                raise error.inner_exception from None
-            log.debug("explain: no step is planned: %s", error.inner_exception)
-            return None
-        except (NotOneStepError, *UNKNOWN) as error:
-            log.debug("explain: no step is planned: %s", error)
-            return None
+            raise error.inner_exception from None
         return look
 
     def _left_out(self) -> tuple[str, ...]:

@@ -96,9 +96,10 @@ class Values:
     def _counted(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operation, and count the memory of its results."""
+        """Run one operation, and count the memory of its results; not of what torch makes inside of it to find their shapes."""
+        outermost = not self._inside
         result = self._dispatch(func, types, args, kwargs)
-        if isinstance(func, OpOverload):
+        if outermost and isinstance(func, OpOverload):
             self.live.add(result)
         return result
 

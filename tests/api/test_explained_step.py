@@ -19,6 +19,7 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts
 from graphoffload.report.offload_report import OffloadReport
 from graphoffload.runtime import registry
+from graphoffload.torch_internals.fake_tensors import FakeTensorMode
 from graphoffload.units import format_bytes
 
 WIDTH, TOKENS, WORDS, BLOCKS = 64, 1024, 100, 6
@@ -136,9 +137,7 @@ def test_one_graph_is_planned_as_before() -> None:
 
 def looked(model: Model) -> StepFacts:
     look = explanation.Explanation(model, OffloadConfig.from_options(options()), (ids(),), {}, list(model.parameters()), 0)
-    found = look._looked(explanation.compiled_parts(model))
-    assert found is not None
-    return found.facts(0)
+    return look.looked(explanation.compiled_parts(model)).facts(0)
 
 
 def test_memory_outside_is_counted() -> None:
@@ -157,6 +156,16 @@ def test_memory_outside_is_counted() -> None:
         assert fewest <= outside <= fewest + 3 * HIDDEN, index
     logits = TOKENS * WORDS * 4
     assert facts.calls[-1].before_backward.outside_peak_bytes >= backward[-1] + logits, "the loss, in eager code"
+
+
+def test_what_torch_makes_to_find_shapes_does_not_count() -> None:
+    """A fake operation that torch knows no shapes of is taken apart the first time: the parts were counted, once."""
+    model = by_compile(Model())
+    FakeTensorMode.cache_clear()
+    first = looked(model)
+    assert [call.before_backward for call in first.calls] == [call.before_backward for call in looked(model).calls]
+    logits = TOKENS * WORDS * 4
+    assert first.calls[-1].before_backward.outside_peak_bytes <= first.calls[-1].backward_outside_bytes + 4 * logits
 
 
 def test_training_makes_the_same_plan_of_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,3 +294,4 @@ def test_a_backward_that_cannot_be_followed_is_planned_graph_by_graph() -> None:
     report = graphoffload.explain(by_compile(Dropped(2)), options("1GiB"))(ids())
     assert report.step is None
     assert report.plans
+    assert "planned graph by graph, not as a step: the backwards of its graphs do not run once each" in str(report)
