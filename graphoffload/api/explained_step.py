@@ -32,7 +32,7 @@ from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts
 from graphoffload.report.ledger import Ledger
-from graphoffload.report.step_report import StepReport, outside_of, step_report
+from graphoffload.report.step_report import StepReport, outside_of, report_of_step
 from graphoffload.runtime import registry
 from graphoffload.torch_internals import autograd, dynamo
 from graphoffload.torch_internals.dynamo import Retraceable
@@ -221,7 +221,7 @@ def plan_look(look: StepLook, state_bytes: int | None, reserve_bytes: int | None
     plans = {made.key: found for made in compiled if (found := registry.of_key(made.key)) is not None}
     hardware = resolve_hardware(first.config.hardware, str(graphs[0].device))
     names = [by_number[number].graph.name for number in look.sequence]
-    step = step_report(plan.solution, facts, names, plan.summary, reserve, limits.device_budget_bytes, hardware.name)
+    step = report_of_step(plan.solution, facts, names, plan.summary, reserve, limits.device_budget_bytes, hardware.name)
     keys = [made.key for made in compiled]
     return ExplainedStep(
         tuple(plans.values()), tuple(keys.count(key) for key in plans), step, *_ledgers(look, plan, facts, state_bytes, reserve)

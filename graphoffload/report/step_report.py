@@ -92,7 +92,7 @@ def folded_calls(calls: Sequence[tuple[str, str]]) -> str:
     return "; ".join(texts)
 
 
-def step_report(
+def report_of_step(
     solution: StepSolution,
     facts: StepFacts,
     names: Sequence[str],
