@@ -99,6 +99,27 @@ def test_explain_prints_the_report_and_what_it_leaves_out(script: Path, capsys: 
     assert "No GPU here and none named" in run(capsys, "explain", script, "--inner", "aot_eager")[1]
 
 
+def test_blocks_and_the_optimizer(script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Blocks that the script compiles are one step; the optimizer's state is counted, and one picture is written."""
+    script.write_text(script.read_text() + """
+def blocks():
+    model = torch.nn.Sequential(*(Net() for _ in range(3)))
+    for block in model:
+        block.compile(backend="graphoffload")
+    return model, (torch.randn(256, 64),)
+""")
+    status, out, _ = run(capsys, "explain", f"{script}:blocks", *QUICK, "--optimizer", "adamw", "--out", tmp_path / "out")
+    assert status == 0
+    assert "one step runs 3 x graph" in out
+    assert "optimizer state" in out
+    assert "of optimizer state (reserve=" not in out
+    names = {path.name.partition(".")[0] for path in (tmp_path / "out").iterdir()}
+    assert names == {"report", "step"}
+    status, _, err = run(capsys, "explain", f"{script}:blocks", *QUICK, "--optimizer", "lion")
+    assert status == 1
+    assert "optimizer='lion' is not known" in err
+
+
 def test_every_option_arrives(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[OffloadConfig] = []
 

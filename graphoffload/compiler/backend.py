@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.compile_variant import (
+    Graph,
     compile_by,
     dynamos_graph,
     inner,
@@ -138,12 +139,16 @@ def compile_graph(
     return count_calls(watched, compiled.key, config, graph.limits)
 
 
-def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[Plan | None, Callable[..., Any]]:
+def plan_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, check: Callable[[Graph], None] | None = None
+) -> tuple[Plan | None, Callable[..., Any]]:
     """Plan one Dynamo graph as compiling would; returns the plan (None: no gradient) and a callable that runs the graphs
-    uncompiled."""
+    uncompiled. check: called with the graph before anything is planned."""
     if not needs_gradient(example_inputs):
         return None, gm.forward
     graph = dynamos_graph(gm, example_inputs, config)
+    if check is not None:
+        check(graph)
     session = graph.session(new_key(graph_key(gm, config)), "explain", None)
     compiled = traced_only(graph, OffloadPartitioner(session=session))
     return session.plan, compiled

@@ -199,12 +199,18 @@ def family_of(graph: Graph, again: Retraceable) -> Family:
         PlanError: torch partitioned nothing.
     """
     graph = replace(graph, module=again.copy(), inputs=again.inputs)
-    looking = _Looking(graph.session(new_key("look"), "explain", None, of_a_step=True))
     with again.traced():
-        traced_only(graph, looking)
-    if looking.found is None:
+        found, _ = look(graph)
+    if found is None:
         raise PlanError(f"{graph.name} was partitioned when it was compiled, and is not when it is traced again.")
-    return looking.found
+    return found
+
+
+def look(graph: Graph) -> tuple[Family | None, Callable[..., Any]]:
+    """A graph's family of variants, None where torch partitions nothing; and the graph with everything kept, uncompiled."""
+    looking = _Looking(graph.session(new_key("look"), "explain", None, of_a_step=True))
+    function = traced_only(graph, looking)
+    return looking.found, function
 
 
 class _Looking(CustomPartitionerFn):

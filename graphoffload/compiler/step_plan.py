@@ -9,11 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from graphoffload.compiler.compile_variant import Compiled
-from graphoffload.compiler.dispatch import Dispatched
+from graphoffload.compiler.compile_variant import Compiled, Graph
+from graphoffload.compiler.dispatch import Family
 from graphoffload.facts.goals import Goal
 from graphoffload.facts.plan import Prediction
 from graphoffload.facts.recipe import Recipe
@@ -26,6 +27,29 @@ from graphoffload.report.step_line import line_of_step
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.calls import Schedule, StepCall
+
+
+class GraphOfStep(Protocol):
+    """One graph of a step: Dynamo's code calls it (dispatch.Dispatched), or it is only explained."""
+
+    @property
+    def number(self) -> int:
+        """Which graph it is."""
+
+    @property
+    def graph(self) -> Graph:
+        """What Dynamo gave."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+
+    @property
+    def family(self) -> Family:
+        """The variants that a plan may choose from."""
+
+    def variant(self, recipe: Recipe) -> Compiled:
+        """The graph by a recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +78,13 @@ class Asked:
     budget_bytes: int | None = None
 
 
-def make_step_plan(sequence: tuple[int, ...], graphs: Sequence[Dispatched], facts: StepFacts, asked: Asked) -> StepPlan:
+def make_step_plan(
+    sequence: tuple[int, ...], graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked, *, runs: bool = True
+) -> StepPlan:
     """Plan a step and compile its variants.
 
     Args:
-        graphs: in the order of `facts.graphs`.
+        graphs: in the order of `facts.graphs`. runs: the plan is to run, so that host memory is taken for it; else only shown.
 
     Raises:
         BudgetError: no plan of the step meets the budget.
@@ -75,6 +101,8 @@ def make_step_plan(sequence: tuple[int, ...], graphs: Sequence[Dispatched], fact
         patience=Patience("step"),
     )
     planned_s = time.perf_counter() - begun
+    if runs:
+        _prepare_host(solution, graphs)
     calls = _compiled(solution, facts, graphs)
     names = {graph.number: graph.graph.name for graph in graphs}
     called = Counter(names[number] for number in sequence)
@@ -87,13 +115,12 @@ def make_step_plan(sequence: tuple[int, ...], graphs: Sequence[Dispatched], fact
 
 
 def _compiled(
-    solution: StepSolution, facts: StepFacts, graphs: Sequence[Dispatched]
+    solution: StepSolution, facts: StepFacts, graphs: Sequence[GraphOfStep]
 ) -> tuple[tuple[Compiled, Schedule, int], ...]:
     """The variant and the schedule of each call: what the solution names, by the ids of what was compiled."""
     offloads: dict[tuple[int, int], set[str]] = {}
     for fact, variant, schedule in zip(facts.calls, solution.chosen, solution.calls, strict=True):
         offloads.setdefault((fact.graph, variant), set()).update(schedule.offloads)
-    _prepare_host(solution, graphs)
     compiled = {}
     for (graph, variant), names in offloads.items():
         recipe = graphs[graph].family.recipes[variant]
@@ -118,7 +145,7 @@ def _compiled(
     return tuple(calls)
 
 
-def _prepare_host(solution: StepSolution, graphs: Sequence[Dispatched]) -> None:
+def _prepare_host(solution: StepSolution, graphs: Sequence[GraphOfStep]) -> None:
     """Take host memory for all copies of the step, in the background, while its variants compile."""
     device = graphs[0].device
     if device.type == "cuda":
@@ -148,6 +175,11 @@ def _tell(plan: StepPlan, reserve_bytes: int) -> None:
         lower_bound_peak_bytes=solution.lower_bound_peak_bytes,
         reserve_bytes=reserve_bytes,
     )
-    for compiled in dict.fromkeys(call[0] for call in plan.calls):
+    told = dict.fromkeys(call[0] for call in plan.calls)
+    for compiled in told:
         assert compiled.plan is not None
         registry.amend(replace(compiled.plan, prediction=prediction, summary=plan.summary, part=False))
+    keys, graphs = {compiled.key for compiled in told}, {compiled.plan.graph for compiled in told if compiled.plan is not None}
+    for other in registry.last_plans():  # of an earlier plan of the step: its figures are no longer true
+        if other.variant and other.graph in graphs and other.key not in keys and not other.part:
+            registry.amend(replace(other, part=True))

@@ -175,13 +175,16 @@ def _caveats(plan: Plan, reserved_for: str) -> list[str]:
     return caveats
 
 
-def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False) -> str:
-    """One table for `plans` of identical graphs; see plan_table."""
+def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False, summary: bool = True) -> str:
+    """One table for `plans` of identical graphs; see plan_table. summary: with their lines."""
     rows, first = folded_rows(plans), plans[0]
-    title = f"graph {first.graph}" if len(plans) == 1 else f"{len(plans)} identical graphs, {first.graph} .. {plans[-1].graph}"
+    name = f"graph {first.graph}" + f", variant {first.variant}" * bool(first.variant)
+    title = name if len(plans) == 1 else f"{len(plans)} identical graphs, {first.graph} .. {plans[-1].graph}"
     key = f"key {first.key[:12]}, " if len(plans) == 1 and first.key else ""
     summaries = list(dict.fromkeys(plan.summary or summary_line(plan) for plan in plans))
-    if len(summaries) > 2:
+    if not summary:
+        summaries = []
+    elif len(summaries) > 2:
         summaries = [f"first: {summaries[0]}", f"last: {summaries[-1]}"]
     lines = ["", *total_lines(totals(rows)), ""]
     lines += ["notes", *(f"  - {note}" for note in first.notes), ""] if first.notes else []

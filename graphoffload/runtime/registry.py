@@ -138,10 +138,11 @@ def register(plan: Plan, *, runs: bool = False, store: bool = True) -> None:
 
 
 def amend(plan: Plan) -> None:
-    """Another prediction and summary for a plan that runs: those of the step that it is part of."""
+    """Another prediction and summary for a plan: those of the step that it is part of."""
     with _LOCK:
-        if plan.key in _PLANS:
-            _PLANS[plan.key] = plan
+        for plans in (_PLANS, _EXPLAINED):
+            if plan.key in plans:
+                plans[plan.key] = plan
 
 
 def explained(plan: Plan) -> None:

@@ -30,8 +30,8 @@ from graphoffload.torch_internals.patching import replaced
 __all__ = [
     "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "as_it_is",
     "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs",
-    "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "isolated", "many_compiles", "retraceable",
-    "tracing_backend",
+    "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "is_tracing", "isolated", "many_compiles",
+    "retraceable", "tracing_backend",
 ]  # fmt: skip
 
 
@@ -55,6 +55,12 @@ def guard_leaves(graph: Graph, inputs: Iterable[Any]) -> None:
 def isolated() -> dict[str, Any]:
     """What gives a torch.compile a recompile limit of its own; nothing before torch 2.13."""
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+
+
+def is_tracing() -> bool:
+    """Whether operations are traced now, by Dynamo or AOTAutograd, and not run. Without it: explain() counts the tensors that
+    tracing makes as memory of the step."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def compile_isolated(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:

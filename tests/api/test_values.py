@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphoffload
-from graphoffload.api import introspect
+from graphoffload.api import explanation
 from graphoffload.errors import ConfigError, PartialPlanWarning
 from graphoffload.facts.plan import Plan
 from graphoffload.runtime import registry
@@ -153,4 +153,4 @@ def test_a_place_is_the_users_wherever_in_the_package_the_error_was_raised() -> 
     """Not only frames of the package that explain() is in are ours."""
     with pytest.raises(ConfigError) as raised:
         parse_size("much", field="device_budget")
-    assert introspect._place(raised.value).startswith("test_values.py:")
+    assert explanation._place(raised.value).startswith("test_values.py:")

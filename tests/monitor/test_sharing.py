@@ -135,31 +135,33 @@ class Broken(nn.Module):
 
 
 def test_explain_plans_as_training_does(block_peak: int) -> None:
-    """A graph that runs behind others under one budget offloads in both; the report says how often, and the sum."""
+    """Graphs of one forward are one step in both: the same variants, as often."""
     torch._dynamo.reset()
     report = graphoffload.explain(Broken(COUNT), backend("1GiB").config)(*ZOO["three_blocks"].example("cpu", seed=0))
     assert sorted(report.calls) == [1, COUNT]
-    repeated = report.calls.index(COUNT)
-    assert report.plans[repeated].offloaded_bytes > 0
-    times = f"one forward runs {report.plans[repeated].graph} {COUNT} times: together they keep "
-    assert times in str(report)
+    assert report.step is not None
+    graphs = [graph for graph, _ in report.step.calls]
+    assert graphs == [graphs[0]] + [graphs[1]] * COUNT
+    assert f"one step runs {graphs[0]}: keep; {COUNT} x {graphs[1]}: keep x {COUNT}" in str(report)
     assert type(report).from_json(report.to_json()) == report
 
     torch._dynamo.reset()
     model = Broken(COUNT)
     model.compile(backend=backend("1GiB"))
     registry.forget()
-    assert steps(model) == []
-    trained = graphoffload.last_plans()
-    assert [plan.offloaded_bytes for plan in trained] == [plan.offloaded_bytes for plan in report.plans]
+    assert steps(model, 4) == []
+    trained = graphoffload.OffloadReport(plans=tuple(graphoffload.last_plans()))
+    assert [plan.variant for plan in trained._running] == [plan.variant for plan in report.plans]
+    assert trained.offloaded_bytes == report.offloaded_bytes == 0
 
 
-def test_explain_warns_as_training_does(block_peak: int) -> None:
+def test_explain_warns_as_training_does(block_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that fit alone and not together: explain() says it, training would at its first backward."""
     torch._dynamo.reset()
     model = Broken(COUNT)
     static = sum(p.nbytes for p in model.parameters())
     alone = mock.patch.object(sharing, "may_link", return_value=False)
+    monkeypatch.setenv("GRAPHOFFLOAD_ACROSS_GRAPHS", "0")
     with alone, pytest.warns(SharedBudgetWarning, match=f"{COUNT + 1} calls of them"):
         graphoffload.explain(model, backend(static + block_peak).config)(*ZOO["three_blocks"].example("cpu", seed=0))
 
@@ -204,6 +206,9 @@ def test_a_first_block_does_not_plan_for_the_others(explained: bool, capfd: pyte
         plans, calls = graphoffload.last_plans(), (1, COUNT - 1)
     assert calls == (1, COUNT - 1)
     first, others = plans
+    if explained:
+        assert [plan.variant for plan in plans] == ["keep", "keep"], "one step, and it fits"
+        return
     assert first.bytes_of("keep") > 0 == first.offloaded_bytes
     assert others.offloaded_bytes == first.bytes_of("keep"), "goes, or stays where it fits"
     assert "the peak is this graph's alone, one of several" in capfd.readouterr().err

@@ -37,6 +37,8 @@ class Joined:
     backward_start: tuple[int, ...]
 
 
+OUTSIDE = "outside the graphs"
+"""Names of buffers that are memory outside begin with this."""
 Named = dict[tuple[int, int], tuple[Sequence[Step], list[Step]]]
 """Steps with their call's name, by call and identity of the steps. They are most of the work of a join."""
 
@@ -162,7 +164,7 @@ def _outside(line: _Line, base_bytes: int, offset: int) -> list[Buffer]:
         if index + 1 < len(line.outside) and line.outside[index + 1][1] == nbytes:
             continue
         if nbytes > base_bytes:
-            found.append(Buffer(f"outside the graphs, {where}", nbytes - base_bytes, offset + begin, offset + end - 1))
+            found.append(Buffer(f"{OUTSIDE}, {where}", nbytes - base_bytes, offset + begin, offset + end - 1))
         begin = end
     return found
 
