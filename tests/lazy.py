@@ -212,7 +212,7 @@ def forget_steps() -> None:
     _PLANNER.last.clear()
     _PLANNER.went_as_planned.clear()
     _PLANNER.irregular, _PLANNER.warned = 0, False
-    OVERRIDE.options, OVERRIDE.version = {}, 0
+    OVERRIDE.options, OVERRIDE.configs, OVERRIDE.version = {}, frozenset(), 0
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from graphoffload.log import say
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
 from graphoffload.runtime.step.calls import LATEST
+from graphoffload.units import format_bytes
 
 
 def set_budget(device_budget: int | float | str) -> None:
@@ -54,7 +55,10 @@ def _set(**options: Any) -> None:
             'number where the model is compiled, as in model.compile(backend="graphoffload", options={"device_budget": ...}).'
         )
     OVERRIDE.options = options
+    OVERRIDE.configs = frozenset(graph.graph.config.digest() for graph in GRAPHS.values())
     OVERRIDE.version += 1
     running = any(run.calls and not run.is_nested for run in LATEST.values())
-    given = options["device_budget"] if options["max_slowdown"] is None else f"max_slowdown={options['max_slowdown']}"
+    budget = options["device_budget"]
+    shown = f"device_budget={format_bytes(budget) if isinstance(budget, int) else budget}"
+    given = shown if options["max_slowdown"] is None else f"max_slowdown={options['max_slowdown']}"
     say(f"{given} from the next step on" + (", since one is running" if running else ""))

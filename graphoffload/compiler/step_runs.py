@@ -53,10 +53,15 @@ _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
 
 
 class Override:
-    """What graphoffload.set_budget or set_slowdown asked for, instead of what was compiled with; `version` counts them."""
+    """What graphoffload.set_budget or set_slowdown asked for, instead of what was compiled with; `version` counts them.
+
+    configs: digests of the configurations that it stands for, those of all graphs at that time. A model that is compiled later
+    with other options keeps to those.
+    """
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
+        self.configs: frozenset[str] = frozenset()
         self.version = 0
 
 
@@ -233,7 +238,7 @@ def _graphs(sequence: Sequence[int]) -> list[Dispatched]:
 def _config(graph: Dispatched) -> OffloadConfig:
     """What is asked for now: as it was compiled, or as it was changed since."""
     config = graph.graph.config
-    return config.with_options(**OVERRIDE.options) if OVERRIDE.options else config
+    return config.with_options(**OVERRIDE.options) if config.digest() in OVERRIDE.configs else config
 
 
 def _asked(graph: Dispatched, known: _Known) -> tuple[Asked, Limits]:

@@ -14,6 +14,7 @@ from gpu.races import AFTER, BEFORE, RANDOM, Disturbance, disturbances
 from torch import Tensor, nn
 
 import graphoffload
+from graphoffload.compiler.step_runs import OVERRIDE
 from graphoffload.errors import BudgetError
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
@@ -80,6 +81,13 @@ def planned(inner: str) -> Model:
     assert run.plan is not None
     assert any(call.schedule.goes for call in run.calls if call.schedule is not None), "the plan copies"
     return model
+
+
+@pytest.fixture(autouse=True)
+def as_compiled() -> Iterator[None]:
+    """What one test sets is not for the next."""
+    yield
+    OVERRIDE.options, OVERRIDE.configs = {}, frozenset()
 
 
 @pytest.mark.usefixtures("deterministic")
