@@ -127,9 +127,8 @@ class Loop(RuleBasedStateMachine):
                 raise KeyError("stopped")
             return original(*args, **kwargs)
 
-        with mock.patch.object(ops, name, fails):
-            with suppress(KeyError, BudgetError):
-                gradients(self.model, self.loss(case))
+        with mock.patch.object(ops, name, fails), suppress(KeyError, BudgetError):
+            gradients(self.model, self.loss(case))
         self.model.zero_grad()
 
     @rule(budget=st.sampled_from([LEAST, 80_000, 100_000, MOST]))
@@ -291,9 +290,7 @@ def test_reloads_on_the_list_are_those_of_the_schedule(lazy: LazyStreams) -> Non
     model, expected = planned()
     plan = plan_now()
     assert plan is not None
-    names = {
-        (at, transfer.id) for at, (compiled_as, _, _) in enumerate(plan.calls) for transfer in compiled_as.plan.transfers
-    }
+    names = {(at, transfer.id) for at, (compiled_as, _, _) in enumerate(plan.calls) for transfer in compiled_as.plan.transfers}
     started = []
     original = calls.reload_early
 
