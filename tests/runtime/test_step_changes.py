@@ -112,11 +112,24 @@ def test_a_goal_in_the_middle_of_a_step_and_from_another_thread(lazy: LazyStream
     assert_equal(step(model, batch()), expected)
 
 
+class Whole(nn.Module):
+    """Blocks in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide(64) for _ in range(COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 @pytest.mark.parametrize("when", [1, 2, 4])
 def test_a_goal_for_a_model_that_is_one_graph(lazy: LazyStreams, when: int) -> None:
     """Also where it was set after the first step, before the second began."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Wide(64) for _ in range(4)))
+    model = Whole()
     model.compile(backend=graphoffload.OffloadBackend(**OPTIONS, device_budget=PLENTY), dynamic=False)
     x = torch.ones(64, HIDDEN)
 
