@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import runpy
 import subprocess
 import sys

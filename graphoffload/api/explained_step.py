@@ -38,7 +38,6 @@ from graphoffload.torch_internals import autograd, dynamo
 from graphoffload.torch_internals.dynamo import Retraceable
 from graphoffload.torch_internals.pytrees import tree_leaves
 
-
 SEVERAL = 2
 """Calls of graphs in a forward that are planned as a step; fewer are a graph that is planned by itself."""
 
