@@ -41,6 +41,9 @@ from graphoffload.torch_internals import autograd, dynamo
 from graphoffload.torch_internals.dynamo import Retraceable
 from graphoffload.torch_internals.pytrees import tree_leaves
 
+SEVERAL = 2
+"""Calls of graphs in a forward that are planned as a step; fewer are a graph that is planned by itself."""
+
 
 class NotOneStepError(Exception):
     """The graphs of this forward are not planned as a step; the text says why."""
@@ -159,10 +162,11 @@ class StepLook:
         Raises:
             NotOneStepError: the backwards do not come once each, in the reverse order of the forwards.
         """
+        if len(self.sequence) < SEVERAL:
+            return
         roots = [value for value in tree_leaves(outputs) if isinstance(value, torch.Tensor) and value.requires_grad]
         roots = [root for root in roots if not root.dim()] or roots
-        outputs = None
-        if len(self.sequence) > 1 and roots:
+        if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         if self.ended != list(range(len(self.sequence) - 1, -1, -1)):
             raise NotOneStepError("the backwards of its graphs do not run once each, in the reverse order of the forwards")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphoffload.api.explained_step import NotOneStepError, StepLook, plan_look
+from graphoffload.api.explained_step import SEVERAL, NotOneStepError, StepLook, plan_look
 from graphoffload.api.values import Values
 from graphoffload.compiler.backend import plan_graph
 from graphoffload.compiler.compile_variant import Graph
@@ -80,10 +80,8 @@ class Explanation:
         notes = []
         where = _places_of(model, args, kwargs)
         if unknown is not None and where == {"cpu"}:
-            again = f"{_place(unknown)} reads a value that depends on parameters: the forward was run once on the CPU"
-            say(f"explain: {again.replace('was run', 'is run')}")
+            notes.append(_runs_once(unknown))
             graphs, unknown = _look(model, chosen, Values(everything=True), args, kwargs, stops)
-            notes.append(again)
         if unknown is not None:
             notes.append(_ends_at(unknown, graphs, where))
             warn(PartialPlanWarning, f"explain() planned a part of the model. {notes[-1]}", stacklevel=5)
@@ -126,13 +124,20 @@ class Explanation:
 
     def _step(self, parts: Sequence[nn.Module]) -> OffloadReport | str:
         """One step of all graphs that run; or why none is planned, "" where it is one call of one graph."""
+        notes: list[str] = []
         try:
-            look = self.looked(parts)
+            try:
+                look = self.looked(parts)
+            except UNKNOWN as unknown:
+                if _places_of(self.model, self.args, self.kwargs) != {"cpu"}:
+                    return ""  # the report of the single graphs says where it ends
+                notes.append(_runs_once(unknown))
+                look = self.looked(parts, everything=True)
         except NotOneStepError as error:
             return str(error)
         except UNKNOWN:
-            return ""  # the report of the single graphs says where it ends
-        if len(look.sequence) < _SEVERAL:
+            return ""
+        if len(look.sequence) < SEVERAL:
             return ""
         on_gpu = any(parameter.device.type == "cuda" for parameter in self.parameters)
         reserve = 0 if self.state is not None or not on_gpu else state_bytes(self.parameters)
@@ -141,20 +146,20 @@ class Explanation:
             plans=found.plans,
             graph_breaks=max(0, look.count - max(1, len(parts))),
             calls=found.calls,
-            notes=self._left_out() if found.plans else (),
+            notes=(*notes, *self._left_out()),
             step=found.step,
             ledger=found.ledger,
             keep_ledger=found.keep_ledger,
             budget_bytes=found.step.budget_bytes,
         )
 
-    def looked(self, parts: Sequence[nn.Module]) -> StepLook:
-        """A forward and backward of the model with fake tensors.
+    def looked(self, parts: Sequence[nn.Module], *, everything: bool = False) -> StepLook:
+        """A forward and backward of the model with fake tensors; `everything`: also on the CPU, for the values that it reads.
 
         Raises:
             NotOneStepError: the graphs are not planned as a step. One of UNKNOWN: the model reads a value that is not known.
         """
-        values = Values()
+        values = Values(everything=everything)
         look = StepLook(self.config, values.live)
         try:
             with torch.random.fork_rng(devices=[]), _fake_world(self.model, values):
@@ -184,7 +189,11 @@ class Explanation:
         return (f"not counted: {', '.join(counted)}{named}",)
 
 
-_SEVERAL = 2  # calls: fewer are no step to be planned, but a graph
+def _runs_once(unknown: BaseException) -> str:
+    """A note that the forward is run, which is also said now."""
+    again = f"{_place(unknown)} reads a value that depends on parameters: the forward was run once on the CPU"
+    say(f"explain: {again.replace('was run', 'is run')}")
+    return again
 
 
 class SeveralGraphsError(Exception):
@@ -232,10 +241,15 @@ def compiled_call_of(module: nn.Module) -> bool:
 
 @contextmanager
 def calls_replaced(parts: Sequence[nn.Module], backend: Any) -> Iterator[None]:
-    """Have compiled modules be compiled by another backend for a while, each call by itself."""
+    """Have compiled modules be compiled by another backend for a while, each call by itself; None: by none, as what calls them
+    is compiled."""
+
+    def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+        return call if backend is None else dynamo.compile_isolated(call, backend)
+
     with ExitStack() as stack:
         for part in parts:
-            stack.enter_context(modules.compiled_as(part, lambda call: dynamo.compile_isolated(call, backend)))
+            stack.enter_context(modules.compiled_as(part, compiled))
         yield
 
 
@@ -244,7 +258,7 @@ def _look(
 ) -> tuple[_Graphs, BaseException | None]:
     """The graphs that a forward runs, and the error at which it stops if it needs an unknown value."""
     graphs = _Graphs(config, stops)
-    with torch.random.fork_rng(devices=[]), _fake_world(model, values):
+    with torch.random.fork_rng(devices=[]), _fake_world(model, values), calls_replaced(compiled_parts(model), None):
         inputs, named = tree_map_only(torch.Tensor, values.fake, (args, kwargs))
         try:
             dynamo.compile_isolated(_target(model), graphs)(*inputs, **named)

@@ -296,3 +296,48 @@ def test_a_backward_that_cannot_be_followed_is_planned_graph_by_graph() -> None:
     assert report.step is None
     assert report.plans
     assert "planned graph by graph, not as a step: the backwards of its graphs do not run once each" in str(report)
+
+
+def test_one_compiled_module_is_no_step() -> None:
+    model = Model(2)
+    graphoffload.offload(model.layers[0], **options())
+    report = graphoffload.explain(model, options())(ids())
+    assert report.step is None
+    assert "planned graph by graph" not in str(report), "there is one call, so nothing is missed"
+
+
+def test_what_the_blocks_are_compiled_with_never_runs() -> None:
+    """Where the step cannot be followed and the forward breaks, their own compiled code ran with fake tensors, and crashed."""
+
+    class Breaks(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            y = self.layers[0](x)
+            torch._dynamo.graph_break()
+            self.layers[1](x)
+            return functional.cross_entropy(self.head(y), ids)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the block's own backend ran")
+
+    model = Breaks(2)
+    for layer in model.layers:
+        layer.compile(backend=refuse)
+    report = graphoffload.explain(model, options("1GiB"))(ids())
+    assert report.step is None
+    assert report.plans
+
+
+def test_a_value_that_depends_on_parameters_is_computed_once() -> None:
+    class Reads(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            for layer in self.layers:
+                x = layer(x)
+                x = x * 2 if x.sum().item() > 1e9 else x
+            return functional.cross_entropy(self.head(x), ids)
+
+    report = graphoffload.explain(by_compile(Reads(3)), options())(ids())
+    assert report.step is not None
+    assert len(report.step.calls) == 3
+    assert "reads a value that depends on parameters: the forward was run once on the CPU" in str(report)
