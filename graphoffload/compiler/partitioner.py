@@ -138,7 +138,13 @@ def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession)
         hint=rewritten.hint,
     )
     named = "" if config.hardware == "measure" or hardware.source == "cpu" else hardware.name
-    plan = replace(rewritten.plan, summary=summary, hardware=named, host_budget_bytes=session.limits.host_budget_bytes)
+    plan = replace(
+        rewritten.plan,
+        summary=summary,
+        hint=rewritten.hint,
+        hardware=named,
+        host_budget_bytes=session.limits.host_budget_bytes,
+    )
     predicted = _predicted(rewritten, session, hardware.name)
     session.finish(plan)
     predictions.remember(plan.key, predicted)

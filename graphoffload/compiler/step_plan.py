@@ -107,7 +107,9 @@ def make_step_plan(
     names = {graph.number: graph.graph.name for graph in graphs}
     called = Counter(names[number] for number in sequence)
     whole = hardware.memory_bytes if hardware.source != "cpu" else None
-    summary = line_of_step(solution, called, asked.reserve_bytes, asked.budget_bytes, whole)
+    line = line_of_step(solution, called, asked.reserve_bytes, asked.budget_bytes, whole)
+    hints = dict.fromkeys(compiled.plan.hint for compiled, _, _ in calls if compiled.plan is not None)
+    summary = "; ".join((line, *filter(None, hints)))
     plan = StepPlan(sequence, calls, solution, summary)
     _tell(plan, asked.reserve_bytes)
     log.info("the step was planned in %.1f s, and planned and compiled in %.1f s", planned_s, time.perf_counter() - begun)

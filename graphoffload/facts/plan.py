@@ -102,6 +102,7 @@ class Plan:
         hardware: name of the profile that the plan was made for; "" if it is this device's own.
         part: other graphs are trained with this one. The figures do not include the memory that these keep.
         host_budget_bytes: the host memory that the plan was limited to; None: unlimited.
+        hint: what the user could change, for the line of the plan or of its step.
         variant: name of the recipe that the graph is compiled by, where the plan of a step says which; "" if planned alone.
         outputs_held: the predicted peak includes the model's outputs throughout backward.
     """
@@ -123,6 +124,7 @@ class Plan:
     host_budget_bytes: int | None = None
     outputs_held: bool = True
     variant: str = ""
+    hint: str = ""
 
     def suits_host(self, host_budget_bytes: int | None) -> bool:
         """Whether this plan is right for so much host memory.
