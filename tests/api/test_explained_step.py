@@ -341,3 +341,25 @@ def test_a_value_that_depends_on_parameters_is_computed_once() -> None:
     assert report.step is not None
     assert len(report.step.calls) == 3
     assert "reads a value that depends on parameters: the forward was run once on the CPU" in str(report)
+
+
+def test_a_step_that_is_planned_again_is_reported_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variants of the plan before stay compiled; their figures were added to the new ones."""
+    model = by_compile(Model())
+    facts = looked(model)
+    monkeypatch.setattr(step_runs, "facts_of", lambda runs, graphs, limits: facts)
+    registry.forget()
+    lines = []
+    try:
+        for budget in ("", "1GiB"):
+            if budget:
+                graphoffload.set_budget(budget)
+            for _ in range(4):
+                model(ids()).backward()
+            trained = OffloadReport(plans=tuple(graphoffload.last_plans()))
+            lines.append([line for line in str(trained).splitlines() if line.startswith("step of ")])
+    finally:
+        step_runs.OVERRIDE.options.clear()
+    assert [len(found) for found in lines] == [1, 1]
+    assert "kept all" in lines[1][0]
+    assert trained.predicted_peak_bytes == trained.keep_peak_bytes
