@@ -27,7 +27,7 @@ from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.optimizer_state import unmade_state_bytes
 from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, shifted
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
-from graphoffload.errors import BudgetError, BudgetExceededWarning, StepNotPlannedWarning, warn
+from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.log import say
@@ -328,15 +328,34 @@ def _streams(device: torch.device) -> Any:
     return None if run is None else run.streams
 
 
+def _found_facts(known: _Known, graphs: list[Dispatched], limits: Limits) -> bool:
+    """Make facts of what was recorded; False where a graph cannot be traced again."""
+    try:
+        drop_shared_inputs(known.runs[-1], graphs)
+        known.facts = facts_of(known.runs, graphs, limits)
+    except (ShapeGuardError, PlanError) as error:
+        _give_up(known, error)
+        return False
+    known.start_bytes = known.runs[-1].marks[0].allocated_bytes
+    known.runs = []
+    return True
+
+
+def _give_up(known: _Known, error: Exception) -> None:
+    """A graph of the step cannot be compiled again: it goes on as it was compiled first."""
+    known.plan, known.fixed, known.runs = None, True, []
+    remedy = " Compile with dynamic=False." if isinstance(error, ShapeGuardError) else ""
+    text = f"the step is not planned, and its graphs run as they were compiled first: {str(error).rstrip('.')}.{remedy}"
+    warn(StepNotPlannedWarning, text, stacklevel=5)
+
+
 def _plan(known: _Known, device: torch.device, why: str) -> None:
     """Plan a step from what is known of it; `why` it is planned again."""
     graphs = _graphs(known.sequence)
     asked, limits = _asked(graphs[0], known)
-    if known.facts is None:
-        drop_shared_inputs(known.runs[-1], graphs)
-        known.facts = facts_of(known.runs, graphs, limits)
-        known.start_bytes = known.runs[-1].marks[0].allocated_bytes
-        known.runs = []
+    if known.facts is None and not _found_facts(known, graphs, limits):
+        return
+    assert known.facts is not None
     streams = _streams(device)
     known.planned_bytes = streams.allocated_bytes()[0] if streams is not None else 0
     known.version, known.asked, known.followed = OVERRIDE.version, asked, 0
@@ -356,9 +375,8 @@ def _plan(known: _Known, device: torch.device, why: str) -> None:
             raise
         warn(StepNotPlannedWarning, f"{error} The step runs on as it was compiled first, which holds least.", stacklevel=4)
         return
-    except ShapeGuardError as error:
-        known.plan, known.fixed = None, True
-        warn(StepNotPlannedWarning, f"the step is not planned: {error}. Compile with dynamic=False.", stacklevel=4)
+    except (ShapeGuardError, PlanError) as error:
+        _give_up(known, error)
         return
     if streams is not None and (before is None or before.calls != known.plan.calls):
         streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones

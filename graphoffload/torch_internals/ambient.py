@@ -16,7 +16,7 @@ import torch
 
 
 class Ambient(NamedTuple):
-    """A state, as the functions that set it and what they set; see `ambient`."""
+    """A state, as the functions that set it and what they set; see `state_here`."""
 
     parts: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 
@@ -26,7 +26,7 @@ class Ambient(NamedTuple):
             function(*values)
 
 
-def ambient() -> Ambient:
+def state_here() -> Ambient:
     """The state of this thread. Without it: a graph that is traced again computes in other dtypes than its callers ask for."""
     backends = torch.backends.cuda
     parts: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
@@ -54,9 +54,9 @@ def _set_deterministic(deterministic: bool, warns: bool) -> None:
 def as_in(state: Ambient) -> Iterator[None]:
     """A context in another state, which draws no random numbers from the generators of this one.
 
-    Without it: as for `ambient`; and dropout after a compile differs from that of a run without one.
+    Without it: as for `state_here`; and dropout after a compile differs from that of a run without one.
     """
-    here, python, host = ambient(), random.getstate(), torch.get_rng_state()
+    here, python, host = state_here(), random.getstate(), torch.get_rng_state()
     device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         state.set()

@@ -23,7 +23,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph, GraphModule
 
-from graphoffload.torch_internals.ambient import Ambient, ambient, as_in
+from graphoffload.torch_internals.ambient import Ambient, as_in, state_here
 from graphoffload.torch_internals.fake_tensors import outside_all_modes
 from graphoffload.torch_internals.patching import replaced
 
@@ -150,7 +150,7 @@ def retraceable(gm: GraphModule) -> Retraceable | None:
         return None
     if getattr(context, "ddp_optimizer_ctx", None) is not None:
         return None
-    kept = Retraceable(gm, inputs, context.fake_mode, ambient())
+    kept = Retraceable(gm, inputs, context.fake_mode, state_here())
     return replace(kept, graph=kept.copy())
 
 

@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import graphoffload
 from graphoffload.compiler import dispatch, step_runs
 from graphoffload.compiler.dispatch import GRAPHS
-from graphoffload.errors import BudgetError, ConfigError, StepNotPlannedWarning
+from graphoffload.errors import BudgetError, ConfigError, PlanError, StepNotPlannedWarning
 from graphoffload.runtime.step.calls import STEPS
 from graphoffload.testing.attention import HIDDEN, Block
+from graphoffload.torch_internals.dynamo import ShapeGuardError
 from tests.runtime import stepping
 from tests.runtime.stepping import (
     COUNT,
@@ -60,6 +61,12 @@ def offloads(model: nn.Module) -> int:
     before = graphoffload.stats()["offloads"]
     step(model, batch())
     return graphoffload.stats()["offloads"] - before
+
+
+def train(model: nn.Module, expected: list[Tensor | None]) -> None:
+    """Four steps."""
+    for _ in range(4):
+        assert_equal(step(model, batch()), expected)
 
 
 def peak() -> int:
@@ -304,6 +311,27 @@ def test_checkpoints_around_blocks(lazy: LazyStreams) -> None:
     assert "Checkpoint inside what is compiled, not around it; or compile the whole model." in texts[0]
 
 
+@pytest.mark.parametrize("where", ["family_of", "compile_by"])
+@pytest.mark.parametrize("kind", [ShapeGuardError, PlanError])
+def test_a_graph_that_cannot_be_compiled_again(lazy: LazyStreams, where: str, kind: type[Exception]) -> None:
+    """Said once; the model trains on as it was compiled first, and a new goal does not break it."""
+    model = fresh()
+    (expected,) = kept(model, [batch()])
+    compiled(model, budget_at(0.3))
+    step(model, batch())
+    with (
+        mock.patch.object(dispatch, where, side_effect=kind("it asks s0 > 2 of the sizes.")) as tried,
+        pytest.warns(StepNotPlannedWarning, match="run as they were compiled first: it asks s0 > 2 of the sizes") as caught,
+    ):
+        train(model, expected)
+    assert tried.call_count == len(caught) == 1
+    assert ("Compile with dynamic=False" in str(caught[0].message)) == (kind is ShapeGuardError)
+    assert plan_now() is None
+    graphoffload.set_budget(budget_at(0.5))
+    for _ in range(4):
+        assert_equal(step(model, batch()), expected)
+
+
 class Inside(nn.Module):
     """A checkpoint inside of what is compiled."""
 
@@ -378,10 +406,9 @@ def test_threads(lazy: LazyStreams) -> None:
             assert_equal(step(model, batch()), expected)
     errors: list[BaseException] = []
 
-    def train(model: Model) -> None:
+    def run(model: Model) -> None:
         try:
-            for _ in range(6):
-                assert_equal(step(model, batch()), expected)
+            train(model, expected)
             assert plan_now() is not None
         except BaseException as error:
             errors.append(error)
@@ -389,7 +416,7 @@ def test_threads(lazy: LazyStreams) -> None:
             model.zero_grad()
             forget_steps()
 
-    threads = [threading.Thread(target=train, args=(model,)) for model in models[1:]]
+    threads = [threading.Thread(target=run, args=(model,)) for model in models[1:]]
     for thread in threads:
         thread.start()
     for thread in threads:
