@@ -231,19 +231,24 @@ class StepRun:
                 self.settle(count)
 
     def settle(self, count: int) -> None:
-        """Let compute wait for the first `count` copies of the step, and free their sources."""
+        """Let compute wait for the first `count` copies of the step, and free their sources.
+
+        One whose release has not come is settled by the event of its release, which counts it as well.
+        """
         with LOCK:
             copies = self.copies
-            while self.settled < min(count, len(copies)):
-                entry = copies[self.settled]
-                if entry.state is COPYING:  # its release has not come: the next event looks again
-                    return
-                self.settled += 1
+            for entry in copies[self.settled : count]:
                 if entry.state is RELEASE_PENDING:
-                    source = entry.settle()
-                    COUNTERS.released(entry.layout.nbytes)
-                    if ACTIVE.release is not None and source is not None and entry.id not in entry.run.inputs:
-                        ACTIVE.release(source, entry.name)
+                    self._settle_one(entry)
+            while self.settled < min(count, len(copies)) and copies[self.settled].state is not COPYING:
+                self.settled += 1
+
+    @staticmethod
+    def _settle_one(entry: OffloadedTensor) -> None:
+        source = entry.settle()
+        COUNTERS.released(entry.layout.nbytes)
+        if ACTIVE.release is not None and source is not None and entry.id not in entry.run.inputs:
+            ACTIVE.release(source, entry.name)
 
     def leave_plan(self) -> None:
         """The calls are not those of the plan: nothing stays pending from now on."""
@@ -283,12 +288,10 @@ class StepRun:
             self.watches = False
             self.changes = allocator.stop(self.streams.index)
         with LOCK:
-            while self.settled < len(self.copies):
-                before = self.settled
-                with contextlib.suppress(RuntimeStateError):  # of a forward that was dropped
-                    self.settle(len(self.copies))
-                if self.settled == before:
-                    break
+            for entry in self.copies:
+                if entry.state is RELEASE_PENDING:
+                    with contextlib.suppress(RuntimeStateError):  # of a forward that was dropped
+                        self._settle_one(entry)
             for entry in list(self.ahead):
                 if entry.state is PREFETCHED:
                     self.drop(entry)
