@@ -56,7 +56,8 @@ def may_join(graph: Graph) -> bool:
 def is_one_of_several(graph: Graph) -> bool:
     """Whether other graphs are trained with this one, and have at least as much of the model: it runs downstream of one, or a
     graph break ends it."""
-    part = graph.limits.downstream or bool(graph.fragment)
+    fragment = graph.fragment  # model 0 is whatever Dynamo knows nothing of: what broke there says nothing about this graph
+    part = graph.limits.downstream or fragment.place == "part" or (bool(fragment) and fragment.model != 0)
     return part and share_of_trained(graph.inputs) < _MOST
 
 

@@ -23,7 +23,8 @@ from graphoffload.planner.step.facts import StepFacts
 Layout = Literal["early", "spread", "late"]
 _LAYOUTS: tuple[Layout, ...] = ("late", "spread", "early")
 _SWEEPS = 2
-_ALL = 12  # calls of a step whose mixes are all looked at
+ALL_MIXES = 12
+"""Calls of a step whose mixes are all looked at."""
 _FEW = 3
 _INFINITE = float("inf")
 
@@ -121,7 +122,7 @@ class MixSearch:
         calls, variants = self._calls[graph], len(self.facts.graphs[graph])
         if not calls or variants == 1:
             return mixes
-        if len(self.facts.calls) <= _ALL:
+        if len(self.facts.calls) <= ALL_MIXES:
             return self._every(mixes, graph)
         alone = [_with(mixes, graph, Mix(variant, variant, calls)) for variant in range(variants)]
         values = [self.value(option) for option in alone]

@@ -28,7 +28,7 @@ from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
 from graphoffload.planner.step.facts import StepFacts, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
-from graphoffload.planner.step.mixes import Mixes, MixSearch, choose, neighbours, uniform
+from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Run, Runs
 
 __all__ = ["StepSolution", "plan_step"]
@@ -37,8 +37,8 @@ _VALUES = (120, 600)
 _EVALUATIONS = (200, 1000)
 _FINALISTS = 4
 _QUICK = 40
-_RUNS = (16, 60)
-_MORE = 8
+_RUNS = 60
+_MORE = 12
 _SHARES = (0.12, 0.06, 0.03, 0.0)
 _NEAR_BOUND = 1.002
 
@@ -116,7 +116,7 @@ def _search(runs: Runs) -> Run | None:
     order = search.best()
     if not order:
         return None
-    most = runs.counts(runs.keep.joined, _RUNS)
+    most = _RUNS if len(facts.calls) <= ALL_MIXES else _FINALISTS
     tried: dict[tuple[int, ...], Run] = {}
 
     def run(mixes: Mixes) -> Run:
