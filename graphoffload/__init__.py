@@ -34,6 +34,7 @@ compile. Every complaint is a class in errors.py. `python -m graphoffload` shows
 docs/one_tensor.md follows one activation all the way, with code that runs; docs/layout.md says where to change what.
 """
 
+from graphoffload.api.changing import set_budget, set_slowdown
 from graphoffload.api.introspect import explain, offload
 from graphoffload.api.tuning import tune
 from graphoffload.compiler.backend import OffloadBackend
@@ -47,6 +48,6 @@ from graphoffload.runtime.registry import last_plans
 
 __all__ = [
     "HardwareProfile", "OffloadBackend", "OffloadConfig", "OffloadPartitioner", "OffloadReport", "explain", "host_memory",
-    "last_plans", "mark_boundaries", "mark_boundary", "offload", "partition_fn", "release_host_memory", "reset_stats", "stats",
-    "tune",
+    "last_plans", "mark_boundaries", "mark_boundary", "offload", "partition_fn", "release_host_memory", "reset_stats",
+    "set_budget", "set_slowdown", "stats", "tune",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ import torch
 from graphoffload import bench
 from graphoffload.api.introspect import explain
 from graphoffload.bench.cli import add_tools, completed
+from graphoffload.compiler.optimizer_state import NAMES
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
 from graphoffload.hardware.measurement import cache_path, measure, resolve_hardware
 from graphoffload.hardware.profile import PROFILES
@@ -102,7 +103,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         return args
     command = f"{args.command} {args.tool}" if args.command == "bench" else args.command
     known = [f"--{_dashed(field.name)}" for field in dataclasses.fields(OffloadConfig)]
-    known = getattr(args, "known", [*known, "--out", "--json", "--meta", "--list", "--device"])
+    known = getattr(args, "known", [*known, "--out", "--json", "--meta", "--optimizer", "--list", "--device"])
     close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise CommandError(f"{unknown[0]} is no argument of {command}.{hint} See: python -m graphoffload {command} --help")
@@ -129,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument("--out", metavar="DIR", help="write the report as text and JSON, pictures and traces there")
     explained.add_argument("--json", action="store_true", help="print the report as JSON")
     explained.add_argument("--meta", action="store_true", help="call the function on the meta device: no memory is taken")
+    known = f"count the state of {', '.join(NAMES)}, which training makes; without it the report says what it leaves out"
+    explained.add_argument("--optimizer", metavar="NAME", help=known)
     fields = explained.add_argument_group("the configuration", f"Also set by {ENV_PREFIX}<FIELD>; an option wins.")
     for field in dataclasses.fields(OffloadConfig):
         fields.add_argument(
@@ -198,7 +201,8 @@ def _explain(args: argparse.Namespace) -> int:
     config = _config(args)
     folder = _folder(args.out)
     model, inputs, named = _built(args.script, meta=args.meta)
-    report = _report(model, inputs, named, config)
+    chosen = {} if args.optimizer is None else {"optimizer": args.optimizer}
+    report = _report(model, inputs, named, config, chosen)
     _print(report.to_json() if args.json else report)
     if not args.json:
         _print(*_no_gpu(config))
@@ -247,10 +251,12 @@ def _write(folder: Path, report: OffloadReport) -> list[Path]:
     return [*written, *report.save_pictures(folder)]
 
 
-def _report(model: Any, inputs: tuple[Any, ...], named: dict[str, Any], config: OffloadConfig) -> OffloadReport:
+def _report(
+    model: Any, inputs: tuple[Any, ...], named: dict[str, Any], config: OffloadConfig, chosen: dict[str, Any]
+) -> OffloadReport:
     """What explain() says; what torch complains about while it traces becomes one complaint."""
     try:
-        report = explain(model, config)(*inputs, **named)
+        report = explain(model, config, **chosen)(*inputs, **named)
     except GraphOffloadError:
         raise
     except Exception as error:  # the model is anyone's code

@@ -103,6 +103,10 @@ class SharedBudgetWarning(GraphOffloadWarning):
     """Several graphs of one model were each planned for the whole budget, and together they exceed it."""
 
 
+class StepNotPlannedWarning(GraphOffloadWarning):
+    """The graphs of a training step could not be planned together; each runs as it was compiled first."""
+
+
 class PartialPlanWarning(GraphOffloadWarning):
     """explain() planned the graphs before a place where the model asks for a value that is not known, and none after."""
 

@@ -36,7 +36,7 @@ def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:
     for transfer in plan.transfers:
         source = find(nodes, transfer.tensor, plan.key)
         arguments = (plan.key, transfer.id)
-        with graph.inserting_after(find(nodes, transfer.offload_after, plan.key)):
+        with graph.inserting_after(_after_inputs(find(nodes, transfer.offload_after, plan.key))):
             handle = graph.call_function(torch.ops.graphoffload.offload.default, (source, *arguments))
         describe(handle, source, fresh_fake(source, (1,), (1,), HANDLE_DTYPE))
         if transfer.release_after is None:
@@ -53,6 +53,11 @@ def insert_offloads(graphs: GraphPair, plan: Plan) -> GraphPair:
     _erase_unread_views(graph, [nodes[transfer.tensor] for transfer in plan.transfers])
     finish(graphs.forward)
     return graphs
+
+
+def _after_inputs(node: Node) -> Node:
+    """The node itself; for an input, the last one."""
+    return node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
 
 
 def _erase_unread_views(graph: Graph, sources: list[Node]) -> None:

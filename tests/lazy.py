@@ -20,10 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphoffload.compiler.step_runs import _PLANNER, OVERRIDE
 from graphoffload.runtime import host_memory, release_hook
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step import between_graphs as between
+from graphoffload.runtime.step.calls import LATEST, STEPS
 from graphoffload.runtime.streams import copy_streams as streams
 
 CPU = torch.device("cpu")
@@ -54,6 +56,17 @@ class LazyEvent:
         return self.done
 
 
+class LazyTime:
+    """A moment; nothing takes any time."""
+
+    def synchronize(self) -> None:
+        """Already there."""
+
+    def elapsed_time(self, other: LazyTime) -> float:
+        """Milliseconds."""
+        return 0.0
+
+
 class LazyStreams:
     """What DeviceStreams offers, as far as the ops ask."""
 
@@ -66,6 +79,10 @@ class LazyStreams:
         self.captures = False
         self.complaints: list[str] = []
         self.log: list[str] = []
+
+    def timed_event(self) -> LazyTime:
+        """This moment."""
+        return LazyTime()
 
     def copy(self, direction: str, entry: Any, after: tuple[Any, ...], run: Callable[[], None], block: Any = None) -> Any:
         """Put the copy into its queue."""
@@ -113,6 +130,13 @@ class LazyStreams:
     def headroom_bytes(self) -> int:
         """As much as the test says."""
         return self.headroom
+
+    def retries(self) -> int:
+        """Nothing is ever short."""
+        return 0
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
 
     def allocated_bytes(self) -> tuple[int, int]:
         """As much as the test says: now, and at the peak."""
@@ -170,14 +194,35 @@ def afresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def learned() -> Iterator[None]:
+    """For a file that imports this: graphs join no step. What one leaves to the next is learned (step/between_graphs.py), as
+    for graphs that cannot be traced again."""
+    with mock.patch("graphoffload.compiler.backend.may_join", return_value=False):
+        yield
+
+
+def forget_steps() -> None:
+    """This thread has run nothing, and nobody has asked for another goal."""
+    between._TRACKS.of.clear()
+    STEPS.runs.clear()
+    STEPS.call = None
+    LATEST.clear()
+    _PLANNER.known.clear()
+    _PLANNER.last.clear()
+    _PLANNER.went_as_planned.clear()
+    _PLANNER.irregular, _PLANNER.warned = 0, False
+    OVERRIDE.options, OVERRIDE.configs, OVERRIDE.version = {}, frozenset(), 0
+
+
 @contextlib.contextmanager
 def lazy_steps() -> Iterator[LazyStreams]:
     """The same for a test of whole training steps: nothing of one is left for the next, and no copy ran on free memory."""
-    between._TRACKS.of.clear()
+    forget_steps()
     with lazy_streams() as lazy:
         yield lazy
+        forget_steps()
         gc.collect()
         ENTRIES.sweep()
-    between._TRACKS.of.clear()
     assert lazy.complaints == []
     assert host_memory().in_use_bytes == 0

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -97,6 +98,35 @@ def test_explain_prints_the_report_and_what_it_leaves_out(script: Path, capsys: 
     assert "reserved" not in without
     assert "not counted" not in without
     assert "No GPU here and none named" in run(capsys, "explain", script, "--inner", "aot_eager")[1]
+
+
+def test_blocks_and_the_optimizer(script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Blocks that the script compiles are one step; the optimizer's state is counted, and one picture is written."""
+    script.write_text(script.read_text() + """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def blocks():
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    for block in model:
+        block.compile(backend="graphoffload")
+    return model, (torch.randn(256, 64),)
+""")
+    status, out, _ = run(capsys, "explain", f"{script}:blocks", *QUICK, "--optimizer", "adamw", "--out", tmp_path / "out")
+    assert status == 0
+    assert re.search(r"one step runs graph\d+: keep; 2 x graph\d+: keep x 2", out), "the first block's input needs no gradient"
+    assert "optimizer state" in out
+    assert "of optimizer state (reserve=" not in out
+    names = {path.name.partition(".")[0] for path in (tmp_path / "out").iterdir()}
+    assert names == {"report", "step"}
+    status, _, err = run(capsys, "explain", f"{script}:blocks", *QUICK, "--optimizer", "lion")
+    assert status == 1
+    assert "optimizer='lion' is not known" in err
 
 
 def test_every_option_arrives(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def test_all_results_of_a_kernel_are_there_at_once(options: dict[str, Any], monk
 
 
 def test_a_slowdown_that_fused_operations_do_not_use_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their peak is as low as it gets long before the time is spent; operations apart need a sixth less."""
+    """Their peak is as low as it gets long before the time is spent; unfused operations need a sixth less."""
     # A CPU's Inductor stores an exponential that two read, and makes one kernel of all three; as on a GPU here.
     monkeypatch.setattr(torch._inductor.ir, "is_cpu", lambda _: False)
     torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_a_budget_that_fused_operations_do_not_meet(monkeypatch: pytest.MonkeyPa
     with pytest.raises(BudgetError) as refused:
         graphoffload.explain(Gated(), device_budget=budget - 2 * wide, **given)(x)
     least = int(re.search(r"\((\d+) bytes\)", str(refused.value)).group(1))  # type: ignore[union-attr]
-    assert least <= budget, "what it names can be met, with operations apart"
+    assert least <= budget, "what it names can be met, with unfused operations"
 
 
 def test_the_gradient_of_an_output_counts_by_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,2 @@
-"""Facts about a traced graph: what backward needs, what that costs, what must not be run again; and the verifier."""
+"""Facts about a traced graph: the values that backward needs, the cost of each node, and the operations that must not run
+again. verify.py checks the rewritten graphs."""

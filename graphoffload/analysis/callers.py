@@ -1,16 +1,18 @@
-"""Memory that is not ours: what the caller may write to between forward and backward, and how much of it backward may read.
+"""The caller's memory: the caller may write to it between forward and backward, so backward may read only a part of it.
 
-    h = f(x);  y = g(h @ w)        torch saves h. Computing f again in backward would read x, which the caller may have refilled
-                                   by then: through numpy, `.data`, a receive into the same buffer, the replay of a CUDA graph.
+    h = f(x);  y = g(h @ w)        torch saves h. Recomputing f in backward would read x. The caller may have refilled x by
+                                   then: through numpy, `.data`, a receive into the same buffer, the replay of a CUDA graph.
 
-Autograd reports an in-place write to a saved tensor; nobody sees the others. So a plan reads in backward what keep-all reads
-there, and beyond that parameters alone, which only an optimizer writes to. Buffers are no parameters: the next forward may
-write to them before this one's backward. Outputs of the model are the caller's from the moment they are returned.
+Autograd reports an in-place write to a saved tensor. Nothing reports the other writes. A plan's backward therefore reads only
+the caller's memory that keep-all's backward reads, and parameters, which only an optimizer writes to. Buffers are not
+parameters: the next forward may write to them before this forward's backward. An output of the model belongs to the caller
+from the moment it is returned.
 
-Why tags suffice. Keep-all's cut has x on forward's side. MUST_SAVE on what reads x can only move more to that side, so it
-changes nothing in keep-all, and x stays there in every later partition: what is recomputed there is a chain that ends at saved
-values, and a chain that reads x is refused. One case is left: an output that keep-all computes again. Once its inputs are
-recomputed, torch could read the caller's in its place, so it is tagged MUST_RECOMPUTE.
+Tags are enough to ensure this. Keep-all's cut has x on forward's side. MUST_SAVE on the operations that read x can only move
+more nodes to that side, so keep-all does not change. In every later partition x stays there as well: a recomputed value is a
+chain that ends at saved values, and a chain that reads x is refused. One case remains: an output that keep-all's backward
+recomputes. If a plan recomputes the inputs of this output, torch could read the caller's tensor instead, so the output is
+tagged MUST_RECOMPUTE.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ _NOT_MEMORY = ("tangents", "fwd_seed", "fwd_base_offset", "fwd_rng_state", "bwd_
 
 @dataclass(frozen=True, slots=True)
 class CallersMemory:
-    """By the names of nodes of the joint graph, what a plan may do with memory that is not ours.
+    """The caller's memory that a plan may read in backward, as names of nodes of the joint graph.
 
     Attributes:
         parameters: graph inputs that only an optimizer writes to.
-        read: values in the caller's memory that backward reads under keep-all, or that a checkpoint region of the user's reads.
-        roots: for each of these the input, or the first node of the output's memory.
-        again: outputs of the model that backward computes again under keep-all, and must not read instead.
+        read: values in the caller's memory that backward reads under keep-all, or that one of the user's checkpoint regions
+            reads.
+        roots: for each value in `read`, the input, or the first node of the output's memory.
+        again: outputs of the model that backward recomputes under keep-all, and must not read instead.
     """
 
     parameters: frozenset[str] = frozenset()
@@ -46,11 +49,11 @@ class CallersMemory:
 
 
 def callers_memory(pair: GraphPair, joint: Graph, parameters: frozenset[str]) -> CallersMemory:
-    """What keep-all does with the caller's memory.
+    """The caller's memory that keep-all reads.
 
     Args:
         pair: the graphs as partitioned with everything kept.
-        joint: the joint graph with the user's tags as they came.
+        joint: the joint graph with the user's own tags only.
         parameters: as in CallersMemory.
     """
     roots = {node.name: root for node, root in foreign(pair)}
@@ -62,7 +65,7 @@ def callers_memory(pair: GraphPair, joint: Graph, parameters: frozenset[str]) ->
 
 
 def foreign(pair: GraphPair) -> Iterator[tuple[Node, Node]]:
-    """Forward nodes in the caller's memory, each with its root: an input, or the first node of an output's memory."""
+    """Forward nodes in the caller's memory, each with its root. A root is an input, or the first node of an output's memory."""
     seen = set()
     for placeholder in inputs_of(pair.forward.graph):
         for node in _shown_by(placeholder):
@@ -76,14 +79,14 @@ def foreign(pair: GraphPair) -> Iterator[tuple[Node, Node]]:
 
 
 def inputs_of(graph: Graph) -> Iterator[Node]:
-    """Placeholders of tensors that forward is given: no gradients, no state of random numbers, no sizes or opaque values."""
+    """Placeholders of forward's tensors, without gradients, random state, sizes and opaque values."""
     for node in graph.find_nodes(op="placeholder"):
         if fake(node) is not None and not str(node.target).startswith(_NOT_MEMORY):
             yield node
 
 
 def readers_of_unread(graph: Graph, callers: CallersMemory) -> Iterator[Node]:
-    """Operations that read an input, or a part of one, which keep-all does not read in backward."""
+    """Operations that read an input, or a part of one, that keep-all's backward does not read."""
     for placeholder in inputs_of(graph):
         if placeholder.name not in callers.parameters:
             shown = _shown_by(placeholder, stop=callers.read)
@@ -91,14 +94,14 @@ def readers_of_unread(graph: Graph, callers: CallersMemory) -> Iterator[Node]:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node only shows memory of what it is given."""
+    """Whether a node is a view of its argument's memory."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return is_view(node.args[0])
     return node.op == "call_function" and only_views(node)
 
 
 def _shown_by(placeholder: Node, stop: Collection[str] = ()) -> dict[Node, None]:
-    """A node and its views but those that `stop` names, which none of their views are looked for either."""
+    """A placeholder and its views. The nodes that `stop` names, and the views of these, are left out."""
     found: dict[Node, None] = {}
     pending = [placeholder]
     while pending:
@@ -110,7 +113,7 @@ def _shown_by(placeholder: Node, stop: Collection[str] = ()) -> dict[Node, None]
 
 
 def _read_by_regions(joint: Graph) -> Iterator[str]:
-    """What operations of the user's checkpoint regions read, and what that is a view of."""
+    """Names of the values that the user's checkpoint regions read, and of the values that these are views of."""
     pending = [source for node in joint.nodes if _users_own(node) for source in node.all_input_nodes if not _users_own(source)]
     seen: set[Node] = set()
     while pending:

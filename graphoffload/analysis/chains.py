@@ -1,12 +1,18 @@
-"""What recomputing a saved activation means: the operations to run again, and what they read.
+"""The chain that recomputes a saved activation: the operations that run again, and the saved values that they read.
 
     a (saved) ──▶ norm ──▶ mul ──▶ x (saved)        chain of x: norm, mul        reads: a
                   w (parameter) ─┘
 
-The chain goes up from the activation to what is saved anyway and to graph inputs. It is refused where running an operation
-again would not give the same value or has an effect: randomness that is not drawn from a saved seed, inputs that the forward
-writes to or the caller may (callers.py: their value is another one by then), discrete decisions, which other last bits would
-turn (decisions.py), collectives, operations that mutate, and operations nobody told us anything about.
+The chain starts at the activation and follows the operations' inputs up to other saved activations and graph inputs. A chain
+is refused if running one of its operations again could give another value or has a side effect:
+
+    random numbers                     unless they are drawn from a saved seed
+    inputs that may have changed       forward writes to them, or the caller may (callers.py)
+    discrete decisions                 other last bits of a float may turn them (decisions.py)
+    collectives, operations that write to their arguments, custom operations: their effects are unknown
+
+Checkmate (Jain et al., MLSys 2020) lets every value be recomputed at any step. A chain here runs once, in backward, and ends at
+values that this plan saves.
 """
 
 from __future__ import annotations
@@ -32,7 +38,13 @@ _PURE_NAMESPACES = ("aten", "prims", "inductor_prims")
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """`nodes`: names of operations to run again, in order; `reads`: names of SavedTensors; `why_not`: "" when it is sound."""
+    """The recomputation of one saved activation.
+
+    Attributes:
+        nodes: names of the operations to run again, in order.
+        reads: names of the SavedTensors that they read.
+        why_not: why the activation must not be recomputed; "" when it may be.
+    """
 
     nodes: tuple[str, ...]
     reads: tuple[str, ...]
@@ -40,15 +52,16 @@ class Chain:
 
 
 @dataclass(slots=True)
-class _Around:
-    """What a chain is judged by.
+class _ForwardFacts:
+    """Facts about the forward graph that decide whether a chain is refused.
 
     Attributes:
         owner: forward node -> name of the SavedTensor whose storage it lives in.
-        mutated: placeholders that the forward writes to. callers: what keep-all reads of the caller's memory.
+        mutated: placeholders that the forward writes to.
+        callers: the caller's memory that keep-all reads.
         roots: nodes in the caller's memory, each with its root.
-        used, decided: of decisions.used_by_forward and decided_on.
-        bound: operations that must not run again, since backward decides by the bits of what they compute.
+        used, decided: results of decisions.used_by_forward and decisions.decided_on.
+        bound: operations that must not run again, since a decision of backward depends on the bits of their results.
     """
 
     owner: Mapping[Node, str]
@@ -60,7 +73,7 @@ class _Around:
     bound: frozenset[str] = frozenset()
 
     def forbids(self, node: Node) -> str:
-        """Why the memory of a node that lies in the caller's must not be read in backward; "" where it may."""
+        """Why backward must not read a node in the caller's memory; "" if it may."""
         root = self.roots[node]
         if root in self.mutated:
             return Refusal.READS_WRITTEN.because(name=root.name)
@@ -72,27 +85,28 @@ class _Around:
         return Refusal.READS_CALLERS.because(name=root.name, kind=kind)
 
     def is_an_inputs(self, node: Node) -> bool:
-        """Whether a node lies in the memory of an input."""
+        """Whether a node is in the memory of an input."""
         return node in self.roots and self.roots[node].op == "placeholder"
 
 
-def chain_of(targets: tuple[Node, ...], own: str, around: _Around, fixed: Collection[str] = ()) -> Chain:
+def chain_of(targets: tuple[Node, ...], own: str, facts: _ForwardFacts, fixed: Collection[str] = ()) -> Chain:
     """The chain that recomputes one saved activation.
 
     Args:
-        targets: forward nodes of the activation's storage that backward receives. own: name of this SavedTensor.
+        targets: forward nodes of the activation's storage that backward receives.
+        own: name of this SavedTensor.
         fixed: names of SavedTensors that are never recomputed.
     """
     nodes: set[Node] = set()
     reads: dict[str, None] = {}
-    pending, owner = list(targets), around.owner
+    pending, owner = list(targets), facts.owner
     while pending:
         node = pending.pop()
         if node in nodes:
             continue
         saved = owner.get(node, own) != own
-        ends = saved or node.op != "call_function" or (around.is_an_inputs(node) and node.name in around.callers.read)
-        why_not = around.forbids(node) if ends and node in around.roots else ""
+        ends = saved or node.op != "call_function" or (facts.is_an_inputs(node) and node.name in facts.callers.read)
+        why_not = facts.forbids(node) if ends and node in facts.roots else ""
         if why_not:
             return Chain((), (), why_not)
         if saved:
@@ -102,26 +116,30 @@ def chain_of(targets: tuple[Node, ...], own: str, around: _Around, fixed: Collec
         if "inductor_seed" in str(node.target):
             continue
         why_not = _refusal(node)
-        if node.name in around.bound:
+        if node.name in facts.bound:
             why_not = Refusal.COMPARED_BY_BITS.because(target=node.target)
         if why_not:
             return Chain((), (), why_not)
         nodes.add(node)
         pending.extend(node.all_input_nodes)
-    why_not = _decides_again(nodes, own, around, fixed)
+    why_not = _decides_again(nodes, own, facts, fixed)
     return Chain((), (), why_not) if why_not else Chain(tuple(node.name for node in sorted(nodes)), tuple(reads))
 
 
-def _decides_again(nodes: Collection[Node], own: str, around: _Around, fixed: Collection[str]) -> str:
-    """Why a chain that decides on floats is refused: they are computed, or saved now and recomputed by another plan."""
+def _decides_again(nodes: Collection[Node], own: str, facts: _ForwardFacts, fixed: Collection[str]) -> str:
+    """Why a chain that makes a decision on floats is refused; "" if it is not.
+
+    The floats repeat to the bit only if every plan saves them. A float that is computed in the chain does not repeat, nor does
+    one that is saved now and that another plan may recompute.
+    """
 
     def stored(node: Node) -> bool:
-        return is_input(node) or around.owner.get(node, own) != own
+        return is_input(node) or facts.owner.get(node, own) != own
 
     for node in sorted(nodes):
-        if depends_on_bits(node, around.used, around.decided):
+        if depends_on_bits(node, facts.used, facts.decided):
             trace = trace_of(node, stored)
-            others = (source for source in trace.stored if not is_input(source) and around.owner[source] not in fixed)
+            others = (source for source in trace.stored if not is_input(source) and facts.owner[source] not in fixed)
             if trace.computed or any(others):
                 return Refusal.DECIDES_AGAIN.because(target=node.target)
     return ""
@@ -147,7 +165,7 @@ def _refusal(node: Node) -> str:
 
 
 def mutated_placeholders(forward: Graph, named: frozenset[Node]) -> frozenset[Node]:
-    """Placeholders that the forward writes to: those that AOTAutograd names, and targets of in-place operations."""
+    """Placeholders that the forward writes to: those that AOTAutograd names, and the arguments of in-place operations."""
     found = set(named)
     for node in forward.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
@@ -162,12 +180,13 @@ def chains_of(
     user_recomputed: frozenset[str],
     bound: frozenset[str] = frozenset(),
 ) -> dict[str, Chain]:
-    """By SavedTensor name, the operations that compute it again.
+    """The chain of every saved activation, by SavedTensor name.
 
     Args:
-        callers: what keep-all reads of the caller's memory. user_recomputed: as in decisions.repeated_decisions.
-        bound: operations that were bound to be saved for a decision of backward. Torch may save the decision in their place,
-            where it saves less; running them again would take it anew.
+        callers: the caller's memory that keep-all reads.
+        user_recomputed: as in decisions.repeated_decisions.
+        bound: operations that are tagged MUST_SAVE for a decision of backward. torch may save the decision instead of their
+            results, if the decision is smaller. Running these operations again would repeat the decision.
     """
     nodes = {node.name: node for node in pair.forward.graph.nodes}
     groups = group_by_storage(node for node in pair.forward.graph.nodes if node.op == "call_function")
@@ -175,10 +194,10 @@ def chains_of(
     for tensor in table.tensors:
         value = fake(nodes[tensor.name])
         assert value is not None
-        owner.update(dict.fromkeys(groups[storage_id(value)], tensor.name))
+        owner.update(dict.fromkeys((nodes[tensor.name], *groups.get(storage_id(value), ())), tensor.name))
     mutated = mutated_placeholders(pair.forward.graph, mutated_inputs(pair.forward.graph))
     used = used_by_forward(pair)
-    around = _Around(owner, mutated, callers, dict(foreign(pair)), used, decided_on(pair, used), bound)
+    facts = _ForwardFacts(owner, mutated, callers, dict(foreign(pair)), used, decided_on(pair, used), bound)
     looked_at = repeated_decisions(pair, user_recomputed).exact
     found: dict[str, Chain] = {}
     for tensor in table.tensors:
@@ -188,5 +207,5 @@ def chains_of(
             continue
         targets = tuple(nodes[name] for name in dict.fromkeys((*tensor.views, tensor.name)))
         fixed = {name for name, chain in found.items() if chain.why_not}
-        found[tensor.name] = chain_of(targets, tensor.name, around, fixed)
+        found[tensor.name] = chain_of(targets, tensor.name, facts, fixed)
     return found

@@ -1,7 +1,14 @@
-"""What each graph node costs: by roofline, or as measured.
+"""The cost of each graph node: measured where its kernel could be timed, else by the roofline model.
 
-Fused operations are priced by the bytes that really move: those between two kernels are one cluster, which reads each input
-once and writes only what a kernel, another cluster or the graph's output asks for.
+    time = max(FLOPs / achieved FLOP/s, bytes moved / device bandwidth) + kernel launch
+
+The roofline model (Williams, Waterman, Patterson, CACM 2009) bounds a kernel by its arithmetic or by its memory traffic. FLOPs
+are those of torch's own registry (torch.utils.flop_counter), and attention's are counted here. A fused kernel reads each of its
+inputs once, and writes only the values that exist in memory (fusion.py). An operation without a FLOP formula is bound by its
+bytes.
+
+The model is wrong for small kernels that use a part of the device, for operations that read at random addresses (embedding,
+scatter), and for products whose sizes do not fill the matrix units.
 """
 
 from __future__ import annotations
@@ -22,8 +29,8 @@ from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.torch_internals.operators import OpOverload, packet_of, schema_of
 from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 
-# Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens, and what a mask that is
-# read from memory leaves of them (4k tokens): docs/history.
+# Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens. A mask that is read from
+# memory multiplies them by the third number (4k tokens). docs/history has the measurements.
 _ATTENTION_FORWARD = 0.79
 _ATTENTION_BACKWARD = 0.65
 _ATTENTION_WITH_MASK = 0.54
@@ -31,8 +38,14 @@ _ATTENTION_WITH_MASK = 0.54
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """flops of the operation; bytes it moves through device memory; its time on the given hardware; bytes it needs while it
-    runs besides inputs and outputs."""
+    """The cost of one node.
+
+    Attributes:
+        flops: of the operation.
+        moved_bytes: bytes that it moves through device memory.
+        time_s: its time on the given hardware.
+        workspace_bytes: memory that it allocates while it runs, besides its outputs.
+    """
 
     kind: Kind
     flops: int
@@ -43,7 +56,7 @@ class NodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a kernel took when it ran alone: seconds, and bytes it allocated besides its outputs."""
+    """A kernel's time when it ran alone, and the bytes that it allocated besides its outputs."""
 
     time_s: float
     workspace_bytes: int
@@ -55,7 +68,7 @@ def node_costs(
     """Costs of all nodes of a graph, in the order in which they run. A fused value that does not exist in memory costs nothing
     where it is defined.
 
-    `measured` gives what is known of a kernel; the others are priced by roofline.
+    `measured` returns a kernel's measurement. The time of a kernel without one follows from the roofline model.
     """
     sizes = {storage_id(value): example_storage_nbytes(value) for node in fusion.kinds if (value := fake(node)) is not None}
     costs, seen_in_cluster = [], set[int]()
@@ -89,7 +102,7 @@ def node_costs(
 def _cost_of_region(
     region: GraphModule, around: Fusion, hardware: HardwareProfile, measured: Callable[[Node], Measured | None] | None
 ) -> NodeCost:
-    """All that one call of a region does; its temporaries are its workspace."""
+    """The cost of one call of a region: the sum over its operations. Its temporaries are its workspace."""
     fusion = fusion_of(region.graph, fuses=around.fuses, unfused_bytes=around.unfused_bytes)
     costs = node_costs(fusion, hardware, measured=measured)
     flops, moved, time_s = (sum(getattr(cost, name) for cost in costs) for name in ("flops", "moved_bytes", "time_s"))
@@ -105,7 +118,7 @@ def _cost_of_region(
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a node calls, and its value."""
+    """The operation that a node calls, its arguments and its value."""
 
     target: Any
     args: tuple[Any, ...]
@@ -114,8 +127,11 @@ class Operation:
 
 
 def operation_of(node: Node) -> Operation:
-    """What a node calls. Where torch saves or puts back a random state around it, as under a checkpoint, what is within:
-    `run_and_save_rng_state(op, *args)` is of (state, value), `run_with_rng_state(state, op, *args)` of the value."""
+    """The operation that a node calls.
+
+    torch wraps random operations of checkpoint regions: `run_and_save_rng_state(op, *args)` returns (state, value), and
+    `run_with_rng_state(state, op, *args)` returns the value. For these the wrapped operation is returned.
+    """
     name = getattr(node.target, "__name__", "")
     value = node.meta.get("val")
     if name == "run_and_save_rng_state" and isinstance(value, (tuple, list)):
@@ -126,10 +142,10 @@ def operation_of(node: Node) -> Operation:
 
 
 def _workspace_bytes(node: Operation) -> int:
-    """What an attention backward on a GPU allocates while it runs: the query's gradient in float32, a number a row, and where
-    several query heads share a key head, keys' and values' gradients of each. Other kernels: nothing worth counting.
+    """Bytes that an attention backward allocates on a GPU while it runs; 0 for other kernels, which allocate little.
 
-    Seen with cuDNN's attention on an H200 (docs/history).
+    The workspace holds the query's gradient in float32 and one float for each row. If several query heads share a key head, it
+    also holds the gradients of keys and values for each query head. Observed with cuDNN's attention on an H200 (docs/history).
     """
     if "attention" not in str(node.target) or "backward" not in str(node.target):
         return 0
@@ -144,7 +160,7 @@ def _workspace_bytes(node: Operation) -> int:
 
 
 def _moved_before(node: Node, fusion: Fusion) -> set[int]:
-    """What the product has been charged with that a sum is one kernel with: what it reads, and the result."""
+    """Storages whose traffic a sum's matrix product already paid for: the product's inputs, and the result of the sum."""
     product, value = fusion.added.get(node), fake(node)
     return {*fusion.read_by(product), storage_id(value)} if product is not None and value is not None else set()
 
@@ -173,7 +189,7 @@ def _time_s(node: Operation, flops: int, moved_bytes: int, hardware: HardwarePro
 
 
 def _share_of_matmul(node: Operation) -> float:
-    """How much of a matrix product's rate an operation reaches."""
+    """The share of a matrix product's rate that an operation achieves."""
     if "attention" not in str(node.target):
         return 1.0
     share = _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION_FORWARD
@@ -190,14 +206,14 @@ def _flops(node: Operation) -> int:
     args, kwargs = tree_map(_value, node.args), tree_map(_value, dict(node.kwargs))
     try:
         return int(size_hint(flop_registry[packet](*args, **kwargs, out_val=node.value), unknown=0))
-    except Exception:  # a formula that does not take this overload's arguments, or an unknown size: priced by its bytes
+    except Exception:  # the formula does not take this overload's arguments, or a size is unknown: bound by its bytes
         return 0
 
 
 def _attention_flops(node: Operation) -> int:
-    """Two products of queries and keys forward, five backward; half of that where it is causal.
+    """FLOPs of attention: two products of queries and keys in forward, five in backward, half of that if it is causal.
 
-    Not from torch's registry, which does not know attention on a CPU: plans for a GPU that is not there are made with it.
+    torch's registry has no formula for the CPU's attention operations, and a plan for another GPU may be made on a CPU.
     """
     backward = "backward" in str(node.target)
     values = [
@@ -215,7 +231,7 @@ def _attention_flops(node: Operation) -> int:
 
 
 def argument_of(node: Node | Operation, names: tuple[str, ...]) -> Any:
-    """The value of an operation's argument, whether given by position or by name; None where it has no such argument."""
+    """The value of an operation's argument, whether it is given by position or by name; None if there is no such argument."""
     if not isinstance(node.target, OpOverload):
         return None
     for argument, value in zip(schema_of(node.target).arguments, node.args, strict=False):

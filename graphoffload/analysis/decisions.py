@@ -1,22 +1,23 @@
-"""Discrete decisions: what must not be decided twice, since a compiler may compute a value in other bits the second time.
+"""Discrete decisions must not be made twice: a recomputed float may have other last bits.
 
-    probs = softmax(h @ router);  chosen = topk(probs);  y = experts(chosen)        forward goes to the experts that it chose
+    probs = softmax(h @ router);  chosen = topk(probs);  y = experts(chosen)        forward uses the experts that it chose
 
-A value that is recomputed is fused into other kernels than forward's: a reduction in another order, products and sums
-contracted to one instruction or not, vectorised or not (pytorch #186572). The last bits differ, and where two experts are
-nearly equal, backward would go to another one: silent, and no rounding error. So
+A recomputed value is fused into other kernels than in forward. They may reduce in another order, contract a product and a sum
+to one instruction, or vectorize differently (pytorch #186572). The last bits then differ. If two experts are nearly equal,
+backward would choose another one: a silent error that is far larger than rounding. Two kinds of operations are restricted:
 
-    decision   an operation that makes integers, booleans or steps (rounding, casts to 8 bits) of floats, where forward used
-               these: it may run again in backward only on floats that repeat to the bit
-    equality   backward's own look for equal elements (gradients of amax, of scatter_reduce), and kernels that compare inside
-               (_cdist_backward, _segment_reduce_backward), or take forward's decision again (hardshrink_backward): what they
-               read must repeat to the bit
+    decision   It turns floats into integers, booleans or steps (rounding, casts to 8 bits), and forward uses the result. It may
+               run again in backward only on floats that repeat to the bit.
+    equality   It looks for equal elements in backward (gradients of amax and scatter_reduce), compares inside its kernel
+               (_cdist_backward, _segment_reduce_backward), or repeats forward's decision (hardshrink_backward). The floats that
+               it reads must repeat to the bit.
 
-and what repeats to the bit is what lies in memory (saved values, inputs), random numbers drawn from a saved seed, and what only
-moves or selects any of these. Integers computed from integers repeat: causal masks made of positions stay free.
+Floats that repeat to the bit are stored ones (saved values, inputs), random numbers drawn from a saved seed, and results of
+operations that only move or select any of these. Integers computed from integers repeat as well, so a causal mask of positions
+is not restricted.
 
-Functions without a jump need none of this: relu, clamp, max-pooling and abs give nearly the same on both sides of their
-threshold, so that a decision taken otherwise there is rounding as well.
+Functions without a jump need no rule. relu, clamp, max-pooling and abs return nearly the same value on both sides of their
+threshold, so another decision there changes the result by a rounding error.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Operations that repeat to the bit where what they read does: they move, select, cast or negate.
+# Operations that repeat to the bit if their inputs do: they move, select, cast or negate.
 _MOVES = _names(
     """_to_copy convert_element_type clone copy lift_fresh lift_fresh_copy alias detach contiguous cat stack where masked_fill
     gather index index_select take embedding select_scatter slice_scatter diagonal_scatter index_put scatter
@@ -45,7 +46,7 @@ _MOVES = _names(
     amax amin max min sort topk kthvalue median nanmedian mode cummax cummin max_pool2d_with_indices argmax argmin
     _low_memory_max_pool_with_offsets"""
 )
-# Operations whose result is a float and jumps.
+# Operations with a float result that jumps.
 _STEPS = _names(
     """round floor ceil trunc fix frac sign sgn heaviside fmod remainder floor_divide copysign hardshrink threshold atan2 angle
     grid_sampler_2d grid_sampler_3d fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
@@ -63,7 +64,13 @@ _SHAPES_ONLY = ("_like", "new_", "empty", "full", "sym_", "zeros", "ones")
 
 @dataclass(slots=True)
 class Trace:
-    """Where the bits of values come from: `computed` floats, which may be others the second time, and `stored` ones."""
+    """The origin of the bits of some floats.
+
+    Attributes:
+        computed: operations that compute floats, whose bits may differ the second time.
+        stored: floats that are read from memory.
+        seen: every node that was looked at.
+    """
 
     computed: frozenset[Node] = frozenset()
     stored: frozenset[Node] = frozenset()
@@ -72,11 +79,11 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedDecisions:
-    """What backward decides again or compares, by name, each with the operation that does so.
+    """Values on whose bits a decision or comparison of backward depends: name -> the operation that decides or compares.
 
     Attributes:
-        inexact: operations that backward runs again, and on whose bits that depends: they must not run again.
-        exact: saved values that are looked at: while they stay saved, all is well.
+        inexact: operations that backward runs again. They must not run again.
+        exact: saved values. They must stay saved.
     """
 
     inexact: dict[str, str] = field(default_factory=dict)
@@ -84,10 +91,10 @@ class RepeatedDecisions:
 
 
 def repeated_decisions(pair: GraphPair, user_recomputed: frozenset[str] = frozenset()) -> RepeatedDecisions:
-    """Decisions that backward takes again on floats that it computes again.
+    """Decisions that backward makes again, and the floats that they depend on.
 
     Args:
-        user_recomputed: operations of the user's checkpoint regions, which do what the user asked for.
+        user_recomputed: operations of the user's checkpoint regions. The user asked for these to run again.
     """
     forward = {node.name for node in pair.forward.graph.nodes} - user_recomputed
     used = used_by_forward(pair)
@@ -105,7 +112,7 @@ def repeated_decisions(pair: GraphPair, user_recomputed: frozenset[str] = frozen
 
 
 def used_by_forward(pair: GraphPair) -> frozenset[str]:
-    """Names of what the model's own results are computed from; the rest of forward is there to be saved."""
+    """Names of the values that the model's results are computed from. Forward computes all other values only to save them."""
     found: set[str] = set()
     pending = [node for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs] if node is not None]
     while pending:
@@ -117,16 +124,17 @@ def used_by_forward(pair: GraphPair) -> frozenset[str]:
 
 
 def decided_on(pair: GraphPair, used: frozenset[str]) -> frozenset[str]:
-    """Names of floats on which forward took a decision, and of those that these only move."""
+    """Names of the floats on which forward made a decision, and of the floats that these were moved or selected from."""
     deciding = (node for node in pair.forward.graph.nodes if node.name in used and decides(node, used))
     return frozenset(source.name for node in deciding for source in trace_of(node, is_input).seen if is_float(source))
 
 
 def depends_on_bits(node: Node, used: frozenset[str], decided: frozenset[str]) -> bool:
-    """Whether an operation, run again, must read floats that repeat to the bit.
+    """Whether an operation that runs again must read floats that repeat to the bit.
 
     Args:
-        used: of used_by_forward. decided: of decided_on.
+        used: result of used_by_forward.
+        decided: result of decided_on.
     """
     if compares(node):
         return True
@@ -136,7 +144,7 @@ def depends_on_bits(node: Node, used: frozenset[str], decided: frozenset[str]) -
 
 
 def decides(node: Node, used: frozenset[str]) -> bool:
-    """Whether an operation makes integers, booleans or steps of floats, and forward uses these."""
+    """Whether an operation turns floats into integers, booleans or steps that forward uses."""
     name = _name(node)
     if not isinstance(node.target, OpOverload) or not _floats(node) or is_view(node):
         return False
@@ -155,17 +163,17 @@ def decides(node: Node, used: frozenset[str]) -> bool:
 
 
 def compares(node: Node) -> bool:
-    """Whether an operation looks for elements of floats that are equal, or compares them inside."""
+    """Whether an operation looks for equal elements among floats, or compares floats inside its kernel."""
     if not _floats(node):
         return False
     return node.target in _EQUALITY or (_name(node) in _COMPARE_INSIDE and not _is_relu(node))
 
 
 def trace_of(node: Node, stored: Callable[[Node], bool]) -> Trace:
-    """Where the bits of the floats that an operation reads come from, looking through what only moves them.
+    """The origin of the bits of the floats that an operation reads, looking through operations that only move them.
 
     Args:
-        stored: whether a value is taken from memory, and not computed where it is read.
+        stored: whether a value is read from memory, and not computed again.
     """
     computed, found, seen = set(), set(), set()
     pending = _floats(node)
@@ -184,17 +192,17 @@ def trace_of(node: Node, stored: Callable[[Node], bool]) -> Trace:
 
 
 def is_input(node: Node) -> bool:
-    """Whether a graph is given a value: an input, what is saved, a constant."""
+    """Whether a node is given to its graph: an input, a saved value or a constant."""
     return node.op in ("placeholder", "get_attr")
 
 
 def is_float(node: Node) -> bool:
-    """Whether a value, or one of several results, is a tensor of floats."""
+    """Whether a node's value, or one of its several results, is a tensor of floats."""
     return any(map(_inexact, _values(node)))
 
 
 def _repeats(node: Node) -> bool:
-    """Whether an operation gives the same bits for the same bits; floats that it computes may be others."""
+    """Whether an operation returns the same bits for the same bits. An operation that computes floats may not."""
     if not node.all_input_nodes or "inductor_" in _name(node) or not is_float(node):
         return True
     if node.target is operator.getitem or is_view(node):
@@ -203,7 +211,7 @@ def _repeats(node: Node) -> bool:
 
 
 def _operation(node: Node) -> Node:
-    """What is tagged for a value: its operation, for one of several results."""
+    """The node to tag for a value: the operation itself, if the value is one of its several results."""
     source = node.args[0] if node.target is operator.getitem else node
     return source if isinstance(source, Node) else node
 
@@ -233,6 +241,6 @@ def _casts_to_eight_bits(node: Node) -> bool:
 
 
 def _is_relu(node: Node) -> bool:
-    """threshold and its gradient at 0: no jump."""
+    """Whether an operation is `threshold` or its gradient at 0, which has no jump."""
     numbers = (number for number in node.args if isinstance(number, (int, float)))
     return _name(node).startswith("threshold") and not any(numbers)

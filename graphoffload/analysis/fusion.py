@@ -1,19 +1,24 @@
-"""What a fusing compiler makes of a graph: which values exist in memory, and which operations run as one kernel, when.
+"""A model of a fusing compiler: the values that exist in memory, the operations that run as one kernel, and the kernels' order.
 
-A node is one of
-    view     moves nothing
-    kernel   runs alone: matrix products, attention, convolutions, sorts, collectives, custom operations
-    fused    pointwise operations and reductions. One that no kernel and not the graph's output reads need not exist: it is
-             computed where it is read. Those that exist and share data run as one kernel as long as nothing must run in between
+Each node has one of three kinds:
+    view     It moves no data.
+    kernel   It runs alone: matrix products, attention, convolutions, sorts, collectives, custom operations.
+    fused    It is a pointwise operation or a reduction. If neither a kernel nor the graph's output reads its value, the value
+             need not exist: its readers compute it. Fused operations whose values exist run as one kernel if they share data
+             and no other kernel must run between them.
 
-A sum of a matrix product and something else is one kernel with the product (addmm), and runs where it stands, if anything but
-pointwise operations reads it: the sums of a weight's gradients do, one for each time that the weight is used.
-
-    gate ─┬─▶ silu ─▶ mul ──▶ mm            silu is computed where it is read (twice); mul, dgate and dup are written by one
-    up ───┤                                 kernel, so that all three are in memory at once, and gate, up and d until then
+    gate ─┬─▶ silu ─▶ mul ──▶ mm            mul and dgate each compute silu, which does not exist. One kernel writes mul, dgate
+    up ───┤                                 and dup, so all three are in memory at once, and gate, up and d until it has run.
     d ────┴─▶ dgate ─▶ mm, dup ─▶ mm
 
-Under an inner compiler that does not fuse, every operation that is not a view is a kernel and every value exists.
+The sum of a matrix product and another value is one kernel with the product (addmm), unless only pointwise operations read the
+sum on a GPU. The gradients of a weight that is used several times are added in this way.
+
+Under an inner compiler that does not fuse, every operation but a view is a kernel, and every value exists.
+
+The rules follow Inductor (torch/_inductor/scheduler.py, ir.py), whose score of a pair is the bytes that it shares. The model is
+wrong where Inductor's further rules decide otherwise: its limits for single backends, templates with epilogues, loop orders.
+Memory and time of the plan are then slightly off.
 """
 
 from __future__ import annotations
@@ -49,14 +54,14 @@ _KERNEL_WORDS = (
     "convolution",
 )
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
-_INLINED_READS = 4  # Inductor computes a value again where it is read rather than store it, up to this many reads
-FARTHEST = 20  # operations between two that could be fused; further apart they are not under a plan
-CRUMBS = 0.01  # two that neither needs the other are fused for more than this share of the smaller one's bytes
+_INLINED_READS = 4  # Inductor stores a value that several operations read only if computing it reads more tensors than this
+FARTHEST = 20  # the greatest distance, in operations, at which two operations are fused under a plan
+CRUMBS = 0.01  # two independent operations are fused only if they share more than this fraction of the smaller one's bytes
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
 
 
 def kind_of(node: Node, *, fuses: bool) -> Kind:
-    """How a node runs; see the module's docstring."""
+    """The kind of a node; see the module's docstring."""
     if node.op != "call_function" or node.target is operator.getitem:
         return "none"
     value = node.meta.get("val")
@@ -85,16 +90,16 @@ class Fusion:
 
     Attributes:
         real: storages that exist in memory.
-        sources: for a storage that does not exist, the existing ones it is computed from.
-        added: sums that are one kernel with a matrix product, and the product; its own result does not exist.
-        order: the nodes in the order in which they run. A kernel's nodes stand together; what is no part of one stands near
-            its place in the graph.
-        spans: first and last position in `order` of the kernel that computes a node; only for nodes that are part of one.
-        readers: of each storage that exists, the nodes whose kernels read it.
-        unfused_bytes: two that write this many bytes each and do not need each other are not fused.
-        begun: by position in the graph, how many of `order` have run when something runs that was put in front of that node;
-            the last entry is for what was put at the end.
-        fuses: whether a compiler fuses at all.
+        sources: storage that does not exist -> the existing storages that it is computed from.
+        added: sum -> the matrix product in the same kernel. The product's own result does not exist.
+        order: the nodes in the order in which they run. The nodes of a kernel are adjacent. A node that belongs to no kernel is
+            near its place in the graph.
+        spans: node -> first and last index in `order` of its kernel. Nodes without a kernel are absent.
+        readers: storage that exists -> the nodes whose kernels read it.
+        unfused_bytes: two independent operations that write this many bytes each are not fused.
+        begun: position in the graph -> the number of nodes of `order` that have run before an operation inserted there runs.
+            The last entry is for the end of the graph.
+        fuses: whether the compiler fuses at all.
     """
 
     kinds: dict[Node, Kind]
@@ -110,11 +115,11 @@ class Fusion:
 
     @property
     def kernels(self) -> int:
-        """How many kernels run at least: some operations launch several, and a region all of its own."""
+        """The least number of kernels: some operations launch several, and a region launches one for each of its own."""
         return len(set(self.spans.values())) - len(self.added)
 
     def read_by(self, node: Node) -> frozenset[int]:
-        """Storages in memory that a node's kernel reads for it."""
+        """Existing storages that a kernel reads to compute this node."""
         found: set[int] = set()
         for argument in node.all_input_nodes:
             for value in _tensors(argument):
@@ -130,8 +135,11 @@ def _tensors(node: Node) -> Iterable[torch.Tensor]:
 
 
 def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) -> Fusion:
-    """Follow a fusing compiler: a value exists when a kernel or the graph's output reads it, when it is the smaller result of a
-    reduction, or when computing it where it is read would read too many others."""
+    """The model of one graph.
+
+    A value exists if a kernel or the graph's output reads it, if it is a reduction's smaller result, or if its readers would
+    have to read too many tensors to compute it.
+    """
     fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, unfused_bytes=unfused_bytes, fuses=fuses)
     fusion.added = _added_to_products(graph, fusion.kinds)
     fusion.kinds.update(dict.fromkeys(fusion.added, "kernel"))
@@ -152,9 +160,9 @@ def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) ->
 
 
 def _added_to_products(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, Node]:
-    """Sums that Inductor makes part of a matrix product, the last first as it does, and the product; of two the second.
+    """Sums that Inductor fuses with a matrix product, each with its product, starting with the last sum as Inductor does.
 
-    On a GPU a sum that only pointwise operations read is left to them.
+    A sum of two products is fused with the second. On a GPU, a sum that only pointwise operations read is fused with these.
     """
     found: dict[Node, Node] = {}
     for node in reversed(graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)):
@@ -178,7 +186,7 @@ def _is_on_gpu(value: torch.Tensor) -> bool:
 
 
 def _expands_to(summand: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a sum of both has the shape of `value`; sizes may be symbols, and comparing those would add guards."""
+    """Whether the sum of both has the shape of `value`. Sizes are compared as text: comparing symbols would add guards."""
     own, wanted = ([str(size) for size in tensor.shape[::-1]] for tensor in (summand, value))
     return len(own) <= len(wanted) and all(size in ("1", into) for size, into in zip(own, wanted, strict=False))
 
@@ -192,24 +200,24 @@ def _exists(node: Node, sources: frozenset[int], kinds: dict[Node, Kind]) -> boo
     inputs = [example_nbytes(other) for argument in node.all_input_nodes if (other := fake(argument)) is not None]
     if inputs and 2 * example_nbytes(value) * max(1, _widening(node)) <= max(inputs):
         return True
-    return len(sources) > (_INLINED_READS if len(readers) > 1 else most_reads(value.device.type))  # a long sum: in parts
+    return len(sources) > (_INLINED_READS if len(readers) > 1 else most_reads(value.device.type))  # as a long sum does
 
 
 def _widening(node: Node) -> int:
-    """A cast to half the width is no reduction."""
+    """How many times wider the elements of a node's input are: a cast to half the width is no reduction."""
     value = fake(node)
     first = next((other for argument in node.all_input_nodes if (other := fake(argument)) is not None), None)
     return 1 if value is None or first is None else max(1, first.element_size() // value.element_size())
 
 
 def _readers(node: Node) -> list[Node]:
-    """Who reads a node's memory, through views or not."""
+    """Nodes that read a node's memory, directly or through a view."""
     own = with_views(node)
     return [user for member in own for user in member.users if user not in own]
 
 
 def _group(graph: Graph, fusion: Fusion) -> None:
-    """Fill `order`, `spans` and `readers`: a fused operation joins the kernel that it shares most bytes with."""
+    """Fill `order`, `spans` and `readers`. A fused operation joins the kernel that it shares the most bytes with."""
     kernels: list[Kernel] = []
     made_by: dict[int, int] = {}
     touching: dict[int, list[int]] = {}
@@ -261,10 +269,11 @@ def _home(
     order: int,
     fusion: Fusion,
 ) -> Kernel | None:
-    """The kernel that an operation joins: it touches the same data, more than crumbs of it where the operation does not need
-    its results, has the same iteration space, is near, and nothing that the operation needs must run after it.
+    """The kernel that an operation joins; None if it starts one.
 
-    Reductions of rows and of columns share a kernel only if neither needs the other.
+    The kernel has the same iteration space, is near, and reads or writes some of the same storages. If the operation does not
+    read the kernel's results, these are more than a few bytes. Nothing that the operation needs must run after the kernel. A
+    reduction of rows and one of columns share a kernel only if neither needs the other.
     """
     shared: dict[int, int] = {}
     for identity, nbytes in reads.items():
@@ -288,7 +297,7 @@ def _home(
 
 
 def _axis(node: Node) -> Axis | None:
-    """What a reduction goes along: rows if the last dimension is among those it sums over. None for other operations."""
+    """The axis of a reduction: "rows" if it reduces the last dimension, else "columns". None for other operations."""
     packet = packet_of(node.target)
     source = fake(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     if packet is None or packet.__name__ not in _REDUCTIONS or source is None:
@@ -300,7 +309,7 @@ def _axis(node: Node) -> Axis | None:
 
 
 def _space(node: Node) -> int | None:
-    """Elements that an operation iterates over: its inputs' for a reduction, its output's for others; None when symbolic."""
+    """The number of elements that an operation iterates over: a reduction's inputs, else its output. None if symbolic."""
     sizes = [concrete(value.numel()) for value in _tensors(node)]
     packet = packet_of(node.target)
     if packet is not None and packet.__name__ in _REDUCTIONS:
@@ -310,10 +319,10 @@ def _space(node: Node) -> int | None:
 
 
 def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[int]) -> int:
-    """When an operation's turn comes: twice its place in the graph, plus one.
+    """The earliest turn of an operation's kernel. An operation's own turn is twice its place in the graph, plus one.
 
-    A pointwise operation is not stored where it stands but right before the first of its readers that cannot compute it itself.
-    What takes too many others is stored at once, and so is what has several readers where one of them cannot.
+    A pointwise value is stored right before its first reader that cannot compute the value itself. It is stored at its own turn
+    if it reads too many tensors, or if it has several readers of which one cannot compute it.
     """
     own, value = 2 * places[node] + 1, fake(node)
     if fusion.kinds[node] != "fused" or value is None or _axis(node) is not None or len(reads) > most_reads(value.device.type):
@@ -328,7 +337,7 @@ def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[
 
 
 def _place(kernels: list[Kernel], fusion: Fusion) -> None:
-    """Fill `order`, `spans` and `begun`; what is no part of a kernel stands near its place in the graph."""
+    """Fill `order`, `spans` and `begun`. A node that belongs to no kernel is put near its place in the graph."""
     sequence, turns = in_order(kernels)
     members = {node for kernel in kernels for node in kernel.nodes}
     others = [(at, node) for at, node in enumerate(fusion.kinds) if node not in members]

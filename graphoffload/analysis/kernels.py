@@ -1,13 +1,14 @@
-"""Kernels that grow, and the order in which they run.
+"""Kernels that operations join one by one, and the order in which the kernels run.
 
-A kernel is joined by operations one after the other, also when other kernels need it already:
+An operation may join a kernel that other kernels already read from. It must not close a cycle:
 
-    A ◀── B          B reads what A wrote
-    A joined by x, which reads what C wrote: now A runs after C, and so does B
-    C joined by y, which reads what B wrote: it must not, C would run after B as well as before it
+    A ──▶ B                                          B reads a result of A.
+    x joins A, and x reads a result of C:            A now runs after C, and so does B.
+    y wants to join C, and y reads a result of B:    refused, since C would have to run both before and after B.
 
-So whatever a kernel comes to need, all that runs after it comes to need too, at once: `ancestors` are exact at every moment,
-and who asks them before an operation joins never closes a cycle.
+When a kernel gets a new input, every kernel that runs after it gets the same ancestors at once. `ancestors` are therefore exact
+at any time, and `runs_after` finds a cycle before it is closed. Inductor's scheduler keeps ancestors for the same reason
+(torch/_inductor/scheduler.py).
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ Axis = Literal["rows", "columns"]
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """Nodes that run as one, when its `turn` comes or later; its first is the `order`-th operation of the graph.
+    """Nodes that run as one kernel.
 
-    `space`: elements it iterates over; None: it runs alone.
-
-    `touched`: bytes of each storage that it reads or writes; `written`: of those that it writes.
-
-    `needs` are the numbers of the kernels it reads from, `users` of those that read from it, `ancestors` of all that run before
-    it, as bits. `axes`: whether it reduces rows, columns, or both.
+    Attributes:
+        number: index among the kernels.
+        turn: the earliest turn at which it runs (fusion.py).
+        order: index of its first operation among the graph's operations.
+        space: elements that it iterates over; None if it runs alone.
+        nodes: its operations.
+        touched: bytes of each storage that it reads or writes.
+        written: bytes that it writes.
+        needs, users: numbers of the kernels that it reads from, and of those that read from it.
+        ancestors: numbers of all kernels that run before it, as bits.
+        axes: whether it reduces rows, columns, or both.
     """
 
     number: int
@@ -47,13 +53,15 @@ class Kernel:
 
 
 def runs_after(kernels: Sequence[Kernel], number: int, needs: set[int]) -> bool:
-    """Whether something that needs all of `needs` runs after kernel `number` even if it does not read from it, and so cannot
-    be part of it."""
+    """Whether an operation that needs the kernels `needs` must run after kernel `number`, and so cannot join it.
+
+    This is so if another one of `needs` runs after kernel `number`. Reading from kernel `number` itself is no obstacle.
+    """
     return any(kernels[other].ancestors >> number & 1 for other in needs if other != number)
 
 
 def add_needs(kernels: Sequence[Kernel], home: Kernel, needs: set[int]) -> None:
-    """`home` runs after these as well, and so does all that runs after `home`."""
+    """Make `home`, and every kernel that runs after it, run after the kernels `needs` too."""
     added = 0
     for number in needs - {home.number}:
         added |= kernels[number].ancestors | 1 << number
@@ -68,8 +76,10 @@ def add_needs(kernels: Sequence[Kernel], home: Kernel, needs: set[int]) -> None:
 
 
 def in_order(kernels: Sequence[Kernel]) -> tuple[list[Kernel], list[tuple[int, int]]]:
-    """Kernels as they run: each when its turn comes, after all that it needs, which is fetched from behind it. And for each
-    turn the number of kernels that have run after it."""
+    """The kernels in the order in which they run; and (turn, number of kernels that have run at its end) for each turn.
+
+    A kernel runs when its turn comes. Kernels that it needs run right before it, even if their own turns come later.
+    """
     opened: set[int] = set()
     placed: set[int] = set()
     sequence: list[Kernel] = []

@@ -1,4 +1,4 @@
-"""When values of one graph are in memory, in steps of the order in which it runs."""
+"""Lifetimes of the values of one graph, in steps of the order in which the graph runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphoffload.analysis.storages import group_by_storage
 
 
 def made_at(fusion: Fusion) -> dict[Node, int]:
-    """The step at which each node's result is there: all results of a kernel that has several are there when it has run."""
+    """The step at which each node's result exists. All results of a kernel exist from the kernel's last step on."""
     found = {node: at for at, node in enumerate(fusion.order)}
     for node in fusion.order:
         if node.target is operator.getitem:
@@ -21,7 +21,7 @@ def made_at(fusion: Fusion) -> dict[Node, int]:
 
 
 def lives_in_memory(nodes: Iterable[Node], fusion: Fusion, at: dict[Node, int]) -> Iterator[tuple[int, Node, int, int]]:
-    """(storage, the node that makes it, first and last step) of each that exists in memory; `at` is `made_at(fusion)`."""
+    """(storage, producer, first step, last step) of each storage that exists in memory; `at` is `made_at(fusion)`."""
     for identity, members in group_by_storage(nodes).items():
         made = members[0]
         if identity in fusion.real:

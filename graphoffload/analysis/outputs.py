@@ -1,10 +1,10 @@
-"""What the model returns holds memory for the whole of the step: how much, from which modules, and whether it is a cache.
+"""The memory of the model's outputs: its size, the modules that it comes from, and whether it is a key-value cache.
 
     forward ─▶ logits, k0, v0, k1, v1, ...      the caller may hold them until backward ends
 
-Transformers models return the keys and values of every layer (`past_key_values`) unless told not to. They are known by their
-origin: two results of each layer's attention. When this is wrong: an attention that returns two results for another reason is
-named a cache as well, so the remedy is a suggestion.
+Transformers models return the keys and values of every layer (`past_key_values`) unless they are told not to. A cache is
+recognized by its origin: two results from the attention of each layer. This is wrong for an attention that returns two results
+for another reason, so the message only suggests the remedy.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from graphoffload.units import format_bytes
 
 _ATTENTION = re.compile(r"(?:.*\.)?[^.]*att(?:n|ention)[^.]*", re.IGNORECASE)
 _PROJECTION = re.compile(r"\.(?:k|v|kv|qkv|key|value|c_attn|query_key_value)(?:_proj|_lin|_linear)?$")
-_WORTH = 0.05  # of what backward needs: returned bytes below that are not worth a word,
-_LEAST_BYTES = 1 << 20  # nor are fewer, but for a cache
+_WORTH = 0.05  # outputs get a note if they hold this fraction of the bytes that backward needs,
+_LEAST_BYTES = 1 << 20  # and at least this many bytes; a cache always gets one
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Memory that the graph allocates for what it returns.
+    """Memory that the graph allocates for its outputs.
 
-    nbytes, count: of all storages. largest: path of the modules that most of it comes from, numbers as "*", and their bytes.
-    cache_bytes: of keys and values that every layer's attention returns; 0 where none are seen.
+    Attributes:
+        nbytes, count: bytes and number of the outputs' storages.
+        largest: path of the modules that return the most bytes, with numbers as "*".
+        largest_bytes: the bytes that these modules return.
+        cache_bytes: bytes of the keys and values that every layer's attention returns; 0 if there are none.
     """
 
     nbytes: int = 0
@@ -39,13 +42,13 @@ class Returned:
 
     @property
     def cache_hint(self) -> str:
-        """For the one line and for errors; "" where no cache is seen."""
+        """Advice for the plan's one line and for errors; "" if there is no cache."""
         if not self.cache_bytes:
             return ""
         return f"the model returns a key-value cache of {format_bytes(self.cache_bytes)}: use_cache=False frees it"
 
     def notes(self, saved_bytes: int) -> list[str]:
-        """A note where it is a share of what backward needs that is worth one."""
+        """A note, if the outputs are large compared with `saved_bytes`."""
         small = self.nbytes < max(_LEAST_BYTES, _WORTH * saved_bytes)
         if small and self.cache_bytes < _WORTH * max(saved_bytes, 1):
             return []
@@ -63,7 +66,7 @@ class Returned:
 
 
 def returned_by(pair: GraphPair) -> Returned:
-    """What the forward graph returns to the caller and holds memory of its own."""
+    """Outputs of the forward graph that have memory of their own."""
     nodes = pair.forward.graph.nodes
     inputs = set(group_by_storage(node for node in nodes if node.op in ("placeholder", "get_attr")))
     made = group_by_storage(node for node in nodes if node.op == "call_function")
@@ -83,7 +86,7 @@ def returned_by(pair: GraphPair) -> Returned:
 
 
 def _cache_bytes(results: list[tuple[str, int]]) -> int:
-    """Bytes of results that come in pairs from attention modules, of several layers or of projections to keys and values."""
+    """Bytes of results that attention modules return in pairs: in several layers, or from projections to keys and values."""
     layers: dict[str, list[tuple[str, int]]] = {}
     for path, nbytes in results:
         match = _ATTENTION.match(path)

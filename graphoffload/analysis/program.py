@@ -1,6 +1,13 @@
-"""From a partitioned pair of graphs to the instance that is planned: a Program of steps, buffers and candidates.
+"""Builds the planning instance of a partitioned pair of graphs: a Program of steps, buffers and candidates.
 
-Every graph node is one step, in the order in which a fusing compiler will run them, which is not quite the graph's.
+    forward graph    a = mm    b = gelu(a)    c = mm(b)              backward graph    ...
+
+    steps            mm        gelu           mm        |  ...       one for each node, with its time and workspace
+    candidate a      ├────────────────┤       ·         |  · ├──┤    produced, last forward use, backward uses
+    buffer           logits, temporaries, gradients                  memory that no decision changes
+
+A fusing compiler does not run the nodes in the order of the graph (fusion.py). The steps are in the order in which they run.
+`Instance` maps steps back to places in the graph. planner/problem.py defines the problem.
 """
 
 from __future__ import annotations
@@ -25,15 +32,15 @@ from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A Program, whose steps are graph nodes by name in the order in which they run, and what ties it to the graph.
+    """A Program and its relation to the graphs. The program's steps are nodes by name, in the order in which they run.
 
     Attributes:
-        forward_places, backward_places: for each step, and for the end, where in the graph something stands that is to run as
-            late as it can before that step: in front of the node at the first such position in forward, at the last in
-            backward. It may run earlier: steps can be one kernel.
-        last_reader: for each candidate, the position in the forward graph of the last operation whose kernel reads it. A
-            release in front of it would make a compiler compute early what it reads.
-        kernels: how many run in both graphs at least.
+        forward_places, backward_places: for each step, and for the end, a position in the graph. An operation that is inserted
+            before the node at this position runs as late as possible before the step. It may run earlier if several steps are
+            one kernel.
+        last_reader: for each candidate, the position in the forward graph of the last operation whose kernel reads it. If a
+            release came before that operation, the compiler would compute the operation's inputs early.
+        kernels: the least number of kernels of both graphs.
     """
 
     program: Program
@@ -45,7 +52,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """How both graphs run once they are fused, and where each node stands in that order."""
+    """Both graphs as they run once they are fused, and the step at which each node's result exists."""
 
     forward: Fusion
     backward: Fusion
@@ -69,12 +76,13 @@ def build_program(
     """The planning instance of a pair.
 
     Args:
-        table: its saved activations. chains: by SavedTensor name, those that may be recomputed.
-        static_bytes: device bytes that live throughout: parameters, gradients, inputs, what lives outside the graph.
+        table: the saved activations of the pair.
+        chains: the chains of the activations that may be recomputed, by SavedTensor name.
+        static_bytes: device bytes that live throughout: parameters, gradients, inputs, memory outside the graph.
         reserve_bytes: device bytes to keep free.
-        outputs_stay: the caller holds what the model returns until backward is over, not only until it begins.
-        unfused_bytes: the compiler fuses no two operations that write so much each and do not need each other.
-        measured: a kernel's time in seconds and its workspace in bytes where they were measured.
+        outputs_stay: the caller holds the model's outputs until backward ends, not only until it begins.
+        unfused_bytes: the compiler does not fuse two independent operations that write this many bytes each.
+        measured: returns a kernel's measured time and workspace; None for a kernel that was not measured.
     """
     runs = _runs(pair, fuses=fuses, unfused_bytes=unfused_bytes)
     forward = node_costs(runs.forward, hardware, measured=measured)
@@ -115,13 +123,13 @@ def _steps(fusion: Fusion, costs: list[NodeCost]) -> tuple[Step, ...]:
 
 
 def _places(fusion: Fusion) -> tuple[int, ...]:
-    """For each step, and for the end, the last position in the graph at which no more than the steps before it have run."""
+    """For each step, and for the end, the last position in the graph at which only earlier steps have run."""
     return tuple(bisect_right(fusion.begun, step) - 1 for step in range(len(fusion.order) + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """When a saved activation is in use, by the kernels that make and read it; `last_reader`: see Instance."""
+    """The steps at which kernels produce and read a saved activation; `last_reader` as in Instance."""
 
     produced_at: StepIndex
     last_forward_use: StepIndex
@@ -130,8 +138,11 @@ class _Life:
 
 
 def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
-    """The life of every tensor of the table. In backward a tensor is needed from where the wait runs that stands before the
-    first operation of the graph that reads it, until its last kernel ends."""
+    """The life of every tensor of the table.
+
+    In backward a tensor is needed from its wait until its last reader's kernel ends. The wait is inserted before the first
+    operation of the graph that reads the tensor, and may run earlier than the kernel of that operation.
+    """
     nodes = {node.name: node for node in pair.forward.graph.nodes}
     graph_at = {node: GraphPosition(at) for at, node in enumerate(pair.forward.graph.nodes)}
     backward = list(pair.backward.graph.nodes)
@@ -160,8 +171,11 @@ def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
 def _reread_by_chains(
     table: SavedTable, chains: Mapping[str, Chain], index: Mapping[str, int], lives: list[_Life]
 ) -> list[_Life]:
-    """A kernel may store one of its results before another one that it is computed from: to the plan both are there when the
-    later one is."""
+    """Lives in which an activation is produced no earlier than the activations that its chain reads.
+
+    One kernel may store a result before another result that the first is computed from. The plan counts both from the later
+    one on.
+    """
     found: list[_Life] = []
     for at, (tensor, life) in enumerate(zip(table.tensors, lives, strict=True)):
         reads = [index[name] for name in chains[tensor.name].reads if name in index] if tensor.name in chains else []
@@ -179,7 +193,8 @@ def _candidate(
     *,
     is_held: bool,
 ) -> Candidate:
-    """`is_held`: the caller holds it whatever is decided here, so that a buffer has its bytes; none can be won."""
+    """The candidate of one saved activation. `is_held`: the caller holds the memory anyway, so a buffer has its bytes, and the
+    candidate has none."""
     recompute = None
     if chain is not None and not chain.why_not and chain.nodes and all(name in index for name in chain.reads):
         seconds = sum(times[name].time_s for name in chain.nodes if name in times)
@@ -198,8 +213,10 @@ def _candidate(
 
 
 def _held_and_saved(pair: GraphPair, table: SavedTable, chains: Mapping[str, Chain], lives: list[_Life]) -> dict[str, Buffer]:
-    """Memory of what the model returns as well as saves, by SavedTensor name: recomputing it frees nothing as long as the
-    caller holds it. Counted until backward has used it last."""
+    """Buffers of the activations that the model also returns, by SavedTensor name, until their last use in backward.
+
+    Recomputing such an activation frees no memory while the caller holds it.
+    """
     returned = {node for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs] if node is not None}
     storages = {storage_id(value) for node in returned if (value := fake(node)) is not None}
     nodes = {node.name: node for node in pair.forward.graph.nodes}
@@ -230,8 +247,8 @@ def _buffers(pair: GraphPair, runs: _Runs, outputs_stay: bool) -> tuple[Buffer, 
     inputs = {node for node in pair.backward.graph.find_nodes(op="placeholder") if not str(node.target).startswith("tangents")}
     grads = {node for node in graph_outputs(pair.backward) if node is not None}
     buffers += _live_ranges(backward_nodes, runs.backward, runs.backward_at, offset, total - 1, held=grads, skip=inputs)
-    # Gradients of outputs come from autograd, which holds them until backward returns. Their fake storages cannot be trusted:
-    # torch 2.11 traces them as the outputs themselves.
+    # Autograd holds the gradients of outputs until backward returns. Their fake storages are of no use: torch 2.11 traces these
+    # gradients as the outputs themselves.
     for node in pair.backward.graph.find_nodes(op="placeholder"):
         value = fake(node)
         if value is not None and str(node.target).startswith("tangents"):

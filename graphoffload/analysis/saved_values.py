@@ -1,13 +1,17 @@
-"""From a partitioned pair of graphs to the SavedTable: every saved activation by storage, where it is born and used, and
-whether it may leave the device.
+"""Builds the SavedTable of a partitioned pair of graphs: for each saved activation its storage, its producer and readers, and
+whether it may be offloaded.
 
-What may not leave, and why:
-    graph inputs, constants, and views they belong to the caller; the bytes would not be freed
-    aliases of a model output          the caller holds the memory, and may write to it
-    copies of inputs and outputs       Inductor leaves such a copy out once nothing saves it: then the memory is the caller's
-    symbols, opaque and non-strided    not bytes in one block of memory
-    outputs of collectives             a wait on them must stay where it is
-    random state                       tiny, and read by value
+    forward ─▶ (model outputs, saved values)       saved values ─▶ backward
+               first num_fwd_outputs   the rest    placeholders of the same names
+
+Several saved views of one storage are one activation, since its bytes are held and copied once. These are never offloaded:
+
+    graph inputs, constants, their views   The caller holds the memory, so no bytes would be freed.
+    aliases of a model output              The caller holds the memory, and may write to it.
+    copies of inputs and outputs           Inductor removes such a copy if nothing saves it: the memory is then the caller's.
+    symbols, opaque and non-strided        They are not bytes in one block of memory.
+    outputs of collectives                 The wait for a collective must stay at its place.
+    random state                           It is tiny and read by value.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from graphoffload.analysis.storages import (
 )
 from graphoffload.errors import VerifyError
 from graphoffload.facts.refusals import Refusal
-from graphoffload.facts.saved_tensors import GraphPosition, SavedTable, SavedTensor, Tag
+from graphoffload.facts.saved_tensors import INPUT, GraphPosition, SavedTable, SavedTensor, Tag
 from graphoffload.torch_internals.checkpoint_tags import tag_of
 from graphoffload.torch_internals.operators import OpOverload, is_undeclared_view, schema_of
 
@@ -48,13 +52,13 @@ class GraphPair:
 
 
 def graph_outputs(module: GraphModule) -> list[Node | None]:
-    """Arguments of the output node; what is not a node is None."""
+    """Arguments of the output node, with None for an argument that is no node."""
     output = next(iter(reversed(module.graph.nodes)))
     return [value if isinstance(value, Node) else None for value in output.args[0]]
 
 
 def returned_bytes(pair: GraphPair) -> int:
-    """Bytes of memory that forward allocates for what the model returns; symbolic sizes as in the example."""
+    """Bytes that forward allocates for the model's outputs; symbolic sizes as in the example."""
     nodes = graph_outputs(pair.forward)[: pair.num_fwd_outputs]
     values = [fake(node) for node in nodes if node is not None and node.op == "call_function"]
     return sum({storage_id(value): example_storage_nbytes(value) for value in values if value is not None}.values())
@@ -87,7 +91,7 @@ def real_uses(node: Node) -> list[Node]:
 
 
 def needed_by(placeholder: Node, forward_names: Collection[str]) -> list[Node]:
-    """Backward operations that need a saved value, looking through operations that torch recomputes in between."""
+    """Backward operations that need a saved value. An operation that torch recomputes is replaced by its own readers."""
     pending, found, seen = list(real_uses(placeholder)), dict[Node, None](), set[Node]()
     while pending:
         user = pending.pop(0)
@@ -101,12 +105,13 @@ def needed_by(placeholder: Node, forward_names: Collection[str]) -> list[Node]:
     return list(found)
 
 
-def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
+def saved_table(pair: GraphPair, tags_from: Iterable[Node] = (), activations: Collection[str] = ()) -> SavedTable:
     """All saved activations of a pair, by storage, in order of production.
 
     Args:
         pair: the partitioned graphs; read, never written.
-        tags_from: nodes of the joint graph as the user's tags arrived, before anything of ours was added.
+        activations: names of inputs that other graphs computed and that their caller lets go: saved activations as well.
+        tags_from: nodes of the joint graph with the user's own tags only.
     """
     tags = {node.name: tag_of(node.meta) for node in tags_from}
     forward_at = {node: GraphPosition(at) for at, node in enumerate(pair.forward.graph.nodes)}
@@ -117,8 +122,10 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
         if node is not None and (value := fake(node)) is not None
     }
     nodes = pair.forward.graph.nodes
-    inputs = set(group_by_storage(node for node in nodes if node.op in ("placeholder", "get_attr")))  # constants live on
-    members = group_by_storage(node for node in nodes if node.op == "call_function")
+    given = {node for node in nodes if node.op == "placeholder" and node.name in activations and _is_whole(node)}
+    foreign = (node for node in nodes if node.op in ("placeholder", "get_attr") and node not in given)
+    inputs = set(group_by_storage(foreign))  # constants live on
+    members = group_by_storage(node for node in nodes if node.op == "call_function" or node in given)
     saved: dict[int, list[tuple[Node, Node]]] = {}
     for node, placeholder in saved_placeholders(pair):
         value = fake(node)
@@ -135,11 +142,17 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = ()) -> SavedTable:
     return SavedTable(tuple(sorted(tensors, key=lambda tensor: tensor.produced_position)))
 
 
+def _is_whole(node: Node) -> bool:
+    """Whether a value is all of its storage: a part of one frees nothing."""
+    value = fake(node)
+    return value is not None and covers_storage(value)
+
+
 def _check_one_memory(members: list[Node]) -> None:
-    """Nodes of one fake storage are views of one value, unless an operation gave the same fake tensor to two values.
+    """Check that the nodes of one fake storage are views of one value.
 
     Raises:
-        VerifyError: they are not. One copy would be made for both.
+        VerifyError: an operation gave the same fake tensor to two values. One copy would be made for both.
     """
     sources = {_source(node): node for node in reversed(members) if not any(other in members for other in read_by(node))}
     if len(sources) > 1:
@@ -151,8 +164,10 @@ def _check_one_memory(members: list[Node]) -> None:
 
 
 def _source(node: Node) -> Hashable:
-    """What made a value: the memory that it is a view of, else the operation. Where Inductor left a copy out of the joint
-    graph, its views still carry the copy's fake storage, and read what was copied."""
+    """The origin of a value: the memory that it is a view of, else its operation.
+
+    If Inductor removed a copy from the joint graph, the copy's views read the copied value but keep the copy's fake storage.
+    """
     made = node.args[0] if node.target is operator.getitem and isinstance(node.args[0], Node) else node
     first = next(iter(made.all_input_nodes), None)
     value = fake(first) if first is not None else None
@@ -160,9 +175,9 @@ def _source(node: Node) -> Hashable:
 
 
 def _copies_of(callers: set[int], members: dict[int, list[Node]]) -> set[int]:
-    """Storages that only copy or view one of the caller's, or a copy of one; `members` are in the order of the graph.
+    """Storages that are a copy or a view of one of the caller's, or of such a copy; `members` are in the order of the graph.
 
-    Where Inductor left a copy out of the joint graph, its views still carry the copy's fake storage.
+    If Inductor removed a copy from the joint graph, the copy's views keep the copy's fake storage.
     """
     found: set[int] = set()
     for identity, nodes in members.items():
@@ -204,7 +219,7 @@ def _describe(
     needing = list(dict.fromkeys(user for _, placeholder in pairs for user in needed_by(placeholder, forward_names)))
     stacks = dict.fromkeys(path for user in needing for path in module_stack(user))
     names = dict.fromkeys(name for user in needing for name in boundary_names(user))
-    # torch takes views that are saved at the end of forward, long after the last reader; the offload pass erases them
+    # torch puts saved views at the end of forward, long after the last reader; the offload pass erases them
     readers_at = [forward_at[u] for m in members for u in m.users if u.op != "output" and not (u in members and only_views(u))]
     last_use = max([forward_at[base], *readers_at])
     tag = next((tags[m.name] for m in members if tags.get(m.name)), None)
@@ -216,7 +231,7 @@ def _describe(
         dtype=str(value.dtype).removeprefix("torch."),
         shape=tuple(_plain(size) for size in value.shape),
         strides=tuple(_plain(stride) for stride in value.stride()),
-        op=str(members[0].target) if not isinstance(members[0].target, str) else members[0].target,
+        op=INPUT if members[0].op == "placeholder" else str(members[0].target),
         module=module_path(base),
         saved_by=tuple(stacks),
         boundaries=tuple(names),
@@ -238,7 +253,7 @@ def _plain(value: int | torch.SymInt) -> int | str:
 
 
 def _base(pairs: list[tuple[Node, Node]], members: list[Node]) -> tuple[Node, str]:
-    """The node whose memory is copied for a group of saved views, and why it cannot be ("" when it can)."""
+    """The node whose memory is copied for a group of saved views, and why it cannot be copied ("" if it can)."""
     root = members[0]
     why_not = _refusal(root)
     saved = [node for node, _ in pairs]
@@ -251,7 +266,7 @@ def _base(pairs: list[tuple[Node, Node]], members: list[Node]) -> tuple[Node, st
     if candidates:
         return candidates[0], why_not
     if len(saved) == 1:
-        return saved[0], why_not  # a part of a larger storage: that part alone is copied
+        return saved[0], why_not  # only this part of the larger storage is copied
     return root, why_not or Refusal.NOT_COVERED.because()
 
 

@@ -1,7 +1,8 @@
-"""Which graph nodes share memory: nodes grouped by the storage of their fake tensors.
+"""Groups graph nodes that share memory, by the storage of their fake tensors.
 
-A fake tensor's storage is shared exactly where the real one's will be (torch itself finds donated buffers that way), so several
-saved views of one storage are one copy, and a view of an input or of a model output is found out.
+Two fake tensors share a storage exactly if the real tensors will. torch finds donated buffers in the same way. Several saved
+views of one storage are therefore one copy, and a view of an input or of a model output is recognized. The rule fails for an
+operation whose fake implementation returns one tensor twice (saved_values.py refuses it), and for regions (regions.py).
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ def fake(node: Node) -> torch.Tensor | None:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of a fake tensor's storage while that tensor lives."""
+    """Identity of a fake tensor's storage; valid while the tensor lives."""
     return identity(tensor.untyped_storage())
 
 
 def concrete(value: int | torch.SymInt) -> int | None:
-    """The int, or None when it is symbolic."""
+    """The int; None if it is symbolic."""
     return int(value) if is_concrete_int(value) else None
 
 
 def size_hint(value: int | torch.SymInt, unknown: int = 2**62) -> int:
-    """The value of this example where it is symbolic, without a guard: int() would compile anew for every other size."""
+    """The int, or the example's value of a symbolic one. Unlike int(), this adds no guard and so causes no recompilation."""
     if isinstance(value, torch.SymInt):
         hint = value.node.hint
         return unknown if hint is None else int(hint)
@@ -42,28 +43,28 @@ def size_hint(value: int | torch.SymInt, unknown: int = 2**62) -> int:
 
 
 def tensor_nbytes(tensor: torch.Tensor) -> int | None:
-    """Bytes of a fake tensor's elements; None when a size is symbolic. The one size function for graph nodes."""
+    """Bytes of a fake tensor's elements; None if a size is symbolic. The one size function for graph nodes."""
     count = concrete(tensor.numel())
     return None if count is None else count * tensor.element_size()
 
 
 def example_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a fake tensor's elements; symbolic sizes as in the example that is compiled, 0 where that is unknown."""
+    """Bytes of a fake tensor's elements; symbolic sizes as in the example that is compiled, 0 if that is unknown."""
     return size_hint(tensor.numel(), unknown=0) * tensor.element_size()
 
 
 def storage_nbytes(tensor: torch.Tensor) -> int | None:
-    """Bytes of a fake tensor's whole storage; None when symbolic."""
+    """Bytes of a fake tensor's whole storage; None if symbolic."""
     return concrete(tensor.untyped_storage().nbytes())
 
 
 def example_storage_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a fake tensor's whole storage; symbolic sizes as in the example that is compiled, 0 where that is unknown."""
+    """Bytes of a fake tensor's whole storage; symbolic sizes as in the example that is compiled, 0 if that is unknown."""
     return size_hint(tensor.untyped_storage().nbytes(), unknown=0)
 
 
 def group_by_storage(nodes: Iterable[Node]) -> dict[int, list[Node]]:
-    """Nodes with a tensor value by storage, in graph order."""
+    """Nodes with a tensor value, by storage and in the order of the graph."""
     groups: dict[int, list[Node]] = {}
     for node in nodes:
         tensor = fake(node)
@@ -96,7 +97,7 @@ def same_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
 
 
 def read_by(node: Node) -> Iterator[Node]:
-    """What a node reads, looking through a tuple of results."""
+    """Nodes that a node reads; for one of several results, the nodes that its operation reads."""
     for source in node.all_input_nodes:
         yield source
         if node.target is operator.getitem:
@@ -104,7 +105,7 @@ def read_by(node: Node) -> Iterator[Node]:
 
 
 def only_views(node: Node) -> bool:
-    """Whether a node only shows memory, and reads none of it."""
+    """Whether a node is a view: it returns its argument's memory and does not read it."""
     if not isinstance(node.target, OpOverload):
         return False
     if is_undeclared_view(node.target):
@@ -113,7 +114,7 @@ def only_views(node: Node) -> bool:
 
 
 def with_views(node: Node) -> dict[Node, None]:
-    """A node and what else shows its memory."""
+    """A node and its views, and the views of these."""
     value = fake(node)
     assert value is not None
     found, pending = {node: None}, [node]

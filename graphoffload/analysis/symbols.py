@@ -1,4 +1,8 @@
-"""Where a backward graph can read a symbolic size from, and what may not leave because it cannot."""
+"""Sources of symbolic sizes in backward. An activation with a size that has no source is not offloaded.
+
+A reload allocates memory of the activation's sizes. A symbolic size must come from another input of the backward graph, since
+the handle that replaces the activation has none of its sizes.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from graphoffload.facts.saved_tensors import SavedTable
 
 
 def symbol_sources(graph: Graph) -> dict[sympy.Symbol, tuple[Node, int | None]]:
-    """For each symbol a placeholder that is it (dim None), or a gradient or graph input whose size `dim` is it.
+    """For each symbol a placeholder with its value (dim None), or a gradient or graph input with this size in dimension `dim`.
 
-    Saved activations are no source: the handle that takes an activation's place has none of its sizes.
+    Saved activations are no sources: a handle may replace each of them.
     """
     sources: dict[sympy.Symbol, tuple[Node, int | None]] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -35,7 +39,7 @@ def symbol_sources(graph: Graph) -> dict[sympy.Symbol, tuple[Node, int | None]]:
 
 
 def missing_symbols(graph: Graph, tensor: torch.Tensor) -> list[str]:
-    """Symbols in a tensor's sizes and strides that the graph has no source for."""
+    """Symbols in a tensor's sizes and strides for which the graph has no source."""
     known = symbol_sources(graph)
     wanted = {
         symbol
@@ -47,7 +51,7 @@ def missing_symbols(graph: Graph, tensor: torch.Tensor) -> list[str]:
 
 
 def without_unknown_sizes(pair: GraphPair, table: SavedTable) -> SavedTable:
-    """Refuse what has a size that backward cannot compute."""
+    """The table, with every activation refused that has a size without a source in backward."""
     nodes = {node.name: node for node in pair.forward.graph.nodes}
     result = []
     for tensor in table.tensors:

@@ -1,7 +1,13 @@
-"""Measured times and workspaces of a graph's kernels: each distinct (operation, shapes, dtypes, strides) once on the device.
+"""Measures the time and workspace of a graph's kernels: each distinct (operation, shapes, dtypes, strides) once on the device.
 
-Inputs are random tensors of the graph's shapes. What would need more than half of the device memory that is free now is not
-run, and keeps its roofline time. Results are kept for the process and, with the hardware profile, on disk.
+    warm up ─▶ [products, kernel, products, kernel, ...] ─▶ median of the kernel's times
+
+The products keep the device at the clocks of a training step. Inputs are random tensors of the graph's shapes. A kernel that
+would need more than half of the free device memory is not run, and its time follows from the roofline model (costs.py). Results
+are kept in the process and on disk, next to the hardware profile.
+
+The time is wrong for a kernel that depends on its values (sorts, routing), and for one that finds its inputs in the cache here
+but not in a step.
 """
 
 from __future__ import annotations
@@ -37,9 +43,11 @@ _loaded: set[Path] = set()
 
 
 def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> dict[str, Measured]:
-    """Time and workspace by signature for every kernel of the graphs that can be timed on `device`; {} without a CUDA device.
+    """Time and workspace of every kernel that can be timed on `device`, by signature; {} without a CUDA device.
 
     Args:
+        graphs: the graphs whose kernels are timed.
+        device: the device to run them on.
         store: folder for the cache on disk.
     """
     if device.type != "cuda":
@@ -61,7 +69,10 @@ def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> 
 
 
 def signature(node: Node) -> str | None:
-    """What makes two kernels take the same time; None where a size is symbolic or an argument is no tensor or plain value."""
+    """A text that is equal for two kernels that take the same time.
+
+    None if a size is symbolic, or if an argument is neither a tensor nor a plain value.
+    """
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return None
     parts = [str(node.target)]
@@ -82,9 +93,9 @@ def _measure(node: Node, device: torch.device, load: _Load) -> Measured | None:
     if any(value is None or (value.device.type != "cuda" and value.is_floating_point()) for value in values):
         return None
     if "attention" not in str(node.target) and any(value is not None and not value.is_floating_point() for value in values):
-        return None  # indices: random ones could be out of range
+        return None  # random indices could be out of range
     if "attention" in str(node.target) and (argument_of(node, ("dropout_p",)) or "scaled_dot_product" not in str(node.target)):
-        return None  # made-up seeds and sequence bounds: an operation that follows them ends the process
+        return None  # an operation that follows random sequence bounds can end the process
     wanted = sum(tensor_nbytes(value) or 0 for value in (*values, *outputs) if value is not None)
     free, _ = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -93,13 +104,13 @@ def _measure(node: Node, device: torch.device, load: _Load) -> Measured | None:
     try:
         with outside_all_modes(), torch.no_grad():
             return _run(node, device, load, sum(tensor_nbytes(value) or 0 for value in outputs))
-    except Exception as error:  # inputs that made-up values do not make valid: the roofline time stays
+    except Exception as error:  # random values are no valid inputs of this operation: the roofline time stays
         log.debug("not timed, priced by roofline: %s (%s)", node.target, error)
         return None
 
 
 class _Load:
-    """Matrix products that keep the device at the clocks of a training step, where power is what limits them.
+    """Matrix products that keep the device at the clocks of a training step, where power limits the clocks.
 
     Alone, attention's backward runs 13 % faster on an H200 than between the products of a step.
     """
@@ -110,7 +121,7 @@ class _Load:
         self._product_s = 0.0
 
     def run(self, seconds: float) -> None:
-        """Enqueue products for about so long; the first time, run them until clocks have settled."""
+        """Enqueue products that take about this long. The first call runs them until the clocks have settled."""
         if self._factor is None:
             empty = torch.empty(4096, 4096, dtype=torch.bfloat16, device=self.device)
             self._factor = empty.normal_(generator=_generator(self.device))
@@ -167,10 +178,10 @@ def _run(node: Node, device: torch.device, load: _Load, output_bytes: int) -> Me
 
 
 def repeats_of(once_s: float) -> tuple[int, float]:
-    """How often a kernel that takes `once_s` is repeated, and how many seconds of products run before each time.
+    """(repeats, seconds of products before each) for a kernel that takes `once_s`.
 
-    All of it takes a second, and no time at all for a kernel that took half of that: attention over 300 thousand tokens runs
-    for seconds, brings the device to its clocks by itself, and was repeated for minutes.
+    All repeats together take at most a second. A kernel that takes half a second or more is not repeated: attention over 300
+    thousand tokens runs for seconds, and brings the device to its clocks by itself.
     """
     between_s = min(max(_BETWEEN_S, _LOAD_SHARE * once_s), _BETWEEN_MOST_S)
     if 2 * once_s >= _TOTAL_S:
@@ -179,12 +190,12 @@ def repeats_of(once_s: float) -> tuple[int, float]:
 
 
 def _allocated_so_far(device: torch.device) -> int:
-    """Bytes that were ever allocated: a difference is what a call allocated, and reading it resets no statistic."""
+    """Bytes that were allocated since the process began. A difference of two is a call's allocation; no statistic is reset."""
     return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)  # never the user's random numbers
+    return torch.Generator(device).manual_seed(0)  # the user's random numbers stay as they are
 
 
 def _filled(like: torch.Tensor | None) -> torch.Tensor:
@@ -203,10 +214,10 @@ def _load(path: Path) -> None:
     try:
         stored = json.loads(path.read_text())
         _known.update({str(name): Measured(float(facts[0]), int(facts[1])) for name, facts in stored.items()})
-    except (OSError, ValueError, TypeError, LookupError):  # unreadable, or of an earlier format: measured again
+    except (OSError, ValueError, TypeError, LookupError):  # an unreadable file or an earlier format: measure again
         return
 
 
 def _save(path: Path) -> None:
-    with contextlib.suppress(OSError):  # measured again by the next process
+    with contextlib.suppress(OSError):  # the next process measures again
         write_whole(path, json.dumps({name: (facts.time_s, facts.workspace_bytes) for name, facts in _known.items()}))

@@ -1,18 +1,18 @@
 """Static safety rules, one small function each, checked on the rewritten graphs before anything is compiled.
 
-A rule yields one sentence for each violation. Each stands for a way in which a gradient once came out wrong:
+A rule yields one sentence for each violation. Each rule excludes a way to a wrong gradient:
 
-    once        every transfer is offloaded, released, reloaded and waited for exactly once
-    same_source release names the very value that offload copies (a temporary would be freed under the copy)
-    last_use    no forward operation reads the source after its release (its memory may hold something else by then)
-    saved       the handle is saved, and the source's memory is not (else nothing is freed)
-    readers     no backward operation but wait touches the reloaded tensor before the wait
-    outputs     the model's own outputs are what they were
-    counterpart saved values and backward inputs correspond one to one
-    donated     no two saved values share memory (torch would donate it twice, and Inductor write over it too early)
-    fresh       no new value shares a fake storage with another (torch would donate or alias its memory)
-    callers     backward reads no memory of the caller's but what keep-all reads there too (it may hold something else by then)
-    decisions   no discrete decision is taken again on floats that are computed again (other last bits could decide otherwise)
+    once         Every transfer is offloaded, released, reloaded and waited for exactly once.
+    same_source  Release names the same value that offload copies. (A temporary would be freed during the copy.)
+    last_use     No forward operation reads the source after its release. (The memory may have been reused.)
+    saved        The handle is saved, and the source's memory is not. (Else no memory is freed.)
+    readers      No backward operation but wait touches the reloaded tensor before the wait.
+    outputs      The model's own outputs are unchanged.
+    counterpart  Saved values and backward inputs correspond one to one.
+    donated      No two saved values share memory. (torch would donate it twice, and Inductor would overwrite it too early.)
+    fresh        No inserted value shares a fake storage with another value. (torch would donate or alias its memory.)
+    callers      Backward reads no memory of the caller but that which keep-all reads. (The caller may have written to it.)
+    decisions    No discrete decision is made again on recomputed floats. (Other last bits could turn it.)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def verify_graphs(
 
     Args:
         output_names: names of the forward's outputs before any pass; the first `num_fwd_outputs` must be unchanged.
-        callers: what keep-all reads of the caller's memory; None: not known, and not checked.
+        callers: the caller's memory that keep-all reads; None if it is unknown, and the rule is skipped.
         user_recomputed: operations of the user's checkpoint regions.
 
     Raises:
@@ -103,7 +103,7 @@ def once(case: _Case) -> Iterator[str]:
 
 
 def same_source(case: _Case) -> Iterator[str]:
-    """Release names the very value that offload copies, and comes after it."""
+    """Release names the same value that offload copies, and comes after offload."""
     for transfer, offload, release in _pairs(case, "offload", "release"):
         if offload.args[0] is not release.args[0] or release.args[1] is not offload:
             yield f"{transfer}: release names {release.args[:2]}, offload copies {offload.args[0]}"
@@ -128,7 +128,7 @@ def last_use(case: _Case) -> Iterator[str]:
 
 
 def saved(case: _Case) -> Iterator[str]:
-    """The handle is saved, and nothing that shares the source's memory is."""
+    """The handle is saved, and no value that shares the source's memory is."""
     outputs = [node for node in graph_outputs(case.graphs.forward) if node is not None]
     memory = {storage_id(value) for node in outputs if (value := fake(node)) is not None}
     for transfer, offload, _ in _pairs(case, "offload", "release"):
@@ -142,7 +142,7 @@ def saved(case: _Case) -> Iterator[str]:
 
 
 def readers(case: _Case) -> Iterator[str]:
-    """Nothing but the wait touches the reloaded tensor before the wait, views included."""
+    """No operation but wait touches the reloaded tensor or a view of it before the wait."""
     for transfer, reload, wait in _pairs(case, "reload", "wait"):
         if wait.args[0] is not reload:
             yield f"{transfer}: wait names {wait.args[0]}, reload writes {reload.name}"
@@ -154,7 +154,7 @@ def readers(case: _Case) -> Iterator[str]:
 
 
 def outputs(case: _Case) -> Iterator[str]:
-    """The model's own outputs are what they were."""
+    """The model's own outputs are unchanged."""
     count = case.graphs.num_fwd_outputs
     now = tuple(None if node is None else node.name for node in graph_outputs(case.graphs.forward))
     if now[:count] != case.output_names[:count]:
@@ -162,7 +162,7 @@ def outputs(case: _Case) -> Iterator[str]:
 
 
 def counterpart(case: _Case) -> Iterator[str]:
-    """Saved values and backward inputs correspond one to one, in shape and dtype; symbolic sizes by their text."""
+    """Saved values and backward inputs correspond one to one in shape and dtype. Symbolic sizes are compared as text."""
     sent = graph_outputs(case.graphs.forward)[case.graphs.num_fwd_outputs :]
     received = [
         node
@@ -178,7 +178,7 @@ def counterpart(case: _Case) -> Iterator[str]:
 
 
 def fresh(case: _Case) -> Iterator[str]:
-    """No handle and no reloaded tensor shares a fake storage with a value that is not its view."""
+    """No handle and no reloaded tensor shares a fake storage with a value other than its views."""
     for graph, name in ((case.graphs.forward.graph, "offload"), (case.graphs.backward.graph, "reload")):
         groups = group_by_storage(graph.nodes)
         for nodes in case.ops[name].values():
@@ -191,7 +191,7 @@ def fresh(case: _Case) -> Iterator[str]:
 
 
 def donated(case: _Case) -> Iterator[str]:
-    """No two saved values share memory, but for that of inputs and of model outputs, which torch never donates."""
+    """No two saved values share memory, except for that of inputs and of model outputs, which torch never donates."""
     graphs = case.graphs
     outputs = graph_outputs(graphs.forward)
     inputs = [node for node in graphs.forward.graph.nodes if node.op in ("placeholder", "get_attr")]
@@ -202,7 +202,7 @@ def donated(case: _Case) -> Iterator[str]:
 
 
 def callers(case: _Case) -> Iterator[str]:
-    """Backward reads no memory of the caller's but parameters and what keep-all reads there; inputs and outputs as wholes."""
+    """Backward reads no memory of the caller but parameters and memory that keep-all reads. An input counts as a whole."""
     if case.callers is None:
         return
     roots = dict(foreign(case.graphs))
@@ -213,7 +213,7 @@ def callers(case: _Case) -> Iterator[str]:
 
 
 def decisions(case: _Case) -> Iterator[str]:
-    """No discrete decision is taken again on floats that are computed again."""
+    """No discrete decision is made again on recomputed floats."""
     for name, what in repeated_decisions(case.graphs, case.user_recomputed).inexact.items():
         yield f"backward runs {name} again, and {what} decides by its bits"
 

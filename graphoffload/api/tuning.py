@@ -58,7 +58,7 @@ class _Trial:
 
     def line(self, keep: _Trial | None) -> str:
         """The line of the report."""
-        goal = f"max_slowdown={self.config.max_slowdown:.4g}" if self.config.max_slowdown is not None else (
+        goal = f"max_slowdown={self.config.max_slowdown:.4g}" if self.config.limits_time else (
             f"device_budget={self.config.device_budget}"
             if isinstance(self.config.device_budget, str)
             else f"device_budget={format_bytes(self.config.device_budget)}"
@@ -161,7 +161,7 @@ class _Tuner:
         """Compile, warm up and measure."""
         recorder = _Recorder(config)
         set_compiled_call(self.model, None)
-        compile_in_place(self.model, recorder, **dynamo.apart())  # Dynamo gives up at eight compiles of one forward
+        compile_in_place(self.model, recorder, **dynamo.isolated())  # Dynamo gives up at eight compiles of one forward
         try:
             # Each trial is one more compile of the same code: at its limit torch would run the model in eager.
             with dynamo.many_compiles(_NO_LIMIT, _NO_LIMIT):
@@ -195,15 +195,14 @@ class _Tuner:
         return trial
 
     def budget_bytes(self, chosen: OffloadConfig) -> int:
-        """The budget of `chosen` in bytes; a large number without one."""
-        limits = resolve_limits(chosen, self.model.parameters())
-        if limits.device_budget_bytes is None or chosen.max_slowdown is not None:
-            return 1 << 62
-        return limits.device_budget_bytes
+        """The bytes of the user's device_budget."""
+        found = resolve_limits(chosen, self.model.parameters()).device_budget_bytes
+        assert found is not None, "resolved from a number or a share of the device"
+        return found
 
     def missed_bytes(self, chosen: OffloadConfig, trial: _Trial) -> int:
         """Measured bytes above an explicit budget; 0 or less when it is kept."""
-        if trial.peak_bytes is None or chosen.device_budget == "auto":
+        if trial.peak_bytes is None or not chosen.has_budget:
             return 0
         return trial.peak_bytes - self.budget_bytes(chosen)
 
@@ -220,16 +219,14 @@ class _Tuner:
 
     def corrected(self, chosen: OffloadConfig, trial: _Trial, keep: _Trial | None) -> OffloadConfig | None:
         """The next goal to plan for; None when no correction would help."""
-        if chosen.max_slowdown is not None:
-            if keep is None or trial.config.max_slowdown is None:
+        if chosen.limits_time:
+            over, planned = _slowdown_over(chosen, trial, keep), trial.config.max_slowdown or 0.0
+            if keep is None or abs(over) <= _NOISE or (over > 0 and planned == 0.0):
                 return None
-            over = trial.step_s / keep.step_s - 1.0 - chosen.max_slowdown
-            if abs(over) <= _NOISE or (over > 0 and trial.config.max_slowdown == 0.0):
-                return None
-            return trial.config.with_options(max_slowdown=max(0.0, trial.config.max_slowdown - over))
-        budget = self.budget_bytes(chosen)
-        if trial.peak_bytes is None or chosen.device_budget == "auto" or not any(plan.changes_anything for plan in trial.plans):
+            return trial.config.with_options(max_slowdown=max(0.0, planned - over))
+        if trial.peak_bytes is None or not chosen.has_budget or not any(plan.changes_anything for plan in trial.plans):
             return None
+        budget = self.budget_bytes(chosen)
         if (1.0 - _NEAR) * budget <= trial.peak_bytes <= budget:
             return None
         corrected = budget - (trial.peak_bytes - trial.predicted_peak_bytes)
@@ -237,11 +234,16 @@ class _Tuner:
 
     def score(self, chosen: OffloadConfig, trial: _Trial, keep: _Trial | None) -> tuple[float, float]:
         """Sort key, less is better: the smallest miss of the goal, then the fastest, or for a slowdown the smallest peak."""
-        if chosen.max_slowdown is None:
+        if not chosen.limits_time:
             return max(0, self.missed_bytes(chosen, trial)), trial.step_s
         size = trial.predicted_peak_bytes if trial.peak_bytes is None else trial.peak_bytes
-        slowdown = 0.0 if keep is None else trial.step_s / keep.step_s - 1.0
-        return max(0.0, slowdown - chosen.max_slowdown - _NOISE), size
+        return max(0.0, _slowdown_over(chosen, trial, keep) - _NOISE), size
+
+
+def _slowdown_over(chosen: OffloadConfig, trial: _Trial, keep: _Trial | None) -> float:
+    """The measured slowdown minus the allowed one; without keep-all's time nothing shows a slowdown."""
+    slowdown = 0.0 if keep is None else trial.step_s / keep.step_s - 1.0
+    return slowdown - (chosen.max_slowdown or 0.0)
 
 
 class _Recorder(OffloadBackend):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from graphoffload.api.live_bytes import LiveBytes
 from graphoffload.torch_internals.fake_tensors import UNKNOWN, FakeTensor, FakeTensorMode, numbers_read_by
 from graphoffload.torch_internals.operators import OpOverload, schema_of
 from graphoffload.torch_internals.pytrees import tree_flatten, tree_map, tree_unflatten
@@ -38,10 +39,11 @@ class Values:
     def __init__(self, *, everything: bool = False) -> None:
         self.everything = everything
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.live = LiveBytes()
         self._fake: Callable[..., Any] = self.mode.dispatch
         # The instance's own attribute: torch looks a mode up by its exact type for higher-order operators.
         # Dynamo would otherwise compile our frames as well, when it runs the code between two graphs.
-        self.mode.dispatch = torch.compiler.disable(self._dispatch)  # type: ignore[method-assign]
+        self.mode.dispatch = torch.compiler.disable(self._counted)  # type: ignore[method-assign]
         self._known: Any = WeakTensorKeyDictionary()
         self._spoiled: dict[int, Any] = {}  # our storages whose content no longer follows the fake tensors; kept alive
         self._callers: set[int] = set()
@@ -50,6 +52,11 @@ class Values:
     def fake(self, real: Tensor) -> Tensor:
         """A fake tensor for one that the caller gave, on the CPU for the meta device. Its memory is read when something needs
         its value, and never written to."""
+        made = self._faked(real)
+        self.live.add(made)
+        return made
+
+    def _faked(self, real: Tensor) -> Tensor:
         if isinstance(real, FakeTensor):
             return real
         made = self._empty(real, "cpu" if real.device.type == "meta" else real.device)
@@ -85,6 +92,16 @@ class Values:
             return real.detach().to(_CPU, copy=True)
         self._callers.add(identity(real.untyped_storage()))
         return real.detach()
+
+    def _counted(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operation, and count the memory of its results; not of what torch makes inside of it to find their shapes."""
+        outermost = not self._inside
+        result = self._dispatch(func, types, args, kwargs)
+        if outermost and isinstance(func, OpOverload):
+            self.live.add(result)
+        return result
 
     def _dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

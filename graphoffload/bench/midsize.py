@@ -22,7 +22,7 @@ from graphoffload.runtime import stats, twin_copies
 
 SIZES = {"layers": 2, "tokens": 16384}
 SHARE = 0.25
-"""Of the eligible bytes: what hides behind forward, with room to spare."""
+"""Of the eligible bytes: what overlaps with forward, with room to spare."""
 STEPS = 20
 
 

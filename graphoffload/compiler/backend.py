@@ -7,37 +7,35 @@ The key that identifies a plan is computed here, from Dynamo's graph, since torc
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from graphoffload.compiler.cache_key import graph_key
-from graphoffload.compiler.device_limits import resolve_limits
-from graphoffload.compiler.inner_compile import compile_as_planned
-from graphoffload.compiler.module_names import is_part, name_modules
+from graphoffload.compiler.compile_variant import (
+    Graph,
+    compile_by,
+    dynamos_graph,
+    inner,
+    needs_gradient,
+    traced_only,
+    untrained,
+)
+from graphoffload.compiler.dispatch import dispatcher, is_one_of_several, may_join
 from graphoffload.compiler.partitioner import OffloadPartitioner
-from graphoffload.compiler.session import CompileSession, Purpose, new_key
-from graphoffload.errors import ConfigError, FallbackWarning, warn
-from graphoffload.facts.limits import Limits
+from graphoffload.compiler.session import new_key
+from graphoffload.errors import BudgetError, ConfigError, FallbackWarning, warn
 from graphoffload.facts.plan import Plan
-from graphoffload.log import log, say
+from graphoffload.facts.recipe import FIRST
+from graphoffload.log import log
 from graphoffload.monitor.budget_check import watch_budget
-from graphoffload.monitor.caveats import asks_for_cuda_graphs, warn_of_surroundings
 from graphoffload.monitor.not_compiled import taken_in
-from graphoffload.monitor.out_of_memory import with_note
-from graphoffload.monitor.pattern_coverage import Fragment, fragment_of
-from graphoffload.monitor.shared_budget import budget_of, count_calls, is_one_of_many, may_link, where_it_runs
+from graphoffload.monitor.shared_budget import count_calls
 from graphoffload.options.config import OffloadConfig, split_options
-from graphoffload.report.offload_report import plan_table, summary_line
-from graphoffload.runtime import captured, registry
-from graphoffload.runtime.pinned.preallocation import allow
-from graphoffload.torch_internals import dynamo, inductor, partitioning, releases
-from graphoffload.units import format_bytes
-
-_graphs = itertools.count()
+from graphoffload.runtime import captured
+from graphoffload.torch_internals import dynamo, releases
 
 
 class OffloadBackend:
@@ -118,156 +116,42 @@ def compile_graph(
     _warn_of_fallbacks()
     captured.collect()
     taken_in((*example_inputs, *gm.parameters()), config)
-    if not _needs_gradient(example_inputs):
+    if not needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
-        return _inner(gm, example_inputs, config, None)
-    base, session = _session_to_run(gm, example_inputs, config)
-    allow(session.limits.host_budget_bytes)
-    compiled = _inner(gm, example_inputs, config, session)
-    if session.plan is None:
-        _take_stored(base, session)
-    key, limits = session.key, session.limits
-    if session.plan is not None:
-        _link(base, session.plan, config, limits)
-        if planned is not None:
-            planned(key)
-    if asks_for_cuda_graphs(config):
-        captured.own(key, compiled)
-    return count_calls(watch_budget(with_note(compiled, key), key, config, limits), key, config, limits)
+        return inner(untrained(gm, example_inputs, config), None)
+    graph = dynamos_graph(gm, example_inputs, config)
+    again = dynamo.retraceable(gm) if may_join(graph) else None
+    recipe = FIRST if again is not None and is_one_of_several(graph) else None
+    try:
+        compiled = compile_by(graph, recipe)
+    except BudgetError:
+        if recipe is not None or again is None or not graph.limits.downstream:
+            raise
+        # One block called again and again has all parameters of the model, and is no whole model all the same.
+        compiled = compile_by(replace(graph, module=again.copy()), FIRST)
+    if compiled.plan is not None and planned is not None:
+        planned(compiled.key)
+    if again is not None and compiled.plan is not None:
+        if not compiled.plan.variant:  # a step watches its budget itself
+            compiled = replace(compiled, function=watch_budget(compiled.function, compiled.key, config, graph.limits))
+        return dispatcher(graph, again, compiled)
+    watched = watch_budget(compiled.function, compiled.key, config, graph.limits)
+    return count_calls(watched, compiled.key, config, graph.limits)
 
 
-def plan_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[Plan | None, Callable[..., Any]]:
+def plan_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, check: Callable[[Graph], None] | None = None
+) -> tuple[Plan | None, Callable[..., Any]]:
     """Plan one Dynamo graph as compiling would; returns the plan (None: no gradient) and a callable that runs the graphs
-    uncompiled."""
-    if not _needs_gradient(example_inputs):
+    uncompiled. check: called with the graph before anything is planned."""
+    if not needs_gradient(example_inputs):
         return None, gm.forward
-    name_modules(gm)
-    key = new_key(graph_key(gm, config))
-    session = _session(gm, example_inputs, config, _limits(gm, example_inputs, config), key, "explain")
-    partitioner = OffloadPartitioner(session=session)
-    if config.inner == "aot_eager":
-        compiled: Any = partitioning.aot_eager(gm, example_inputs, partitioner)
-    else:
-        patches = {**_inductor_patches(config), "custom_partitioner_fn": partitioner, "force_disable_caches": True}
-        compiled = inductor.compile_graph(gm, example_inputs, settings=patches, inner_compile=_run_as_it_is)
+    graph = dynamos_graph(gm, example_inputs, config)
+    if check is not None:
+        check(graph)
+    session = graph.session(new_key(graph_key(gm, config)), "explain", None)
+    compiled = traced_only(graph, OffloadPartitioner(session=session))
     return session.plan, compiled
-
-
-def _limits(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Limits:
-    """What this graph may use: its inputs here are those that the user gave."""
-    limits = resolve_limits(config, (*example_inputs, *gm.parameters(), *gm.buffers()))
-    return where_it_runs(limits, gm, example_inputs, config)
-
-
-def _session_to_run(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> tuple[str, CompileSession]:
-    """What the plan is for, as a key that other processes find it by, and the session that makes it."""
-    name_modules(gm)
-    limits = _limits(gm, example_inputs, config)
-    base = graph_key(gm, config, extra=f"{limits.quantised()} {_device_name(example_inputs)}")
-    known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
-    key = known.key if known is not None else new_key(base)
-    return base, _session(gm, example_inputs, config, limits, key, "run")
-
-
-def _session(
-    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, limits: Limits, key: str, purpose: Purpose
-) -> CompileSession:
-    return CompileSession(
-        config,
-        limits,
-        key,
-        f"graph{next(_graphs)}",
-        purpose,
-        _fragment(gm, config),
-        partitioning.parameter_positions(gm.graph, example_inputs),
-    )
-
-
-def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    from functorch.compile import make_boxed_func
-
-    return make_boxed_func(gm.forward)
-
-
-def _take_stored(base: str, session: CompileSession) -> None:
-    """The plan of a graph that torch's compile cache had; none where nothing was partitioned, as no output needs a gradient."""
-    config, plan = session.config, registry.stored(base)
-    if plan is None or plan.key != session.key:
-        return
-    session.plan = plan
-    if registry.of_key(session.key) is None:
-        registry.register(plan, runs=True, store=False)
-    say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
-    if log.isEnabledFor(10):
-        log.debug("%s", plan_table(plan))
-    warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
-
-
-def _stored(base: str, limits: Limits) -> Plan | None:
-    """The plan of an earlier compile, where it suits the host memory that is available now."""
-    plan = registry.stored(base)
-    if plan is None or plan.suits_host(limits.host_budget_bytes):
-        return plan
-    log.debug(
-        "%s is planned again: its stored plan takes %s of host memory and was made within %s, now there are %s",
-        plan.graph, *map(format_bytes, (plan.prediction.host_bytes, plan.host_budget_bytes, limits.host_budget_bytes)),
-    )  # fmt: skip
-    return None
-
-
-def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
-    """Store a plan for the next compile of its graph, and tell the runtime what it may do with it."""
-    registry.remember(base, plan)
-    if plan.transfers and asks_for_cuda_graphs(config) and plan.device.startswith("cuda"):
-        captured.prepare(torch.device(plan.device))  # torch's compile cache may answer without compiling
-    if may_link(config):
-        window = config.max_inflight_bytes
-        run = registry.run_plan(plan.key)
-        run.link(window if isinstance(window, int) else None, budget_of(limits), downstream=is_one_of_many(config, limits))
-
-
-def _needs_gradient(inputs: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
-
-
-def _device_name(inputs: Sequence[Any]) -> str:
-    device = next((value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"), None)
-    return torch.cuda.get_device_name(device) if device is not None else "cpu"
-
-
-def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
-    """Whether this graph is only part of the user's compiled function, so that a pattern may match in another part."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    broken = reason is None or getattr(reason, "graph_break", False)
-    frame = dynamo.compiling()
-    whole = not broken and (frame is None or not is_part(frame))
-    return fragment_of(frame.running if frame is not None else None, config.digest(), whole=whole)
-
-
-def _inner(
-    gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, session: CompileSession | None
-) -> Callable[..., Any]:
-    if config.inner == "aot_eager":
-        return partitioning.aot_eager(gm, example_inputs, None if session is None else OffloadPartitioner(session=session))
-    patches = _inductor_patches(config)
-    if session is None:
-        return inductor.compile_graph(gm, example_inputs, settings=patches)
-    patches["custom_partitioner_fn"] = OffloadPartitioner(session=session)
-    return inductor.compile_graph(gm, example_inputs, settings=patches, inner_compile=compile_as_planned(session))
-
-
-def _inductor_patches(config: OffloadConfig) -> dict[str, Any]:
-    patches: dict[str, Any] = {}
-    if config.mode and config.mode != "default":
-        patches.update(inductor.options_of_mode(config.mode))
-    patches.update(dict(config.inductor_options))
-    if patches.get("custom_partitioner_fn") is not None:
-        raise ConfigError(
-            'options={"custom_partitioner_fn": ...} beside backend="graphoffload": the backend is a partitioner itself. '
-            'Use one of them; graphoffload inside Inductor is torch.compile(m, options={"custom_partitioner_fn": '
-            "graphoffload.OffloadPartitioner(config)})."
-        )
-    return patches
 
 
 def _warn_of_fallbacks() -> None:

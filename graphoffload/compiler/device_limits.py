@@ -17,11 +17,13 @@ from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime.pinned.pool import POOL
+from graphoffload.torch_internals import allocator
 from graphoffload.units import parse_size
 
 _MARGIN_BYTES = 512 * 2**20
 _MARGIN_SHARE = 0.02
 _MARGIN_OF_RESERVE = 1 / 16
+_MARGIN_OF_PIECES = {False: 1 / 32, True: 1 / 64}
 _HOST_SHARE = 0.8
 
 
@@ -38,7 +40,7 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
     reserve_bytes = _reserve(config, inputs, parameters, device, hardware)
     host_budget_bytes, host_auto = _host_budget(config), config.host_budget == "auto"
     return Limits(
-        explicit=config.device_budget != "auto" or config.max_slowdown is not None,
+        explicit=config.has_budget or config.limits_time,
         device_budget_bytes=_device_budget(config, device, hardware, reserve_bytes),
         static_bytes=_static_bytes(device, inputs),
         reserve_bytes=reserve_bytes,
@@ -61,8 +63,18 @@ def _device_budget(config: OffloadConfig, device: torch.device, hardware: Hardwa
     if device.type != "cuda":
         whole = hardware.memory_bytes  # planned for a GPU that is not there: its memory is the budget
         return None if hardware.source == "cpu" else max(0, whole - _margin(whole, reserve_bytes))
+    return device_budget_now(device, reserve_bytes)
+
+
+def device_budget_now(device: torch.device, reserve_bytes: int = 0, *, of_a_step: bool = False) -> int:
+    """What "auto" comes to on a GPU at this moment, with a reserve that is to come.
+
+    of_a_step: what eager code allocates between the graphs is in the plan as well. The large blocks of a loss must fit in one
+    piece each, and what activations leave is in pieces, so more is left free; less if torch maps its memory page by page.
+    """
     free, total = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes))
+    pieces = int(total * _MARGIN_OF_PIECES[allocator.maps_by_pages()]) if of_a_step else 0
+    return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes) - pieces)
 
 
 def _margin(whole_bytes: int, reserve_bytes: int) -> int:

@@ -20,14 +20,16 @@ the same shape, dtype and device, one for one.
 from __future__ import annotations
 
 import gc
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from graphoffload.errors import ConfigError
 from graphoffload.torch_internals.fake_tensors import FakeTensor
 
 _TWO = 2  # tensors like the parameter: Adam and its kin
@@ -42,6 +44,78 @@ def state_bytes(parameters: Iterable[Tensor], others: Iterable[Tensor] = ()) -> 
     held, leaves = _Held(), {id(leaf): leaf for leaf in parameters}
     known = sum(held.state_bytes(leaf, alone=_TWO) for leaf in leaves.values())
     return known + sum(held.state_bytes(leaf, alone=0) for leaf in others if id(leaf) not in leaves)
+
+
+NAMES = ("adam", "adamw", "adafactor", "muon", "sgd", "sgd with momentum")
+"""Optimizers that `named_state_bytes` knows by name."""
+
+
+def named_state_bytes(optimizer: object, parameters: Iterable[Tensor]) -> int:
+    """Device bytes of the state that an optimizer keeps for parameters, whether it has made it or not.
+
+    optimizer: an object, which keeps what its groups say for its own parameters, or one of NAMES. State has the parameter's
+    dtype, as torch.optim makes it. "muon" has one tensor for a matrix and AdamW's two for all others, as it is commonly used.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(optimizer, Optimizer):
+        groups = optimizer.param_groups
+        return sum(_made_or_expected(optimizer, g, p) for g in groups for p in g["params"] if p.requires_grad)
+    if not isinstance(optimizer, str) or (name := re.sub(r"[-_+ ]+", " ", optimizer.lower()).strip()) not in _TENSORS:
+        got = repr(optimizer) if isinstance(optimizer, str) else f"a {type(optimizer).__name__}"
+        raise ConfigError(f"optimizer={got} is not known. Give a torch.optim.Optimizer, or one of: {', '.join(NAMES)}.")
+    unique = {id(p): p for p in parameters if p.requires_grad}.values()
+    return sum(_TENSORS[name](p) for p in unique)
+
+
+def _made_or_expected(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+    made = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor) and value.dim()]
+    if made:
+        return sum(-(-_nbytes(value) // _BLOCK_BYTES) * _BLOCK_BYTES for value in made) + _BLOCK_BYTES
+    if type(optimizer) is torch.optim.Adafactor:
+        return _factored(parameter)
+    return _bytes_by(optimizer, group, parameter)
+
+
+def _factored(parameter: Tensor) -> int:
+    """Adafactor's state: a row and a column of variances for each matrix."""
+    if parameter.dim() < _MATRIX:
+        return _taken(parameter, 1)
+    *_, rows, columns = parameter.shape
+    elements = parameter.numel() // max(columns, 1) + parameter.numel() // max(rows, 1)
+    return (-(-elements * parameter.element_size() // _BLOCK_BYTES) + 1) * _BLOCK_BYTES
+
+
+_MATRIX = 2  # dimensions
+_TENSORS: dict[str, Callable[[Tensor], int]] = {
+    "adam": lambda parameter: _taken(parameter, _TWO),
+    "adamw": lambda parameter: _taken(parameter, _TWO),
+    "adafactor": _factored,
+    "muon": lambda parameter: _taken(parameter, 1 if parameter.dim() == _MATRIX else _TWO),
+    "sgd": lambda parameter: 0,
+    "sgd with momentum": lambda parameter: _taken(parameter, 1),
+    "sgd momentum": lambda parameter: _taken(parameter, 1),
+}
+
+
+def unmade_state_bytes() -> int:
+    """Device bytes of state that the optimizers of this process are still to make."""
+    return sum(
+        _bytes_by(optimizer, group, parameter)
+        for optimizer in _optimizers()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def share_of_trained(inputs: Iterable[Any]) -> float:
+    """The share of all elements that optimizers train which is among a graph's inputs; 0 where no optimizer is known."""
+    trained = {id(p): p.numel() for optimizer in _optimizers() for group in optimizer.param_groups for p in group["params"]}
+    known = {id(value) for value in inputs}
+    total = sum(trained.values())
+    return sum(count for key, count in trained.items() if key in known) / total if total else 0.0
 
 
 class _Held:

@@ -129,7 +129,7 @@ def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession)
     config, limits = session.config, session.limits
     hardware = resolve_hardware(config.hardware, rewritten.plan.device)
     device_bytes = None if hardware.source == "cpu" else hardware.memory_bytes
-    budget_bytes = None if config.device_budget == "auto" else limits.device_budget_bytes
+    budget_bytes = limits.device_budget_bytes if config.has_budget else None
     summary = summary_line(
         rewritten.plan,
         device_bytes=device_bytes,
@@ -138,11 +138,18 @@ def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession)
         hint=rewritten.hint,
     )
     named = "" if config.hardware == "measure" or hardware.source == "cpu" else hardware.name
-    plan = replace(rewritten.plan, summary=summary, hardware=named, host_budget_bytes=session.limits.host_budget_bytes)
+    plan = replace(
+        rewritten.plan,
+        summary=summary,
+        hint=rewritten.hint,
+        hardware=named,
+        host_budget_bytes=session.limits.host_budget_bytes,
+    )
     predicted = _predicted(rewritten, session, hardware.name)
     session.finish(plan)
     predictions.remember(plan.key, predicted)
-    say(f"{plan.graph}: {plan.summary}")
+    if not plan.variant:  # a variant's line is that of its step
+        say(f"{plan.graph}: {plan.summary}")
     if log.isEnabledFor(10):
         log.debug("%s", plan_table(plan))
     if config.dump_dir and rewritten.before is not None:

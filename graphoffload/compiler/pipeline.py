@@ -21,12 +21,14 @@ from graphoffload.compiler.checkpoint_regions import hint_of, trial_of
 from graphoffload.compiler.constraints import Constraint, check_tags, constraints_for, without_effect
 from graphoffload.compiler.decide import Decided
 from graphoffload.compiler.placement import PlannedPair, make_plan
+from graphoffload.compiler.recipes import is_small, recipe_trial
 from graphoffload.compiler.request import Request, Work
-from graphoffload.compiler.trial import device_name, partition
+from graphoffload.compiler.trial import Trial, device_name, partition
 from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.facts.goals import Goal, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
+from graphoffload.facts.recipe import EVERYTHING_KEPT, FIRST, SMALLEST
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.monitor.pattern_coverage import remember, warn_of_unmatched
@@ -65,7 +67,7 @@ def rewrite(request: Request) -> Rewritten:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
     try:
-        trial = trial_of(request, _analyse)
+        trial = _trial(request)
     except BudgetError as error:
         if not (cache := _cache_of(request)):
             raise
@@ -75,7 +77,8 @@ def rewrite(request: Request) -> Rewritten:
     work, decided = trial.work, trial.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
-    if trial.excess > 0 and request.goal.explicit:  # the planner's own plans that miss a budget are errors
+    alone = request.session.recipe is None
+    if trial.excess > 0 and request.goal.explicit and alone:  # the planner's own plans that miss a budget are errors
         warn(GoalMissedWarning, _goal_missed(request.goal, request.limits, trial.timeline, decided), stacklevel=4)
     plan = make_plan(
         PlannedPair(work.pair, trial.original, work.table, trial.instance, trial.timeline, decided.release_late),
@@ -89,7 +92,8 @@ def rewrite(request: Request) -> Rewritten:
         checksum=request.config.verify == "checksum",
         unfused_bytes=work.unfused_bytes,
     )
-    plan = replace(plan, outputs_held=work.outputs_stay)
+    recipe = request.session.recipe
+    plan = replace(plan, outputs_held=work.outputs_stay, variant="" if recipe is None else recipe.name)
     before = _copies(work.pair) if request.config.dump_dir else None
     names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
     graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
@@ -99,6 +103,17 @@ def rewrite(request: Request) -> Rewritten:
     instance = trial.instance
     candidates = instance.program.candidates
     return Rewritten(graphs, plan, before, trial.timeline, decided.keep_timeline, instance.kernels, hint, candidates)
+
+
+def _trial(request: Request) -> Trial:
+    """What the graph's goal needs if it is planned alone; else the variant that a step's plan asks for."""
+    recipe = request.session.recipe
+    if recipe is None:
+        return trial_of(request, analyse)
+    work = analyse(request)
+    if recipe is FIRST:
+        recipe = request.session.recipe = EVERYTHING_KEPT if is_small(work, request.limits.room_bytes) else SMALLEST
+    return recipe_trial(work, recipe)
 
 
 def _goal_missed(goal: Goal, limits: Limits, timeline: Timeline, decided: Decided) -> str:
@@ -121,7 +136,8 @@ def _copies(pair: GraphPair) -> GraphPair:
     return GraphPair(copy_graph(pair.forward), copy_graph(pair.backward), pair.num_fwd_outputs)
 
 
-def _analyse(request: Request) -> Work:
+def analyse(request: Request) -> Work:
+    """What is known about a joint graph before anything is decided."""
     notes: list[str] = []
     pair, table, binding = _keep_all(request, notes)
     notes.extend(returned_by(pair).notes(table.saved_bytes))

@@ -40,10 +40,10 @@ _SEARCHES = 2
 _WORTH = 0.03
 _UNUSED = 0.005  # of keep-all's time, unused by a plan for a slowdown: about what unfused operations cost
 _FAR = 0.03  # of keep-all's time above the bound: beyond it, other ways and tighter budgets are tried
-_DEAR = 0.1  # a slowdown that the plan explains
+_NOTED_SLOWDOWN = 0.1  # from this slowdown on, a note names the tensors at the peak
 _RUNG = 1.02
 _RUNGS = 4
-_NAMED = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # steps above the least budget that was found, until one is met
+_ERROR_BUDGETS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # an error names the first that is met, above the least found
 
 
 def feasible_trial(work: Work) -> Trial:
@@ -67,19 +67,19 @@ def _at(work: Work, goal: Goal) -> Work:
 
 
 def _over(work: Work) -> bool:
-    """Whether the clock ends planning."""
+    """Whether the time for planning is over."""
     return work.patience is not None and work.patience.over()
 
 
 def _make(work: Work, instance: Instance, goal: Goal) -> Trial:
-    """One trial; says what is being done to whoever waits."""
+    """One trial. Messages about a long search name it."""
     if work.patience is not None:
         work.patience.doing = f"a trial for {goal}"
     return trials.make_trial(work, instance, goal)
 
 
 @dataclass(slots=True)
-class _Found:
+class _SearchResult:
     """Results of the ways to meet one budget: the best trial, those above the budget, and errors of ways without a trial."""
 
     best: Trial | None
@@ -93,7 +93,7 @@ def _for_budget(work: Work) -> Trial:
         raise _refusal(work, found)
     trial, keep_s = found.best, found.best.decided.keep_timeline.time_s
     slowdown = trial.timeline.time_s / keep_s - 1.0 if keep_s else 0.0
-    if trial.decided.planned and slowdown >= _DEAR:
+    if trial.decided.planned and slowdown >= _NOTED_SLOWDOWN:
         trial.work.notes.append(f"{slowdown:+.0%} time is the price of the memory {_held(trial)}")
     return trial
 
@@ -108,9 +108,9 @@ def _held(trial: Trial) -> str:
     return f"at {program.step_name(result.peak_step)!r}, which holds {held}"
 
 
-def _meets(work: Work, ways: tuple[Work, ...]) -> _Found:
+def _meets(work: Work, ways: tuple[Work, ...]) -> _SearchResult:
     """The cheapest trial that meets the budget of `work`, of these ways and of tighter budgets, until one is near its bound."""
-    found, start = _Found(None, [], []), (ways[0], instance_of(ways[0]))
+    found, start = _SearchResult(None, [], []), (ways[0], instance_of(ways[0]))
     keep = keep_all(start[1], work)
     for way in ways:
         if found.best is not None and (not _is_far(found.best) or _over(work)):
@@ -122,7 +122,7 @@ def _meets(work: Work, ways: tuple[Work, ...]) -> _Found:
             found.errors.append(error)
             continue
         if not trial.decided.planned:
-            return _Found(trial, [], [])
+            return _SearchResult(trial, [], [])
         trial = trial if way.unfused_bytes is None else against(trial, work.request, keep)
         if trial.excess > 0:
             found.misses.append(trial)
@@ -143,7 +143,7 @@ def _meets(work: Work, ways: tuple[Work, ...]) -> _Found:
 
 
 def _condition_s(best: Trial, way: Work) -> float:
-    """Seconds by which a plan that asks something of the caller must be faster to be preferred."""
+    """Seconds by which a plan must be faster to replace `best`: a margin, if it depends on the caller and `best` does not."""
     return 0.0 if way.outputs_stay or not best.work.outputs_stay else _FAR * best.decided.keep_timeline.time_s
 
 
@@ -166,8 +166,8 @@ def _tighter(work: Work, way: Work, instance: Instance) -> Iterator[Trial]:
             return
 
 
-def _refusal(work: Work, found: _Found) -> BudgetError:
-    """The error that names the least budget which is met: it is planned for before it is named."""
+def _refusal(work: Work, found: _SearchResult) -> BudgetError:
+    """The error for a budget that no trial meets. It names the least budget for which a plan was then made."""
     budget = work.request.goal.device_budget_bytes or 0
     held = [trial for trial in found.misses if trial.work.outputs_stay] or found.misses
     known = [budget + int(trial.excess) for trial in held]
@@ -175,7 +175,7 @@ def _refusal(work: Work, found: _Found) -> BudgetError:
     if least is None:
         return found.errors[0]
     ways = (work, *(way for way in _other_ways(work) if way.outputs_stay))
-    for share in _NAMED:
+    for share in _ERROR_BUDGETS:
         asked = int(max(least, budget + 1) * (1.0 + share))
         goal = work.request.goal.tightened(budget - asked)
         met = _meets(_at(work, goal), tuple(_at(way, goal) for way in ways)).best
@@ -199,24 +199,25 @@ def _error(budget: int, least: int, trial: Trial, held: str) -> BudgetError:
 
 
 def _other_ways(work: Work) -> Iterator[Work]:
-    """Ways to need less memory: unfused large operations, which cost time; a caller who does not hold the model's outputs,
-    which is not ours to decide; both."""
+    """Ways to need less memory: unfused large operations, which cost time; a caller who does not hold the model's outputs, as
+    only the user can ensure; both."""
     returned = returned_bytes(work.pair)
     note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
     not_held = replace(work, outputs_stay=False, notes=[*work.notes, note])
     if work.fuses:
-        yield _apart(work, "to meet the budget")
+        yield _unfused(work, "to meet the budget")
     if returned >= _least(work):
         yield not_held
         if work.fuses:
-            yield _apart(not_held, "to meet the budget")
+            yield _unfused(not_held, "to meet the budget")
 
 
 def _least(work: Work) -> int:
     return max(1, int(work.request.config.min_tensor_bytes))
 
 
-def _apart(work: Work, why: str) -> Work:
+def _unfused(work: Work, why: str) -> Work:
+    """`work` with large operations as kernels of their own; `why` ends the note that says so."""
     least = _least(work)
     note = f"operations that write {format_bytes(least)} or more each are not fused with each other, {why}"
     return replace(work, unfused_bytes=least, notes=[*work.notes, note])
@@ -268,7 +269,7 @@ def _bounded(trial: Trial, first: Trial) -> Trial:
 
 
 def _recomputed_where_over(work: Work, trial: Trial) -> frozenset[str]:
-    """What a trial of `work` computes again and has in memory at steps of backward where that is above the budget."""
+    """Names of the activations that a trial recomputes and that are in memory at a step of backward above the budget."""
     timeline = trial.timeline
     most = (work.request.goal.device_budget_bytes or 0) - work.request.limits.reserve_bytes
     over = [step for step in range(timeline.forward_steps, len(timeline.memory)) if timeline.memory[step] > most]
@@ -279,7 +280,7 @@ def _recomputed_where_over(work: Work, trial: Trial) -> frozenset[str]:
 
 
 def _within(work: Work, instance: Instance, goal: WithinSlowdown) -> Trial:
-    """The best trial for the slowdown of `work`: one that turns out too slow is made again for a smaller one."""
+    """The best trial for a slowdown. If a trial turns out too slow, the next one is for a smaller slowdown."""
     best: Trial | None = None
     for _ in range(_ATTEMPTS):
         trial = _make(work, instance, goal)
@@ -292,34 +293,36 @@ def _within(work: Work, instance: Instance, goal: WithinSlowdown) -> Trial:
 
 
 def _smallest(work: Work, goal: WithinSlowdown) -> Trial:
-    """The best trial for a slowdown: of fused operations, or where those leave time unused, of operations apart."""
+    """The best trial for a slowdown: with fused operations or, if these leave time unused, with unfused operations."""
     instance = instance_of(work)
     fused = _within(work, instance, goal)
     if not fused.decided.planned or _over(work):
         return fused
-    apart = _smallest_unfused(work, instance, fused, goal)
-    return _smaller(work, instance, fused, goal) if apart is None else min(fused, apart, key=lambda trial: trial.score)
+    unfused = _smallest_unfused(work, instance, fused, goal)
+    return _smaller(work, instance, fused, goal) if unfused is None else min(fused, unfused, key=lambda trial: trial.score)
 
 
 def _smallest_unfused(work: Work, instance: Instance, fused: Trial, goal: WithinSlowdown) -> Trial | None:
-    """The smallest trial of operations apart; None where there is no time for that, nothing to take apart, or no memory to
-    gain. Their slowdown is against their own keep-all, which is slower, until they are trials."""
+    """The smallest trial with unfused operations; None if these take too long, change nothing, or cannot free memory.
+
+    Until `against` compares it with the fused keep-all, the trial's slowdown is relative to the unfused one, which is slower.
+    """
     keep = fused.decided.keep_timeline
     if not work.fuses or -fused.excess < _UNUSED * keep.time_s:
         return None
-    apart = _apart(work, "which leaves less in memory at once")
-    unfused_instance = instance_of(apart)
+    unfused = _unfused(work, "which leaves less in memory at once")
+    unfused_instance = instance_of(unfused)
     if unfused_instance.program == instance.program:
         return None
-    allowed = goal.allowed(keep.time_s, keep_all(unfused_instance, apart).time_s)
+    allowed = goal.allowed(keep.time_s, keep_all(unfused_instance, unfused).time_s)
     if allowed <= 0.0:
         return None
     own = WithinSlowdown(allowed)
-    apart = _at(apart, own)
-    trial = _within(apart, unfused_instance, own)
+    unfused = _at(unfused, own)
+    trial = _within(unfused, unfused_instance, own)
     if (trial.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
         return None
-    return against(_smaller(apart, unfused_instance, trial, own), work.request, keep)
+    return against(_smaller(unfused, unfused_instance, trial, own), work.request, keep)
 
 
 def _or_without_recomputation(work: Work, instance: Instance, best: Trial) -> Trial:
@@ -331,9 +334,10 @@ def _or_without_recomputation(work: Work, instance: Instance, best: Trial) -> Tr
 
 
 def _smaller(work: Work, instance: Instance, best: Trial, goal: WithinSlowdown) -> Trial:
-    """A smaller plan within the slowdown, or one as small and faster, of trials for half the slowdown and for budgets below
-    `best`'s peak: what was recomputed for the least peak as it was estimated need not give the least once torch has partitioned
-    again."""
+    """The best of `best`, trials for half the slowdown, and trials for budgets below `best`'s peak.
+
+    `best` has the least estimated peak. After torch has partitioned again, another choice may have the least peak.
+    """
     bound = best.decided.lower_bound_peak_bytes or 0
     if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
         best = min(best, _make(work, instance, goal.tightened(goal.max_slowdown / 2)), key=lambda trial: trial.score)

@@ -19,6 +19,7 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution
 from graphoffload.passes.prepare_joint import Binding
 from graphoffload.patience import Patience
+from graphoffload.torch_internals import partitioning
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,12 @@ class Request:
     goal: Goal
     parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
     relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
+
+    @property
+    def activations(self) -> frozenset[str]:
+        """Inputs that other graphs computed, and that nothing in this one writes to."""
+        named = partitioning.parameters_among(self.joint.graph, self.session.activations)
+        return named - {node.name for node in partitioning.mutated_inputs(self.joint.graph)}
 
     @property
     def config(self) -> OffloadConfig:

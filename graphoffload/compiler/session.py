@@ -24,6 +24,7 @@ from graphoffload.compiler.module_names import name_modules
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
+from graphoffload.facts.recipe import Recipe
 from graphoffload.monitor.pattern_coverage import WHOLE, Fragment
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
@@ -44,6 +45,8 @@ class CompileSession:
         purpose: as Purpose. fragment: what the graph is of the user's model.
         parameters: which of the graph's inputs, by position, are parameters; None: as Dynamo says. What is no parameter is the
             caller's memory, which backward reads only where torch alone would.
+        activations: which inputs, by position, other graphs computed and their caller lets go: they may be offloaded here.
+        recipe: the variant that is compiled, where the plan of a step says which; None: the graph is planned alone.
         plan: what the partitioner made; None until then, and where it did not run.
     """
 
@@ -54,6 +57,8 @@ class CompileSession:
     purpose: Purpose = "partition"
     fragment: Fragment = WHOLE
     parameters: tuple[int, ...] | None = None
+    activations: tuple[int, ...] = ()
+    recipe: Recipe | None = None
     plan: Plan | None = None
 
     @property
@@ -81,7 +86,8 @@ class CompileSession:
     def identity(self) -> tuple[object, ...]:
         """What torch's compile cache may know the session by: what decides the plan; neither the graph's name, which numbers
         the graphs of a process, nor the model's number, nor bytes that differ from run to run."""
-        return self.config, self.key, replace(self.fragment, model=0), self.limits.quantised(), self.parameters
+        fragment, limits = replace(self.fragment, model=0), self.limits.quantised()
+        return self.config, self.key, fragment, limits, self.parameters, self.activations, self.recipe
 
 
 def session_of_joint(

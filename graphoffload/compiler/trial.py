@@ -90,7 +90,7 @@ def make_trial(work: Work, instance: Instance, goal: Goal) -> Trial:
     names = [tensor.name for tensor in original.tensors]
     actions, reasons = dict(zip(names, decided.actions, strict=True)), dict(zip(names, decided.reasons, strict=True))
     if "recompute" in decided.actions:
-        actions, reasons = _partition_again(work, actions, reasons)
+        actions, reasons = partition_again(work, actions, reasons)
         instance = instance_of(work)
         if decided.planned:
             wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.session.fragment))
@@ -114,7 +114,7 @@ def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTab
     """Torch's min-cut on a tagged copy, and the values that it saves. The user's own tags are read from the original joint
     graph, except for advice to recompute if regions are relaxed."""
     pair = GraphPair(*partitioning.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
-    table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes))
+    table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes, request.activations))
     if request.relax:
         table = SavedTable(tuple(replace(t, tag=None) if t.tag == "prefer_recompute" else t for t in table.tensors))
     return pair, table
@@ -150,7 +150,7 @@ def instance_of(work: Work) -> Instance:
     )
 
 
-def _partition_again(
+def partition_again(
     work: Work, actions: dict[str, Action], reasons: dict[str, str]
 ) -> tuple[dict[str, Action], dict[str, str]]:
     """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.

@@ -1,1 +1,1 @@
-"""Values that everything else passes along: what is saved, what was decided, what may be used. No torch, no graph."""
+"""Values that all other packages exchange: saved activations, plans, limits, goals and refusals. No torch, no graph."""

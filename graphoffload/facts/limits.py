@@ -1,4 +1,4 @@
-"""What the process may use, resolved to bytes."""
+"""The memory that the process may use, resolved to bytes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from graphoffload.units import coarse_size
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the process may use, resolved to bytes.
+    """The memory that the process may use, resolved to bytes.
 
-    explicit: the user gave a budget or a slowdown. device_budget_bytes: None where there is nothing to fit (a CPU).
-    static_bytes: what lives on the device outside the saved activations. reserve_bytes: to be left free. shared: the budget is
-    for several graphs, of which this one is not the first, and the runtime lets stay what fits of what they offload together.
-    downstream: the graph reads what other trained graphs compute. host_auto: the host budget is a share of what was
-    available when it was resolved. host_locked: it is what this user may lock.
+    Attributes:
+        explicit: the user gave a budget or a slowdown.
+        device_budget_bytes: None if there is nothing to fit (a CPU).
+        static_bytes: device memory outside the saved activations, such as parameters.
+        reserve_bytes: device memory to leave free.
+        shared: several graphs share the budget, and this graph is not the first. The runtime keeps those of their offloaded
+            tensors on the device that fit together.
+        downstream: the graph reads results of other trained graphs.
+        host_auto: the host budget is a share of the host memory that was available when it was resolved.
+        host_locked: the host budget is the memory that this user may lock.
     """
 
     explicit: bool = False
@@ -28,11 +33,18 @@ class Limits:
     host_auto: bool = False
     host_locked: bool = False
 
-    def quantised(self) -> Limits:
-        """For cache keys: what "auto" measures in steps of 1 GiB, so that two runs on the same machine agree.
+    @property
+    def room_bytes(self) -> int | None:
+        """What is left of the budget for saved activations and temporaries; None where nothing has to fit."""
+        if self.device_budget_bytes is None:
+            return None
+        return max(0, self.device_budget_bytes - self.static_bytes - self.reserve_bytes)
 
-        What the host has available differs by GiBs from run to run, and few plans depend on it. It is left out where it was
-        measured, and `Plan.suits_host` says whether a stored plan may be used with what there is now.
+    def quantised(self) -> Limits:
+        """The limits for cache keys, with measured bytes in steps of 1 GiB, so that two runs on the same machine agree.
+
+        The host's available memory differs by GiBs between runs, and few plans depend on it. A measured host budget is
+        therefore left out. `Plan.suits_host` decides whether a stored plan may be used with the memory that is available now.
         """
         host_bytes = None if self.host_auto else coarse_size(self.host_budget_bytes)
         return replace(

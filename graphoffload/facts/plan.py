@@ -1,8 +1,9 @@
-"""What was decided, and what it is predicted to cost. No torch, no graph: plans print, compare, hash and save as JSON.
+"""A plan: the decisions for one graph and their predicted cost. No torch, no graph: plans print, compare, hash, save as JSON.
 
-Decision      keep / recompute / offload for one SavedTensor, with its reason (a keep has one too)
+Decision      keep / recompute / offload for one SavedTensor, with a reason (a keep has one too)
 Transfer      one offload with its release, reload and wait, tied together by id
-Plan          decisions and transfers for one graph, and what they are predicted to cost
+Prediction    peaks and times of the plan and of keep-all
+Plan          decisions, transfers and prediction for one graph
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Literal
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 
 Action = Literal["keep", "recompute", "offload"]
-FORMAT = 1
-"""Of a plan as JSON: another number wherever an older reader would misread a field or lack one."""
+FORMAT = 2
+"""Format number of a plan as JSON. It changes whenever an older reader would misread a field or lack one."""
 _HARDLY_MORE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one saved activation, and why."""
+    """The action for one saved activation, and its reason."""
 
     name: str
     action: Action
@@ -31,7 +32,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One storage's way to the host and back. The four positions come from one timeline.
+    """One storage's way to the host and back. One timeline determines all four places.
 
     Attributes:
         id: ties offload, release, reload and wait together.
@@ -56,11 +57,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan is predicted to cost. Bytes are absolute device bytes at the peak; times are one forward and backward.
+    """The predicted cost of a plan. Bytes are absolute device bytes at the peak; times are for one forward and backward.
 
-    `reserve_bytes` are in none of the peaks: left free beside them, for what comes later. `with_reserve` adds them.
+    No peak includes `reserve_bytes`, which the plan leaves free for later allocations. `with_reserve` adds them.
 
-    A time of 0.0 means that no hardware numbers were at hand (a CPU-only machine).
+    A time of 0.0 means that there were no hardware numbers (a CPU-only machine).
     """
 
     keep_peak_bytes: int = 0
@@ -70,11 +71,11 @@ class Prediction:
     lower_bound_time_s: float | None = None
     host_bytes: int = 0
     stall_s: float = 0.0
-    lower_bound_peak_bytes: int | None = None  # of a plan for a slowdown: no other within it has a smaller peak
+    lower_bound_peak_bytes: int | None = None  # for a plan for a slowdown: no plan within it has a smaller peak
     reserve_bytes: int = 0
 
     def with_reserve(self, peak_bytes: int) -> int:
-        """A peak as it will be once the reserve is taken; 0 for one that was not predicted."""
+        """A peak plus the reserve; 0 for a peak that was not predicted."""
         return peak_bytes + self.reserve_bytes if peak_bytes else 0
 
     @property
@@ -92,13 +93,18 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Decisions for one graph. `key` identifies graph, module names, annotations and configuration together.
+    """Decisions for one graph.
 
-    `unfused_bytes`: two operations that write so much each and do not need each other are not fused; None: they may be.
-    `device`: that of the tensors; `hardware`: name of the profile that was planned for, "" where it is this device's own.
-    `part`: other graphs are trained with this one, and what they keep is in none of its figures.
-    `host_budget_bytes`: host memory that it was made within; None: unbounded.
-    `outputs_held`: the predicted peak allows for a caller who holds the model's outputs throughout backward.
+    Attributes:
+        key: identifies graph, module names, annotations and configuration together.
+        unfused_bytes: two independent operations that write this many bytes each are not fused; None: they may be.
+        device: the device of the tensors.
+        hardware: name of the profile that the plan was made for; "" if it is this device's own.
+        part: other graphs are trained with this one. The figures do not include the memory that these keep.
+        host_budget_bytes: the host memory that the plan was limited to; None: unlimited.
+        hint: what the user could change, for the line of the plan or of its step.
+        variant: name of the recipe that the graph is compiled by, where the plan of a step says which; "" if planned alone.
+        outputs_held: the predicted peak includes the model's outputs throughout backward.
     """
 
     key: str
@@ -117,11 +123,14 @@ class Plan:
     part: bool = False
     host_budget_bytes: int | None = None
     outputs_held: bool = True
+    variant: str = ""
+    hint: str = ""
 
     def suits_host(self, host_budget_bytes: int | None) -> bool:
-        """Whether this is the plan to run with so much host memory: it needs no more, and less was no reason for it.
+        """Whether this plan is right for so much host memory.
 
-        Less was none where all that is saved would have fitted, nor where there is hardly more now.
+        The plan must need no more. It must also not have been limited by less: either all saved activations would have fitted
+        then, or there is hardly more memory now.
         """
         if host_budget_bytes is None or self.host_budget_bytes is None:
             return host_budget_bytes == self.host_budget_bytes
@@ -130,7 +139,7 @@ class Plan:
         return unbounded and self.prediction.host_bytes <= host_budget_bytes
 
     def action(self, name: str) -> Action:
-        """Decision for a SavedTensor's name; "keep" when the plan does not mention it."""
+        """The action for a SavedTensor's name; "keep" if the plan does not mention it."""
         for decision in self.decisions:
             if decision.name == name:
                 return decision.action
@@ -143,7 +152,7 @@ class Plan:
 
     @property
     def changes_anything(self) -> bool:
-        """Whether anything is not kept."""
+        """Whether any activation is offloaded or recomputed."""
         return any(decision.action != "keep" for decision in self.decisions)
 
     @property
@@ -153,7 +162,7 @@ class Plan:
 
     @property
     def recomputed_bytes(self) -> int:
-        """Bytes that backward computes again instead of keeping."""
+        """Bytes that backward recomputes."""
         return self.bytes_of("recompute")
 
     def to_json(self) -> str:
@@ -165,7 +174,7 @@ class Plan:
         """Inverse of to_json.
 
         Raises:
-            ValueError: the text is no JSON, or a plan of another format, which another release wrote.
+            ValueError: the text is no JSON, or a plan in the format of another release.
         """
         data = json.loads(text)
         found = data.pop("format", None)

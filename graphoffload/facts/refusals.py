@@ -1,10 +1,11 @@
-"""Why a saved activation must not be offloaded, or not be recomputed: a code, a text, and what to do about it.
+"""Refusals: why a saved activation must not be offloaded or recomputed, with a code, a text and a remedy.
 
     why = Refusal.BELOW_MIN_BYTES.because(nbytes="4 KiB", least="1 MiB")
     why                    "4 KiB is less than min_tensor_bytes=1 MiB"       shown in the table of a plan, and stored with it
     why.refusal.remedy     "lower min_tensor_bytes"                          named in a warning
 
-Code asks for `why.refusal`; the text is for people. A plan that was read from disk has the texts alone, and decides nothing.
+Code tests `why.refusal`; the text is for people. A plan that was read from disk has only the texts, since all its decisions are
+made.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import enum
 
 
 class Refusal(enum.Enum):
-    """A cause, as (text, remedy). The remedy says what lets the activation be offloaded; "" where nothing does."""
+    """A cause, as (text, remedy). The remedy is a change that lets the activation be offloaded; "" if there is none."""
 
     # Not offloaded: the user's limits
     BELOW_MIN_BYTES = ("{nbytes} is less than min_tensor_bytes={least}", "lower min_tensor_bytes")
@@ -61,7 +62,7 @@ class Refusal(enum.Enum):
     WRITES = ("its recomputation runs {target}, which writes to its arguments", "")
     UPDATES_STATISTICS = ("its recomputation runs {target}, which updates running statistics", "")
     ATTENTION = (
-        "its recomputation runs {target}, which is as dear as the products around it and may draw random numbers",
+        "its recomputation runs {target}, which costs as much as the products around it and may draw random numbers",
         "",
     )
     RANDOM = ("its recomputation draws random numbers ({target})", "")
@@ -69,11 +70,11 @@ class Refusal(enum.Enum):
 
     @property
     def remedy(self) -> str:
-        """What to do about it; "" where nothing helps."""
+        """The user's change that helps; "" if there is none."""
         return self.value[1]
 
     def because(self, **values: object) -> Why:
-        """The text with these values, which knows its refusal."""
+        """The text with these values, as a Why of this refusal."""
         return Why(self.value[0].format(**values), self)
 
 
@@ -83,12 +84,12 @@ class Why(str):
     refusal: Refusal | None
 
     def __new__(cls, text: str, refusal: Refusal | None = None) -> Why:
-        """A text as it is."""
+        """A Why of this text."""
         why = super().__new__(cls, text)
         why.refusal = refusal
         return why
 
 
 def refusal_of(text: str) -> Refusal | None:
-    """The code of a reason; None for other texts."""
+    """The code of a reason's text; None for any other text."""
     return text.refusal if isinstance(text, Why) else None

@@ -1,4 +1,4 @@
-"""What to do about an activation that was to be offloaded or recomputed and is kept: for every cause its own remedy.
+"""Remedies: warnings about activations that were to be offloaded or recomputed and are kept, with advice for each cause.
 
 A cause is the text of a refusal (refusals.py), as the table of a plan shows it: "shares memory with an output of the model".
 """
@@ -22,7 +22,7 @@ _HOST_MEMORY: dict[str, str] = {
 
 
 def remedy(cause: str) -> str:
-    """What lets an activation be offloaded that is kept for this cause; "" where nothing does."""
+    """The change that lets an activation be offloaded that is kept for this cause; "" if there is none."""
     refusal = refusal_of(cause)
     return refusal.remedy if refusal is not None else ""
 
@@ -31,7 +31,7 @@ AS_ONE_GRAPH = "compile the whole model as one graph, whose plan knows what all 
 
 
 def lower_budget(budget_bytes: int, excess_bytes: int) -> str:
-    """What to do about a peak that is `excess_bytes` above what was planned for."""
+    """Advice for a peak that is `excess_bytes` above the planned one."""
     if excess_bytes < budget_bytes:
         return f"lower device_budget by {format_bytes(excess_bytes)}"
     return (
@@ -41,7 +41,7 @@ def lower_budget(budget_bytes: int, excess_bytes: int) -> str:
 
 
 def share_of_budget(budget_bytes: int, fixed_bytes: int, count: int) -> str:
-    """The budget to plan each of `count` graphs for which together keep too much, where any would do."""
+    """Advice for `count` graphs that keep too much together: a budget for each, if there is one."""
     room_bytes = (budget_bytes - fixed_bytes) // count
     if room_bytes <= 0:
         return (
@@ -52,7 +52,7 @@ def share_of_budget(budget_bytes: int, fixed_bytes: int, count: int) -> str:
 
 
 def disobeyed(tensor: SavedTensor, tag: str, cause: str) -> str:
-    """The warning for a binding tag that cannot be obeyed: what is kept, how much, why, and what to do."""
+    """The warning for a binding tag that cannot be obeyed: the tensor, its bytes, the cause and the remedy."""
     change = remedy(cause)
     if tensor.tag == "must_recompute":
         change = f"tag it {'MUST_CPU_OFFLOAD or MUST_SAVE' if tensor.eligible else 'MUST_SAVE'} instead"
@@ -66,10 +66,11 @@ def disobeyed(tensor: SavedTensor, tag: str, cause: str) -> str:
 
 
 def nothing_offloaded(kept: Iterable[tuple[str, int]], count: int) -> str:
-    """The warning for policy="offload" that offloads nothing: the causes, those of most bytes first, each with its remedy.
+    """The warning for policy="offload" that offloads nothing: the causes with their remedies, the one of most bytes first.
 
     Args:
-        kept: cause and bytes of each activation that is kept. count: how many activations there are.
+        kept: cause and bytes of each activation that is kept.
+        count: the number of all activations.
     """
     causes: dict[Refusal | str, list[tuple[int, str]]] = {}
     for cause, nbytes in kept:
@@ -91,7 +92,7 @@ def nothing_offloaded(kept: Iterable[tuple[str, int]], count: int) -> str:
 
 
 def host_full(refused_bytes: int, used_bytes: int, budget_bytes: int, limit: str) -> str:
-    """The warning for offloads that the host's memory has no room for; `limit` is what that is: given, auto or memlock."""
+    """The warning for offloads that do not fit in the host budget; `limit` names its origin: "given", "auto" or "memlock"."""
     return (
         f"{format_bytes(refused_bytes)} of saved activations were to be offloaded but are kept: "
         f"host_budget={format_bytes(budget_bytes)} holds {format_bytes(used_bytes)} of them. {_HOST_MEMORY[limit]}"

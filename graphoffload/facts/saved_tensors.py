@@ -1,4 +1,4 @@
-"""What backward needs, as facts: names, bytes and positions. No torch, no graph: they print, compare, hash and save as JSON.
+"""Saved activations as facts: names, bytes and positions. No torch, no graph: they print, compare, hash and save as JSON.
 
     SavedTensor   one *storage* that backward needs (several saved views of it are one copy, and its bytes count once)
     SavedTable    all of them for one joint graph, in the order they are produced
@@ -15,6 +15,8 @@ from typing import Any, Literal, NewType
 
 GraphPosition = NewType("GraphPosition", int)
 """Index of a node in the order of its graph, forward or backward."""
+INPUT = "input"
+"""SavedTensor.op of an input that another graph computed, where it counts as an activation of this one."""
 Tag = Literal["must_save", "must_recompute", "must_offload", "prefer_save", "prefer_recompute", "prefer_offload"]
 
 
@@ -24,23 +26,23 @@ class SavedTensor:
 
     Attributes:
         name: graph node whose memory would be copied (the base of all views in `views`).
-        views: names of the values that the backward graph receives; all live in this storage.
-        nbytes: bytes of the storage; None when a size is symbolic.
+        views: names of the values that the backward graph receives; all are in this storage.
+        nbytes: bytes of the storage; None if a size is symbolic.
         example_bytes: the same with the sizes of the example that was compiled.
         dtype: such as "bfloat16". shape, strides: of `name`, elements; symbolic sizes as strings.
         op: operation that produced it, such as "aten.mm.default".
-        module: path of the module that produced it ("" when unknown), such as "model.layers.0.mlp.up_proj".
-        saved_by: module paths with an operation that needs it for backward, and `module`; this is what patterns match.
+        module: path of the module that produced it ("" if unknown), such as "model.layers.0.mlp.up_proj".
+        saved_by: paths of the modules with an operation that needs it for backward, and `module`. Patterns match these.
         boundaries: names given by mark_boundary for any of `saved_by`.
-        produced_position, last_forward_position: of its producer and of its last reader in the forward graph.
-        first_backward_position: in the backward graph, of the first consumer that must run.
-        backward_positions: in the backward graph, of every real consumer.
+        produced_position, last_forward_position: positions of its producer and of its last reader in the forward graph.
+        first_backward_position: position in the backward graph of the first consumer that must run.
+        backward_positions: positions in the backward graph of all consumers.
         eligible: whether it may be offloaded; `why_not` says why not.
         recomputable: whether it may be recomputed; `why_not_recompute` says why not.
-        tag: a CheckpointPolicy tag of the user, None without one.
+        tag: the user's CheckpointPolicy tag; None if there is none.
         device: such as "cuda:0".
         saved_by_ops: backward operations that need it, each with its innermost module: "aten.mm.default@model.layers.0.mlp".
-            What the partitioner recomputes in between is looked through.
+            An operation that the partitioner recomputes is replaced by its own readers.
     """
 
     name: str
@@ -84,7 +86,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedTable:
-    """Saved activations of one joint graph in the order of production."""
+    """Saved activations of one joint graph, in the order of production."""
 
     tensors: tuple[SavedTensor, ...] = ()
 

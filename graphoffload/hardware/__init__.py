@@ -1,8 +1,8 @@
-"""What the device and its link to the host can do: the numbers that a plan stands on.
+"""The speed of the device and of its link to the host, and the host's memory: the numbers that every plan uses.
 
 profile.py        one device as a value, and the named profiles; without torch
-host_memory.py    what the host has, and what of it is available to this process
-measurement.py    the same numbers measured on this device, and kept on disk
+host_memory.py    the host's memory, and the part of it that is available to this process
+measurement.py    a profile measured on this device, and kept on disk
 """
 
 from graphoffload.hardware.measurement import resolve_hardware

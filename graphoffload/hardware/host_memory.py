@@ -1,7 +1,11 @@
-"""Memory of the host: how much there is, and how much of it a process could still take.
+"""Memory of the host: the total, and the part that this process could still take.
 
-The operating system answers for the machine (`psutil`), and each control group around the process for its container or job:
-`psutil` does not see those. The least of all counts.
+    machine (psutil)                           total 256 GiB    available 200 GiB
+      └─ container (control group)             limit  64 GiB    available  40 GiB       the least of each column counts
+           └─ job (control group)              limit  48 GiB    available  44 GiB
+
+`psutil` reports the machine alone, so the control groups are read from /sys/fs/cgroup. The answer is out of date as soon as
+another process allocates memory.
 """
 
 from __future__ import annotations
@@ -18,14 +22,14 @@ _TABLE, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class HostRam:
-    """Bytes of memory: all there is, and what can be had without swapping, files in the page cache included."""
+    """Bytes of memory: the total, and those available without swapping. Files in the page cache count as available."""
 
     total_bytes: int
     available_bytes: int
 
 
 def machine() -> HostRam:
-    """What the operating system says of the whole machine. Without psutil all of it counts as available."""
+    """The memory of the whole machine. Without psutil all of it counts as available."""
     try:
         import psutil
     except ImportError:
@@ -37,15 +41,15 @@ def machine() -> HostRam:
 
 
 def for_this_process() -> HostRam:
-    """What the machine and every control group around this process leave to it."""
+    """The memory that the machine and every control group around this process leave to it."""
     found = [machine(), *control_groups(_TABLE, _ROOT)]
     return HostRam(min(ram.total_bytes for ram in found), min(ram.available_bytes for ram in found))
 
 
 def control_groups(table: Path, root: Path) -> Iterator[HostRam]:
-    """Limit, and what is left of it, of this process's control group and of every one around it, versions 1 and 2.
+    """Limit and available memory of this process's control group and of every one around it, versions 1 and 2.
 
-    In a container the table may name the host's path, of which only the root is mounted: missing folders are passed over.
+    In a container the table may name the host's path, of which only the root is mounted. Missing folders are skipped.
     """
     for line in _text(table).splitlines():
         _, _, rest = line.partition(":")
@@ -64,7 +68,7 @@ def control_groups(table: Path, root: Path) -> Iterator[HostRam]:
 
 
 def _in_use(place: Path, *, first_version: bool) -> int:
-    """Bytes charged to a control group that the kernel cannot take back: without the files in its page cache."""
+    """Bytes charged to a control group that the kernel cannot reclaim, so without the files in its page cache."""
     charged = _text(place / ("memory.usage_in_bytes" if first_version else "memory.current"))
     prefix = "total_" if first_version else ""
     cached = {f"{prefix}active_file", f"{prefix}inactive_file", "slab_reclaimable"}

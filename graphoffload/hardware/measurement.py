@@ -1,8 +1,11 @@
-"""A device measured, once, and kept on disk: copies each way, matmuls, a kernel alone and beside copies.
+"""Measures a device once and keeps the result on disk: copies each way, matmuls, a kernel alone and during copies.
 
-resolve_hardware("measure", "cuda:0")   measured once (about 2 s), cached on disk under a lock
-resolve_hardware("h200-sxm", "cpu")     a named profile, for a GPU that is not there
-resolve_hardware(profile, ...)          your own
+    resolve_hardware("measure", "cuda:0")   measured once (about 2 s), cached on disk under a lock
+    resolve_hardware("h200-sxm", "cpu")     a named profile, for a GPU of another machine
+    resolve_hardware(profile, ...)          a profile of the user's own
+
+A copy of n bytes takes latency + n / bandwidth. The line is fitted to copies of several sizes. The rates are too low if another
+process uses the device or the link during the measurement, and too high if other GPUs of the host use the link later.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ from graphoffload.units import format_bytes
 _MEASURE_BYTES = 256 * 2**20
 
 
-_EDITION = 2  # of what is measured: older files are not read
+_EDITION = 2  # edition of the measurement: files of older editions are not read
 
 
 def resolve_hardware(spec: str | HardwareProfile, device: object = "cpu") -> HardwareProfile:
-    """The profile a plan for `device` ("cuda:0", a torch.device) shall use.
+    """The profile for plans on `device` ("cuda:0", a torch.device).
 
     Args:
-        spec: "measure", a name in PROFILES, or a profile. On a device that is not CUDA "measure" gives the cpu profile.
+        spec: "measure", a name in PROFILES, or a profile. On a device other than CUDA "measure" means the cpu profile.
 
     Raises:
-        ConfigError: `spec` is no known name.
+        ConfigError: `spec` is an unknown name.
     """
     if isinstance(spec, HardwareProfile):
         return spec
@@ -51,9 +54,9 @@ def resolve_hardware(spec: str | HardwareProfile, device: object = "cpu") -> Har
 
 
 def fit_link(samples: list[tuple[int, float]]) -> tuple[float, float]:
-    """(latency_s, bytes_per_s) of the line through measured (nbytes, seconds), least squares of the relative error.
+    """(latency_s, bytes_per_s) of the line through measured (nbytes, seconds), by least squares of the relative error.
 
-    Two unknowns: at least two sizes. A negative intercept (noise) is clipped to 0.
+    The line has two unknowns, so at least two sizes are needed. A negative intercept is noise and becomes 0.
     """
     weights = [1.0 / seconds**2 for _, seconds in samples]
     total = sum(weights)
@@ -68,19 +71,19 @@ def fit_link(samples: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def cache_path(device_name: str, torch_version: str) -> Path:
-    """Where a measured profile is kept: one file in `cache_dir` a device name and torch version."""
+    """The file of a measured profile: one in `cache_dir` for each device name and torch version."""
     safe = re.sub(r"[^A-Za-z0-9.+_-]+", "-", f"{device_name}-{torch_version}")
     return cache_dir() / f"hardware-{_EDITION}-{safe}.json"
 
 
 def cached(path: Path, make: Callable[[], HardwareProfile]) -> HardwareProfile:
-    """The profile at `path`, or `make()` written there. Processes take turns (a file lock), readers never see half a file.
+    """The profile at `path`, or the result of `make()`, which is written there.
 
-    A file that does not parse is measured again. Without locks several processes may measure; a cache that cannot be written is
-    done without: a warning.
+    A file lock makes processes take turns, and no reader sees half a file. A file that does not parse is measured again. On a
+    file system without locks several processes may measure. A warning says if the cache cannot be written.
     """
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError, NotImplementedError):  # no place for it, or a file system that knows no locks
+        with contextlib.suppress(OSError, NotImplementedError):  # a folder that cannot be written, or no locks
             path.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(FileLock(path.with_suffix(".lock")))
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -95,9 +98,9 @@ def cached(path: Path, make: Callable[[], HardwareProfile]) -> HardwareProfile:
 
 
 def measure(device_index: int = 0) -> HardwareProfile:
-    """Measure a CUDA device (2 s, a quarter of what is free, buffers of 256 MiB), or read what was measured before.
+    """Measure a CUDA device, or read an earlier measurement. This takes 2 s and at most a quarter of the free memory.
 
-    With too little free memory to measure in, nothing is allocated and the nearest named profile is used: a HardwareWarning.
+    If too little memory is free, nothing is allocated, and the nearest named profile is used with a HardwareWarning.
     """
     import torch
 
@@ -106,7 +109,7 @@ def measure(device_index: int = 0) -> HardwareProfile:
 
 
 def _fallback(name: str, memory_bytes: int, reason: str) -> HardwareProfile:
-    """The named profile most like this device."""
+    """The named profile that is most similar to this device."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     near = [key for key in PROFILES if key != "cpu" and words & set(key.split("-"))]
     key = min(near or [key for key in PROFILES if key != "cpu"], key=lambda k: abs(PROFILES[k].memory_bytes - memory_bytes))
@@ -115,11 +118,11 @@ def _fallback(name: str, memory_bytes: int, reason: str) -> HardwareProfile:
 
 
 def _measure(torch: Any, index: int) -> HardwareProfile:
-    """The profile of a device by running copies and kernels on it. Never asks for more than a quarter of what is free."""
+    """The profile of a device, from copies and kernels run on it. Allocates at most a quarter of the free memory."""
     properties = torch.cuda.get_device_properties(index)
     from graphoffload.torch_internals.fake_tensors import outside_all_modes
 
-    # Called while a graph is traced: under a fake-tensor mode only Python would be timed.
+    # This may be called while a graph is traced: under a fake-tensor mode only Python would be timed.
     with outside_all_modes(), torch.no_grad(), torch.cuda.device(index):
         free_bytes, memory_bytes = torch.cuda.mem_get_info()
         size_bytes = min(_MEASURE_BYTES, 2 ** (max(1, free_bytes // 16).bit_length() - 1))
@@ -161,7 +164,7 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, size_bytes: int) -> 
 
 
 def _seconds(torch: Any, work: Callable[[], Any], repeats: int = 5) -> float:
-    """Least device time of `work` over a few runs: what disturbs a run only ever makes it longer."""
+    """The least device time of `work` over a few runs, since a disturbance can only make a run longer."""
     return min([_once_s(torch, work) for _ in range(repeats + 1)][1:])
 
 
@@ -181,10 +184,10 @@ def _matmul_rate(torch: Any, dtype: str, edge: int = 4096) -> float:
 
 
 def _slowdown_while_copying(torch: Any, host: list[Any], device: list[Any], side: Any) -> float:
-    """How much longer a kernel takes while copies run beside it, over both directions; 0.0 when noise says less.
+    """The fraction by which a kernel takes longer while copies run in both directions; 0.0 if noise makes it negative.
 
-    The kernel is bound by device memory, which is what copies share with it: the most that any kernel can lose. Matmuls would
-    say more about the clock, which falls by 10 % and more while they run.
+    The kernel is bound by device memory, which the copies use as well, so no kernel loses more. A matmul would measure the
+    clock instead, which falls by 10 % and more while matmuls run.
     """
     left, right, out = (torch.zeros(host[0].nbytes // 4, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     rounds = max(4, int(0.02 / _seconds(torch, lambda: torch.add(left, right, out=out))))
@@ -208,7 +211,7 @@ def _slowdown_while_copying(torch: Any, host: list[Any], device: list[Any], side
 
 
 def _launch_s(torch: Any) -> float:
-    """Time between two tiny kernels that are queued already, so that the host's own pace does not show."""
+    """Time between two tiny kernels that are already queued, so that the host's speed has no influence."""
     tiny = torch.zeros(1, device="cuda")
 
     def kernels() -> None:

@@ -1,7 +1,11 @@
-"""What the device and its link to the host can do: the numbers a plan stands on.
+"""One device with its link to the host, as a value: the numbers that every plan uses.
 
-A copy of n bytes takes latency + n / bandwidth: one straight line through what is measured. Compute rates are what large
-kernels achieve; "datasheet" profiles are the datasheet's peak times the share that such kernels usually achieve (ACHIEVED).
+    copy of n bytes       latency + n / bandwidth               64 MiB at 55 GB/s: 1.2 ms
+    matmul                FLOPs / achieved rate of the dtype
+    memory-bound kernel   bytes / device bandwidth
+
+Rates are those that large kernels achieve. A "datasheet" profile is the datasheet's peak times the share that large kernels
+usually achieve (ACHIEVED). Rates are too high for kernels that do not fill the device.
 """
 
 from __future__ import annotations
@@ -27,15 +31,15 @@ class HardwareProfile:
     """One device with its link to the host.
 
     Attributes:
-        source: "measured" on this device, "datasheet" (derated peak figures), or "cpu" (nothing to hide copies behind).
-        memory_bytes: of the device.
-        d2h_bytes_per_s, h2d_bytes_per_s: one direction alone, one GPU alone, large copies.
+        source: "measured" on this device, "datasheet" (derated peak figures), or "cpu" (copies overlap with nothing).
+        memory_bytes: memory of the device.
+        d2h_bytes_per_s, h2d_bytes_per_s: rate of large copies in one direction alone, by one GPU alone.
         copy_latency_s: constant part of a copy's time.
-        compute_slowdown_while_copying: 0.02: compute that overlaps a copy takes 2 % longer.
+        compute_slowdown_while_copying: with 0.02, compute that overlaps with a copy takes 2 % longer.
         matmul_flops_per_s: (dtype, achieved rate) pairs.
-        device_bandwidth_bytes_per_s: device memory, reads plus writes.
-        kernel_launch_s: least time between two kernels.
-        links_shared_by: GPUs that draw on this link at the same time; each gets that share of it.
+        device_bandwidth_bytes_per_s: bandwidth of device memory, reads plus writes.
+        kernel_launch_s: the least time between two kernels.
+        links_shared_by: number of GPUs that use this link at the same time; each gets an equal share.
     """
 
     name: str
@@ -59,22 +63,22 @@ class HardwareProfile:
                 raise ConfigError(f"hardware {self.name!r}: {field}={getattr(self, field)!r} must be at least 0.")
 
     def copy_time_s(self, nbytes: int, direction: Direction) -> float:
-        """Time of one copy that has its direction for itself."""
+        """Time of one copy while no other copy runs in its direction."""
         return self.copy_latency_s + nbytes / self.copy_rate_bytes_per_s(direction)
 
     def copy_rate_bytes_per_s(self, direction: Direction) -> float:
-        """Of large copies that have their direction for themselves, beside the other GPUs on the link."""
+        """Rate of a large copy while no other copy of this GPU runs in its direction, and all GPUs use the link."""
         return (self.d2h_bytes_per_s if direction == "d2h" else self.h2d_bytes_per_s) / self.links_shared_by
 
     def matmul_rate_flops_per_s(self, dtype: str) -> float:
-        """Achieved matmul rate of a dtype such as "bfloat16"; the slowest known one for a dtype that is not listed."""
+        """Achieved matmul rate of a dtype such as "bfloat16"; the slowest known rate for a dtype that is not listed."""
         rates = dict(self.matmul_flops_per_s)
         if not rates:
             raise ConfigError(f"hardware {self.name!r} has no matmul rates; give matmul_flops_per_s=((dtype, rate), ...).")
         return rates.get(dtype, min(rates.values()))
 
     def scaled(self, *, link: float = 1.0) -> HardwareProfile:
-        """The same device with its link's bandwidth, both ways, times `link`."""
+        """The same device with the link's bandwidth multiplied by `link` in both directions."""
         if not link > 0:
             raise ConfigError(f"scaled(link={link!r}): the factor must be above 0.")
         name = self.name if link == 1.0 else f"{self.name} (link x {link:g})"
@@ -83,7 +87,7 @@ class HardwareProfile:
         )
 
     def table_lines(self) -> list[str]:
-        """For people, one figure a line: what it is, its value with its unit, and where it comes from."""
+        """A table for people with one figure on each line: its name, its value with the unit, and its origin."""
         both = ("d2h_bytes_per_s", "h2d_bytes_per_s")
         rows = [("memory", format_bytes(self.memory_bytes), _origin(self, "memory_bytes"))]
         rows += [(n[:3].upper(), f"{getattr(self, n) / 1e9:.1f} GB/s", _origin(self, n, LINK_ACHIEVED)) for n in both]
@@ -107,7 +111,7 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
-        """Inverse of to_json; a field that no profile has any more is left out."""
+        """Inverse of to_json. Unknown fields of an older release are ignored."""
         known = {field.name for field in dataclasses.fields(cls)}
         data = {name: value for name, value in json.loads(text).items() if name in known}
         data["matmul_flops_per_s"] = tuple((str(dtype), float(rate)) for dtype, rate in data["matmul_flops_per_s"])
@@ -117,7 +121,7 @@ class HardwareProfile:
 def _datasheet(
     name: str, memory_gib: int, link_gb: float, half_tflops: float, single_tflops: float, memory_gb_per_s: float
 ) -> HardwareProfile:
-    """A profile from peak figures: PCIe, dense 16-bit and float32 matmul in TFLOP/s (float32 without TF32, torch's default)."""
+    """A profile from peak figures: PCIe in GB/s, dense 16-bit and float32 matmul in TFLOP/s (without TF32, torch's default)."""
     return HardwareProfile(
         name=name,
         source="datasheet",
@@ -165,9 +169,9 @@ PROFILES: dict[str, HardwareProfile] = {
 
 
 def _origin(profile: HardwareProfile, field: str, share: float = 1.0) -> str:
-    """Where a profile's figure comes from; `share` is what large kernels or copies achieve of a datasheet's peak."""
+    """The origin of a profile's figure; `share` is the part of a datasheet's peak that large kernels or copies achieve."""
     if profile.source == "cpu":
-        return "this machine" if field == "memory_bytes" else "assumed: nothing is hidden behind a CPU"
+        return "this machine" if field == "memory_bytes" else "assumed: copies overlap with nothing on a CPU"
     named = profile.name in PROFILES
     defaults = {item.name: item.default for item in dataclasses.fields(HardwareProfile)}
     if (named or profile.source == "datasheet") and getattr(profile, field) == defaults[field]:

@@ -24,7 +24,7 @@ def watch_budget(compiled: Callable[..., Any], key: str, config: OffloadConfig, 
     """`compiled`, with a BudgetExceededWarning if steps take more than an explicit device_budget; `compiled` itself without
     one."""
     plan, budget = registry.of_key(key), limits.device_budget_bytes
-    if plan is None or budget is None or config.device_budget == "auto" or torch.device(plan.device).type != "cuda":
+    if plan is None or budget is None or not config.has_budget or torch.device(plan.device).type != "cuda":
         return compiled
     calls = 0
 

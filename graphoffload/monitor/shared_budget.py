@@ -100,7 +100,7 @@ def may_link(config: OffloadConfig) -> bool:
 
 def may_share_budget(config: OffloadConfig) -> bool:
     """Whether a downstream graph uses the same explicit budget."""
-    return config.device_budget != "auto" and config.max_slowdown is None and may_link(config)
+    return config.has_budget and may_link(config)
 
 
 def is_downstream(inputs: Iterable[Any]) -> bool:
@@ -133,7 +133,7 @@ _FORWARDS: dict[str, _Forward] = {}
 
 def count_calls(compiled: Callable[..., Any], key: str, config: OffloadConfig, limits: Limits) -> Callable[..., Any]:
     """`compiled`, counted in the first forward that follows; `compiled` itself without a budget."""
-    if config.device_budget == "auto" or config.max_slowdown is not None or limits.device_budget_bytes is None:
+    if not config.has_budget or limits.device_budget_bytes is None:
         return compiled
     digest = config.digest()
     forward = _FORWARDS.get(digest)

@@ -1,1 +1,1 @@
-"""The user's requests: every option with its checks, policies, patterns on module names, and named boundaries."""
+"""The user's options with their checks, policies, patterns on module names, and named boundaries."""

@@ -29,7 +29,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 ANNOTATION = "graphoffload_boundary."
 _NAMES = "_graphoffload_boundaries"
-_MARKED: dict[type[nn.Module], type[nn.Module]] = {}  # one marked class per class: two marked modules have the same type
+_MARKED: dict[type[nn.Module], type[nn.Module]] = {}  # one for each class: two marked modules have the same type
 
 
 def mark_boundary(module: ModuleT, name: str = "core_attn") -> ModuleT:
@@ -69,7 +69,7 @@ def mark_boundary(module: ModuleT, name: str = "core_attn") -> ModuleT:
 
 
 def _can_run(module: nn.Module) -> bool:
-    """Whether it has a forward; a ModuleList has none."""
+    """Whether a module has a forward; a ModuleList has none."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -100,13 +100,13 @@ def mark_boundaries(model: ModuleT, boundaries: Mapping[str, str | Sequence[str]
 
 
 def boundaries_of(node_meta: Mapping[str, Any]) -> tuple[str, ...]:
-    """Boundary names around a graph node's operation, outermost first; of a joint graph's forward and backward nodes alike."""
+    """Boundary names around a graph node's operation, outermost first, for forward and backward nodes of a joint graph."""
     custom = node_meta.get("custom") or {}
     return tuple(key[len(ANNOTATION) :] for key in custom if isinstance(key, str) and key.startswith(ANNOTATION))
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
-    """Names that mark_boundary gave to this very module."""
+    """Names that mark_boundary gave to this module itself."""
     return tuple(getattr(module, _NAMES, ()))
 
 
@@ -156,7 +156,7 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 
 
 def _remark(build: Callable[..., nn.Module], args: tuple[Any, ...], names: tuple[str, ...]) -> nn.Module:
-    """For classes with their own copy and pickle: build as they do, then mark."""
+    """Build a module of a class with its own copy and pickle, and mark it."""
     module = build(*args)
     for name in names if not names_of(module) else ():
         mark_boundary(module, name)

@@ -1,4 +1,4 @@
-"""The one configuration: what a user may ask for, checked at once, hashable, and the same in every process.
+"""The one configuration. Every option of the user is checked at once, hashable, and the same in every process.
 
     OffloadConfig(device_budget="40GiB")             in code
     OffloadConfig.from_options({"device_budget": …}) from torch.compile(options=...), over GRAPHOFFLOAD_* of the environment
@@ -32,17 +32,17 @@ INNER_COMPILERS = ("inductor", "aot_eager")
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What the user asks for. Frozen, hashable, picklable; every field is checked when it is made.
+    """The user's options. Frozen, hashable, picklable; every field is checked when the value is made.
 
     Sizes are ints of bytes, "40GiB", "40GB" (decimal) or "80%"; they are stored as ints, or as the percentage.
 
     Attributes:
         device_budget: peak device bytes of this process, everything counted; "auto" fits the device.
         reserve: device bytes to leave for what is allocated later outside the graph; "auto" estimates it.
-        max_slowdown: save as much memory as this fraction of step time buys (0.02 is 2 %; what costs less than 0.5 % is free);
+        max_slowdown: save as much memory as possible within this fraction of step time (0.02 is 2 %; the first 0.5 % are free);
             excludes a device_budget.
         policy: "auto", "keep", "offload", "recompute", a mapping {pattern: action} (stored as pairs), or a callable.
-        offload_modules: patterns of what may be offloaded; None: anything. A str is one pattern.
+        offload_modules: patterns of the activations that may be offloaded; None: all. A str is one pattern.
         min_tensor_bytes: smaller tensors stay.
         offload_fraction: of the eligible bytes, larger tensors and those produced early first; 0.0 to 1.0.
         host_budget: pinned host bytes; a percentage is of the host's memory; "auto" asks the host.
@@ -117,6 +117,16 @@ class OffloadConfig:
             raise ConfigError(_unknown_key(unknown[0], "option"))
         return dataclasses.replace(self, **changes)
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether the user gave a device_budget. A configuration with one has no max_slowdown."""
+        return self.device_budget != "auto"
+
+    @property
+    def limits_time(self) -> bool:
+        """Whether the user gave a max_slowdown, so that plans make memory small and not time."""
+        return self.max_slowdown is not None
+
     def digest(self) -> str:
         """Hex digest over all fields, equal in every process: for cache keys. A policy function counts by name and source."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
@@ -148,7 +158,7 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
 
 def _inductor_value(key: str, name: str, value: Any) -> Any:
     from graphoffload.torch_internals.inductor import (
-        config as inductor_config,  # late: only here is it needed, and it is slow to import
+        config as inductor_config,  # imported late, since it is slow and needed only here
     )
 
     known = inductor_config.get_config_copy()
@@ -253,7 +263,7 @@ _BUDGETS = ("device_budget", "host_budget", "reserve")
 
 
 def _least_meant(value: Any) -> int:
-    """Bytes below which a size without a unit is probably a mistake; a size typed by hand may also have lost its "MiB"."""
+    """Bytes below which a size without a unit is probably a mistake. A size typed as text may also lack its "MiB"."""
     if isinstance(value, str):
         return 2**20 if re.fullmatch(r"[\s\d.]+", value) else 0
     return 2**12
@@ -296,7 +306,7 @@ def _max_slowdown(name: str, value: Any) -> float | None:
 
 
 def _large_slowdown(given: float) -> str:
-    """What a max_slowdown above 1 means, and what may have been meant."""
+    """A warning about a max_slowdown above 1: its meaning, and the percentage that was probably meant."""
     return (
         f"max_slowdown={given:g} is a fraction: it lets a step take {1.0 + given:g} times as long ({given:+.0%}), for the "
         f'memory that this saves. If {given:g} % was meant, give max_slowdown={given / 100:g}, or "{given:g}%".'
@@ -358,7 +368,7 @@ def _inner(name: str, value: Any) -> str:
 def _mode(name: str, value: Any) -> str | None:
     if value is None:
         return None
-    from graphoffload.torch_internals.inductor import options_of_mode  # late: only here is it needed, and it is slow to import
+    from graphoffload.torch_internals.inductor import options_of_mode  # imported late: slow, needed only here
 
     return _choice(name, value, options_of_mode())
 

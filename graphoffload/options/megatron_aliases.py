@@ -1,8 +1,8 @@
 """Names of `--offload-modules` in Megatron-LM, and their meaning on Hugging Face and Megatron layers. Pure strings.
 
-A name is looked up by the last part of module paths ("q_proj"), inside an attention module, an MLP or the routed experts. If no
-module has the name, since the model calls a function there, the name means the operations that run directly in the body of the
-module around them: the attention operation in `self_attn`, the expert matrix products in `experts`.
+A name selects modules by the last part of their paths ("q_proj"), inside an attention module, an MLP or the routed experts. If
+the model calls a function and has no such module, the name selects the operations that run directly in the body of the module
+around the call: the attention operation in `self_attn`, the expert matrix products in `experts`.
 
 router_fc1 and router_fc2 are the two matrix products of the *routed experts* (Megatron-LM #1752 applies them in TEGroupedMLP);
 expert_fc1 is the later name of the first. In a dense model they mean the MLP. No name means shared experts.
@@ -173,8 +173,9 @@ def _expert_linear(paths: tuple[str, ...], *, second: bool) -> tuple[frozenset[s
     bodies = frozenset(path for path in routed if _last(path) == "experts")
     if modules or not bodies:
         return modules, ()
-    # Expert weights in one tensor, products called as functions in the body: the second one reads what the gate multiplied
-    # there. The first one's input may be a product too, of hidden state and routing weight (Llama 4), but not one made there.
+    # The experts' weights are one tensor, and the body calls products as functions. The second product reads a result of the
+    # gate's multiplication in this body. The first product may read one too (Llama 4 multiplies the hidden state with the
+    # routing weight), but one from outside this body.
     return modules, (BodyRule(_MATRIX_OPS, _MATRIX_OPS, modules=bodies, made_here=second),)
 
 
@@ -182,6 +183,7 @@ def _activation(paths: tuple[str, ...]) -> tuple[frozenset[str], tuple[BodyRule,
     routed = _routed(paths)
     modules = frozenset(path for path in routed if _last(path) in _ACT)
     around = frozenset(_parent(path) for path in routed if _last(path) in _FC1)
-    # In a body of functions only (HF experts) a product there may be the routing weight's: the function alone is meant.
+    # In a body that only calls functions (HF experts) a multiplication may be the routing weight's, so only the activation
+    # function is selected.
     rules = (BodyRule(_POINTWISE, _POINTWISE, modules=around),) if around else ()
     return modules, rules

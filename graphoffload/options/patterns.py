@@ -33,9 +33,9 @@ _OP_PREFIX = "op:"
 
 
 def placed(root: str, path: str) -> str:
-    """A module's path in tracing's form: `path` from the module whose code is compiled, which is `root` in the model.
+    """A module's path in tracing's form: `path` relative to the compiled module, whose path in the model is `root`.
 
-    clean_path makes one name of both; root_of returns the first.
+    clean_path joins the two, and root_of returns `root`.
     """
     return ".".join(part for part in (f"M['{root}']", path) if part)
 
@@ -101,7 +101,7 @@ def ancestors(path: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selection of one pattern in one graph.
+    """The activations that one pattern selects in one graph.
 
     Attributes:
         pattern: as the user wrote it.
@@ -126,7 +126,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """Selections of all patterns of a configuration, in order, and the patterns that match nothing."""
+    """The selections of all patterns of a configuration, in order, and the patterns that match nothing."""
 
     selections: tuple[Selection, ...] = ()
     unmatched: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class Resolution:
         raise KeyError(pattern)
 
     def error(self, where: str = "policy or offload_modules") -> PatternError | None:
-        """The error for the unmatched patterns, None without one."""
+        """The error for the unmatched patterns; None if all match."""
         if not self.unmatched:
             return None
         first, *others = self.unmatched
@@ -160,8 +160,8 @@ def resolve(
         patterns: globs, boundary names, Megatron names or "op:" globs; any order, duplicates once.
         paths: module paths of the graph's operations, as clean_path gives them; the modules around them follow from the paths.
         boundaries: names given by mark_boundary; a mapping also gives the innermost modules inside each.
-        ops_by_path: forward operations directly inside each module path ("" for none); without it, none is missing.
-        roots: modules whose code is compiled by itself: a pattern may start there as well.
+        ops_by_path: forward operations directly inside each module path ("" for none); None if they are unknown.
+        roots: modules whose code is compiled on its own. A pattern may be relative to one of them.
 
     Bad patterns do not raise here: `Resolution.error()` makes the PatternError.
     """
@@ -198,8 +198,11 @@ def _select(
 
 
 def selects(selection: Selection, tensor: SavedTensor, action: Action = "offload") -> bool:
-    """Whether a pattern selects this activation: needed inside for "keep" and "offload", produced inside for "recompute". If
-    the table does not say who needs an activation, its producer decides."""
+    """Whether a pattern selects this activation.
+
+    "keep" and "offload" select an activation that is needed inside the modules, and "recompute" one that is produced inside. If
+    the table does not say where an activation is needed, its producer decides.
+    """
     if selection.everything:
         return True
     if selection.op:
@@ -224,7 +227,7 @@ def _op_matches(pattern: str, op: str) -> bool:
 def no_match(
     pattern: str, paths: Iterable[str], *, where: str, boundaries: Iterable[str] = (), others: Iterable[str] = ()
 ) -> PatternError:
-    """The error for a pattern that matches nothing: near misses, some of what exists, and what to write instead.
+    """The error for a pattern that matches nothing: near misses, some existing names, and the forms of a pattern.
 
     others: patterns that match nothing either, each named with its own near misses.
     """
@@ -275,6 +278,6 @@ def _near(last: str, known: Iterable[str]) -> tuple[str, ...]:
         if end and not end.isdigit():
             by_last.setdefault(end, f"*.{end}" if "." in name else name)
     close = difflib.get_close_matches(last, by_last, n=len(by_last) or 1, cutoff=0.5)
-    # "kk" and "k" are close for a person, but not by a ratio over longer names.
+    # "kk" and "k" are close to a person, but not by the ratio that suits longer names.
     close += [end for end in by_last if last and end not in close and (end in last or last in end)]
     return tuple(by_last[end] for end in close)

@@ -1,4 +1,4 @@
-"""Policies: what a user may say about each saved activation, checked, and made into values.
+"""Policies: the user's decisions about saved activations, checked and stored as values.
 
     policy "auto"                          no constraint: the planner decides
     policy "keep" | "offload" | "recompute"   the same constraint for every activation that allows it
@@ -35,7 +35,7 @@ POLICY_NAMES = ("auto", "keep", "offload", "recompute")
 
 @runtime_checkable
 class Policy(Protocol):
-    """Anything that maps a SavedTensor to an action, or to None: let the planner decide. Frozen and hashable."""
+    """A frozen, hashable object that maps a SavedTensor to an action, or to None if the planner shall decide."""
 
     def __call__(self, tensor: SavedTensor, /) -> Action | None:
         """The action for one saved activation; None: the planner decides."""
@@ -160,7 +160,7 @@ def _source_digest(value: types.FunctionType | type) -> str:
     try:
         source = inspect.getsource(value)
     except (OSError, TypeError):
-        # Typed at a prompt: no file to read. The code's bytes and constants are the next best thing.
+        # A function typed at a prompt has no source file; its byte code and constants replace the source.
         codes = [value] if isinstance(value, types.FunctionType) else [v for v in vars(value).values() if inspect.isfunction(v)]
         source = "".join(f"{f.__code__.co_code.hex()}{f.__code__.co_consts!r}{f.__code__.co_names!r}" for f in codes)
         source = re.sub(r" at 0x[0-9a-fA-F]+", "", source)
@@ -171,15 +171,17 @@ def _source_digest(value: types.FunctionType | type) -> str:
 class PatternPolicy:
     """{pattern: action} as a policy: the first pattern that selects an activation decides, the rest is left to the planner.
 
-    `resolution` says what the patterns mean in this graph; policies are asked after it is known which modules there are.
+    `resolution` holds the meaning of the patterns in this graph. A policy is called once the modules of the graph are known.
     """
 
     pairs: PatternPairs
     resolution: Resolution
 
     def match(self, tensor: SavedTensor) -> tuple[str, Action | None] | None:
-        """(pattern, action) of the pattern that decides; the action is None for "auto". None if no pattern selects the
-        activation."""
+        """(pattern, action) of the first pattern that selects the activation; None if there is none.
+
+        The action is None for "auto".
+        """
         by_pattern = {selection.pattern: selection for selection in self.resolution.selections}
         for pattern, word in self.pairs:
             action = None if word == "auto" else cast("Action", word)
@@ -194,7 +196,7 @@ class PatternPolicy:
 
 
 def patterns_of(policy: object, offload_modules: Sequence[str] | None = None) -> tuple[str, ...]:
-    """All patterns of a configuration, for modules.resolve: those of a mapping policy, then those of offload_modules."""
+    """All patterns of a configuration, for patterns.resolve: those of a mapping policy, then those of offload_modules."""
     pairs = policy if isinstance(policy, tuple) else ()
     return tuple(dict.fromkeys((*(pattern for pattern, _ in pairs), *(offload_modules or ()))))
 

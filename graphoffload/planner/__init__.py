@@ -4,10 +4,12 @@
     simulator   Program and actions to a Timeline: time and memory      bottleneck  what holds the memory at one step
     goals       what a goal asks, and how two proposals compare         lower_bound what no plan undercuts
     strategies  each proposes actions; the simulator scores them        solver      solve(): the best proposal of all strategies
+    step        all calls of compiled graphs in a training step as one Program, and its plan in terms of ops
     prefetch    reloads earlier and releases later where memory is free
 
 Capuchin (Peng et al., ASPLOS 2020) and POFO (Beaumont, Eyraud-Dubois, Shilova, NeurIPS 2021) decide the same three actions.
-Capuchin is a greedy policy on measured access times, and POFO a dynamic program for chains of layers. Checkmate (Jain et al.,
-MLSys 2020) solves recomputation alone as an integer program under the memory of every step. This planner limits the
-memory of every step as Checkmate does, for any graph, and offloads as well. It is a heuristic with a lower bound.
+Capuchin's decisions follow the tensor accesses that it measured at run time, and it prefers swapping to recomputation. POFO
+finds optimal sequences of operations for a chain of layers. Checkmate (Jain et al., MLSys 2020) solves recomputation alone, for
+any graph, as an integer program with the memory after every operation as a constraint. This planner limits the memory of every
+step as Checkmate does, for any graph, and offloads as well. It is a heuristic with a lower bound.
 """

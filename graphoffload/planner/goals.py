@@ -69,14 +69,15 @@ class Evaluator:
         self._smallest_bytes = 1 << 62
         self._known: dict[tuple[tuple[Action, ...], int | None], tuple[Evaluation, Score]] = {}
 
-    def at(self, goal: MeetBudget) -> Evaluator:
-        """An evaluator of the same instance for another budget, with as many evaluations."""
+    def at(self, goal: MeetBudget, *, lost: bool = False) -> Evaluator:
+        """An evaluator of the same instance for another budget, with as many evaluations, or three times as many if `lost`."""
         return Evaluator(
             self.arrays,
             goal,
             host_budget_bytes=self.host_budget_bytes,
             window_bytes=self.window_bytes,
-            budget=self._given,
+            budget=self._given * (3 if lost else 1),
+            lost=lost,
             patience=self.patience,
         )
 
@@ -84,18 +85,6 @@ class Evaluator:
     def hurried(self) -> bool:
         """No time."""
         return self.patience is not None and self.patience.over()
-
-    def lost_at(self, goal: MeetBudget) -> Evaluator:
-        """An evaluator of the same instance for another budget, with three times the evaluations that this one was given."""
-        return Evaluator(
-            self.arrays,
-            goal,
-            host_budget_bytes=self.host_budget_bytes,
-            window_bytes=self.window_bytes,
-            budget=3 * self._given,
-            lost=True,
-            patience=self.patience,
-        )
 
     @property
     def limit_bytes(self) -> int:

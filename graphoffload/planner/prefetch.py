@@ -4,8 +4,8 @@
                    |==x==|release      later   |==x==|....|release   limit allow
 
 Predictions are off by a few percent, and GPUs share links: with slack, a copy that runs late is still in time. Actions and
-predicted time stay the same. Capuchin (Peng et al., ASPLOS 2020) prefetches ahead of a use for the same reason, and corrects
-the distance from measured stalls; here it is fixed before the step runs.
+predicted time stay the same. Capuchin (Peng et al., ASPLOS 2020) moves a prefetch earlier if its copy was late in a running
+step; here the distance is fixed before the step runs.
 
 A compiler may run a reload a few kernels before its place. So room for the two largest transfers is left. Without it, measured
 peaks of some plans were one or two tensors above the predicted ones.

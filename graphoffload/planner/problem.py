@@ -4,8 +4,9 @@
     program order  forward[0..F-1]  | backward[0..B-1]
 
 Steps are graph nodes in the order in which their kernels run, which is not the order of the graph. The objective is time and
-the limit is memory at every step, as in Checkmate (Jain et al., MLSys 2020); offloading is the third action, as in Capuchin
-(Peng et al., ASPLOS 2020) and POFO (Beaumont et al., NeurIPS 2021).
+the limit is memory at every step, as in Checkmate (Jain et al., MLSys 2020). Offloading is the third action, as in Capuchin
+(Peng et al., ASPLOS 2020) and POFO (Beaumont et al., NeurIPS 2021). Checkmate may recompute a value several times; here a
+recomputed candidate is computed once, before its first use.
 
 A candidate is one storage that backward may need. Each action gives it another life (= on the device):
 

@@ -20,7 +20,7 @@ The model, exactly:
   steps (`Program.reload_steps`) takes its memory before both. Time is counted as if it could.
 * A recompute chain runs right before the first use of what it makes, after the chains of what it reads.
 * Compute that overlaps a copy takes (1 + compute_slowdown_while_copying) times as long.
-Issuing a reload as late as it still arrives is Capuchin's in-trigger (Peng et al., ASPLOS 2020), computed and not measured.
+Capuchin (Peng et al., ASPLOS 2020) adjusts a reload's place, its in-trigger, by feedback at run time; here it is computed.
 Wrong when: the host cannot issue work as fast as the device runs it; the allocator fragments; kernels overlap each other.
 Cost: O(candidates log steps) plus a few vector operations over the steps.
 """
@@ -119,7 +119,7 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class _Clock:
+class Clock:
     """Compute time, how long the running channel is busy, and what is to be drawn."""
 
     factor: float
@@ -194,9 +194,9 @@ def needs(arrays: Arrays, actions: Sequence[Action]) -> tuple[list[int], list[in
     return first, last
 
 
-def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, out: Evaluation) -> _Clock:
+def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, out: Evaluation) -> Clock:
     """Run the forward; fills release and d2h of `out`."""
-    sums, clock = arrays.forward_sum_s, _Clock(1.0 + arrays.hardware.compute_slowdown_while_copying)
+    sums, clock = arrays.forward_sum_s, Clock(1.0 + arrays.hardware.compute_slowdown_while_copying)
     nbytes, last_use = arrays.nbytes, arrays.last_forward_use
     queue: deque[tuple[float, int]] = deque()
     done_steps = inflight_bytes = 0
@@ -236,7 +236,7 @@ def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, 
 
 
 def _backward(
-    arrays: Arrays, actions: Sequence[Action], copies: list[int], reload_by: Mapping[int, int], clock: _Clock, out: Evaluation
+    arrays: Arrays, actions: Sequence[Action], copies: list[int], reload_by: Mapping[int, int], clock: Clock, out: Evaluation
 ) -> None:
     """Place the reloads and run the backward; fills loads and h2d of `out`."""
     first, steps, times = out.first, arrays.backward_steps, arrays.backward_time_s
@@ -283,7 +283,7 @@ def _backward(
     clock.close()
 
 
-def _memory(arrays: Arrays, actions: Sequence[Action], out: Evaluation) -> None:
+def fill_memory(arrays: Arrays, actions: Sequence[Action], out: Evaluation) -> None:
     """The memory curve; fills memory, peak_bytes and peak_step of `out`."""
     forward_steps, never = arrays.forward_steps, arrays.backward_steps
     starts: list[int] = []
@@ -332,7 +332,7 @@ def evaluate(
     _backward(arrays, actions, copies, reload_by, clock, out)
     out.time_s, out.stalls, out.compute = clock.now_s, clock.stalls, clock.compute
     out.host_bytes = int(arrays.nbytes[copies].sum()) if copies else 0
-    _memory(arrays, actions, out)
+    fill_memory(arrays, actions, out)
     return out
 
 

@@ -85,9 +85,12 @@ def solve(
     *,
     host_budget_bytes: int | None = None,
     max_inflight_bytes: int | None = None,
+    evaluations: int | None = None,
     patience: Patience | None = None,
 ) -> Solution:
     """The best plan found for `goal`; the best until `patience` ends.
+
+    With a number of `evaluations` there is one search that spends no more, and its plan may be above a budget.
 
     Raises:
         BudgetError: no plan was found within the budgets; the message has the least budget found feasible and what holds it up.
@@ -100,7 +103,7 @@ def solve(
         goal,
         host_budget_bytes=host_budget_bytes,
         window_bytes=max_inflight_bytes,
-        budget=6000 if small else _evaluations(program),
+        budget=evaluations or (6000 if small else _evaluations(program)),
         patience=patience,
     )
     keep = evaluator.propose(evaluator.keep, "fits")
@@ -114,7 +117,7 @@ def solve(
         return _solution(evaluator, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, evaluator.limit_s).solve()
     best = _search(evaluator, keep, relaxed)
-    if isinstance(goal, MeetBudget):
+    if isinstance(goal, MeetBudget) and evaluations is None:
         if not best.feasible:
             best = min((best, *_where_lost(evaluator, goal)), key=lambda p: p.score)
         if not best.feasible or _is_far(evaluator, best, relaxed):
@@ -183,7 +186,7 @@ def _where_lost(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
         if evaluator.smallest is None or evaluator.evaluate(*evaluator.smallest)[0].peak_bytes > near_bytes:
             return
         lower = MeetBudget(goal.device_budget_bytes - int(evaluator.limit_bytes * (1.0 - share)))
-        other = evaluator.lost_at(lower)
+        other = evaluator.at(lower, lost=True)
         relaxed = Relaxation(evaluator.arrays, lower, evaluator.host_budget_bytes, evaluator.limit_s).solve()
         if relaxed.value is None:
             return

@@ -27,7 +27,7 @@ from graphoffload.errors import ConfigError
 from graphoffload.facts.plan import Plan
 from graphoffload.planner.predicted import Predicted
 from graphoffload.report.graph_picture import drawn_nodes, drawn_pair, graph_svg
-from graphoffload.report.step_picture import picture_of, timeline_svg, trace_json
+from graphoffload.report.step_picture import StepPicture, picture_of, timeline_svg, trace_json
 from graphoffload.report.svg import element, page
 from graphoffload.report.table import plan_table
 
@@ -76,7 +76,7 @@ def write_dump(
     if predicted is not None:
         texts |= _pictures(plan, predicted)
     return _write_all(
-        Path(folder).expanduser(), plan, texts, f"dump_dir={str(folder)!r}", "unset dump_dir and GRAPHOFFLOAD_DUMP_DIR"
+        Path(folder).expanduser(), _stem(plan), texts, f"dump_dir={str(folder)!r}", "unset dump_dir and GRAPHOFFLOAD_DUMP_DIR"
     )
 
 
@@ -93,7 +93,22 @@ def write_pictures(folder: str | Path, plan: Plan, predicted: Predicted | None) 
         ConfigError: the folder cannot be made or written.
     """
     texts = _pictures(plan, predicted)
-    return _write_all(Path(folder).expanduser(), plan, texts, f"folder {str(folder)!r}", "")
+    return _write_all(Path(folder).expanduser(), _stem(plan), texts, f"folder {str(folder)!r}", "")
+
+
+def write_step_pictures(folder: str | Path, name: str, picture: StepPicture) -> list[Path]:
+    """Write the picture of a step of several graphs and its trace into `folder`.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    texts: dict[str, Callable[[], str]] = {
+        "timeline.svg": partial(timeline_svg, picture), "trace.json": partial(trace_json, picture)
+    }  # fmt: skip
+    return _write_all(Path(folder).expanduser(), name, texts, f"folder {str(folder)!r}", "")
 
 
 def _pictures(plan: Plan, predicted: Predicted | None) -> dict[str, Callable[[], str]]:
@@ -107,9 +122,13 @@ def _pictures(plan: Plan, predicted: Predicted | None) -> dict[str, Callable[[],
     return texts if predicted is None else {**texts, "trace.json": lambda: trace_json(picture_of(plan, predicted))}
 
 
-def _write_all(folder: Path, plan: Plan, texts: dict[str, Callable[[], str]], what: str, remedy: str) -> list[Path]:
-    """Write every text under the plan's name; `what` and `remedy` are for the error message if that fails."""
-    stem = f"{_plain(plan.graph) or 'graph'}.{_plain(plan.key)[:8] or 'nokey'}{_rank_suffix()}"
+def _stem(plan: Plan) -> str:
+    return f"{_plain(plan.graph) or 'graph'}.{_plain(plan.key)[:8] or 'nokey'}"
+
+
+def _write_all(folder: Path, name: str, texts: dict[str, Callable[[], str]], what: str, remedy: str) -> list[Path]:
+    """Write every text under a name; `what` and `remedy` are for the error message if that fails."""
+    stem = f"{name}{_rank_suffix()}"
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from graphoffload.errors import PlanError
-from graphoffload.facts.plan import Plan
-from graphoffload.report.dump import write_pictures
+from graphoffload.facts.plan import Plan, Prediction
+from graphoffload.report.dump import write_pictures, write_step_pictures
+from graphoffload.report.ledger import Ledger, fit_lines, ledger_lines
 from graphoffload.report.predictions import predicted_of
+from graphoffload.report.step_report import StepReport
 from graphoffload.report.table import ACTIONS, bound, folded_rows, percent, table_of, total_lines, totals
 from graphoffload.report.table import plan_table as plan_table
 from graphoffload.report.table import summary_line as summary_line
@@ -51,6 +53,11 @@ class OffloadReport:
         measured: None until a step ran.
         notes: plans that `tune` tried, or memory that `explain` leaves out, a line each.
         calls: how often each plan's graph ran in the forward that was explained; () if unknown.
+        step: where the plans are variants of the graphs of one step, what is planned for the step; None otherwise, and where
+            it is unknown. Figures of this class are then the step's.
+        ledger, keep_ledger: what the memory at the peak is, for the plan and for keep-all; None if `explain` was not given the
+            optimizer, and planned no step.
+        budget_bytes: what the peak and the reserve were to stay within; None if unknown, or there was none.
     """
 
     plans: tuple[Plan, ...] = ()
@@ -58,6 +65,22 @@ class OffloadReport:
     measured: Measured | None = None
     notes: tuple[str, ...] = ()
     calls: tuple[int, ...] = ()
+    step: StepReport | None = None
+    ledger: Ledger | None = None
+    keep_ledger: Ledger | None = None
+    budget_bytes: int | None = None
+
+    @property
+    def _predictions(self) -> list[Prediction]:
+        """One of each graph that is planned alone, and one of each step: its variants have it in common."""
+        alone = [plan.prediction for plan in self._running if not plan.variant]
+        return [*alone, *dict.fromkeys(plan.prediction for plan in self._running if plan.variant)]
+
+    @property
+    def _running(self) -> list[Plan]:
+        """The plans without variants that ran before their graph's step was planned."""
+        stepped = {plan.graph for plan in self.plans if plan.variant and not plan.part}
+        return [plan for plan in self.plans if not (plan.variant and plan.part and plan.graph in stepped)]
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -67,17 +90,17 @@ class OffloadReport:
         planned one by one, each as if alone, do not know each other's saved activations; this is then a lower bound.
         `reserve_bytes` is not included.
         """
-        return max((plan.prediction.predicted_peak_bytes for plan in self.plans), default=0)
+        return max((prediction.predicted_peak_bytes for prediction in self._predictions), default=0)
 
     @property
     def keep_peak_bytes(self) -> int:
         """Largest keep-all peak of any graph of the call."""
-        return max((plan.prediction.keep_peak_bytes for plan in self.plans), default=0)
+        return max((prediction.keep_peak_bytes for prediction in self._predictions), default=0)
 
     @property
     def reserve_bytes(self) -> int:
         """Bytes that are left free above a graph's predicted peak, the most of any graph; for example for optimizer state."""
-        return max((plan.prediction.reserve_bytes for plan in self.plans), default=0)
+        return max((prediction.reserve_bytes for prediction in self._predictions), default=0)
 
     @property
     def predicted_slowdown(self) -> float:
@@ -85,18 +108,18 @@ class OffloadReport:
 
         Negative if checkpoint regions of the model are relaxed: keep-all recomputes them, as plain torch.compile does.
         """
-        keep_s = sum(plan.prediction.keep_time_s for plan in self.plans)
+        keep_s = sum(prediction.keep_time_s for prediction in self._predictions)
         changed = any(
             plan.transfers or plan.recomputed_bytes or plan.offloaded_bytes or plan.prediction.predicted_slowdown < -_RELAXED
-            for plan in self.plans
+            for plan in self._running
         )
-        planned_s = sum(plan.prediction.predicted_time_s for plan in self.plans)
+        planned_s = sum(prediction.predicted_time_s for prediction in self._predictions)
         return planned_s / keep_s - 1.0 if keep_s and changed else 0.0
 
     @property
     def lower_bound_slowdown(self) -> float | None:
         """Lower bound on the extra time of any plans under the same budgets; None if a graph with times has no bound."""
-        timed = [plan.prediction for plan in self.plans if plan.prediction.keep_time_s]
+        timed = [prediction for prediction in self._predictions if prediction.keep_time_s]
         bounds = [prediction.lower_bound_time_s for prediction in timed if prediction.lower_bound_time_s is not None]
         if not timed or len(bounds) < len(timed):
             return None
@@ -105,23 +128,23 @@ class OffloadReport:
     @property
     def lower_bound_peak_bytes(self) -> int | None:
         """Lower bound on the peak of any plans within the same slowdown; None if no graph was planned for a slowdown."""
-        bounds = [plan.prediction.lower_bound_peak_bytes for plan in self.plans]
+        bounds = [prediction.lower_bound_peak_bytes for prediction in self._predictions]
         return max((least for least in bounds if least is not None), default=None)
 
     @property
     def offloaded_bytes(self) -> int:
         """Bytes copied to the host in one forward."""
-        return totals(folded_rows(self.plans))["offload"][1]
+        return self.step.offloaded_bytes if self.step else totals(folded_rows(self._running))["offload"][1]
 
     @property
     def recomputed_bytes(self) -> int:
         """Bytes that backward recomputes."""
-        return totals(folded_rows(self.plans))["recompute"][1]
+        return self.step.recomputed_bytes if self.step else totals(folded_rows(self._running))["recompute"][1]
 
     @property
     def kept_bytes(self) -> int:
         """Bytes kept on the device until backward."""
-        return totals(folded_rows(self.plans))["keep"][1]
+        return self.step.kept_bytes if self.step else totals(folded_rows(self._running))["keep"][1]
 
     @property
     def measured_peak_bytes(self) -> int | None:
@@ -136,7 +159,8 @@ class OffloadReport:
         return self.measured.step_time_s / self.measured.keep_step_time_s - 1.0
 
     def save_pictures(self, folder: str | Path) -> list[Path]:
-        """Write each graph's predicted step into `folder`, as a picture (SVG) and as a trace for Perfetto (JSON).
+        """Write each graph's predicted step into `folder`, as a picture (SVG) and as a trace for Perfetto (JSON); where `step`
+        is known, one picture of all of it.
 
         The picture has compute, D2H and H2D over time with stalls in red, and the memory of keep-all and of the plan. Only the
         process that planned has the prediction: for a plan from a compile cache or from_json the picture says so.
@@ -147,6 +171,9 @@ class OffloadReport:
         Raises:
             ConfigError: the folder cannot be made or written.
         """
+        if self.step is not None:
+            name = f"step.{self.plans[0].key[:8] if self.plans else 'nokey'}"
+            return write_step_pictures(folder, name, self.step.picture)
         return [path for plan in self.plans for path in write_pictures(folder, plan, predicted_of(plan.key))]
 
     def to_json(self) -> str:
@@ -160,6 +187,10 @@ class OffloadReport:
             "measured": asdict(self.measured) if self.measured else None,
             "notes": self.notes,
             "calls": self.calls,
+            "step": asdict(self.step) if self.step else None,
+            "ledger": asdict(self.ledger) if self.ledger else None,
+            "keep_ledger": asdict(self.keep_ledger) if self.keep_ledger else None,
+            "budget_bytes": self.budget_bytes,
             "plans": [json.loads(plan.to_json()) for plan in self.plans],
             "derived": {name: getattr(self, name) for name in names},
         }
@@ -182,6 +213,10 @@ class OffloadReport:
                 measured=Measured(**data["measured"]) if data["measured"] else None,
                 notes=tuple(data.get("notes", ())),
                 calls=tuple(data.get("calls", ())),
+                step=StepReport.from_dict(data["step"]) if data.get("step") else None,
+                ledger=Ledger(**data["ledger"]) if data.get("ledger") else None,
+                keep_ledger=Ledger(**data["keep_ledger"]) if data.get("keep_ledger") else None,
+                budget_bytes=data.get("budget_bytes"),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
@@ -190,18 +225,31 @@ class OffloadReport:
             ) from error
 
     def __str__(self) -> str:
-        parts = [table_of(group) for group in _alike(self.plans)]
+        parts = [table_of(group, summary=not group[0].variant) for group in _alike(self._running)]
+        steps = dict.fromkeys(plan.summary for plan in self._running if plan.variant and plan.summary)
         breaks = f"{self.graph_breaks} graph break{'s' * (self.graph_breaks != 1)}"
-        if len(self.plans) != 1:
-            title = f"all {len(self.plans)} graphs" + f", {breaks}" * bool(self.graph_breaks)
-            parts.append("\n".join([title, *total_lines(totals(folded_rows(self.plans)))]) + "\n")
+        if self.step is not None:
+            parts.append("\n".join(self.step.lines()) + "\n")
+        elif steps:
+            parts.append("\n".join(steps) + "\n")
+        if self.step is None and len({plan.graph for plan in self._running}) != 1:
+            title = f"all {len(self._running)} graphs" + f", {breaks}" * bool(self.graph_breaks)
+            parts.append("\n".join([title, *total_lines(totals(folded_rows(self._running)))]) + "\n")
         elif self.graph_breaks:
             parts.append(f"{breaks}\n")
-        return "\n".join([*parts, *self._in_one_forward(), *self._against_measured(), *self.notes]).rstrip("\n")
+        lines = [*self._in_one_forward(), *self._against_measured(), *self._memory(), *self.notes]
+        return "\n".join([*parts, *lines]).rstrip("\n")
+
+    def _memory(self) -> list[str]:
+        """The ledger, and what does not fit."""
+        if self.ledger is None or self.keep_ledger is None:
+            return []
+        fit = fit_lines(self.ledger.total_bytes, self.keep_ledger.total_bytes, self.budget_bytes)
+        return [*ledger_lines(self.ledger, self.keep_ledger), *fit, ""]
 
     def _in_one_forward(self) -> list[str]:
         """Bytes that all calls of one forward hold until backward, if some graph runs more than once (blocks of one shape)."""
-        if max(self.calls, default=1) < 2:
+        if max(self.calls, default=1) < 2 or self.step is not None:
             return []
         ran = ", ".join(f"{plan.graph} {count} times" for plan, count in zip(self.plans, self.calls, strict=True) if count > 1)
         amounts = [
@@ -212,7 +260,7 @@ class OffloadReport:
 
     def _against_measured(self) -> list[str]:
         """Predicted against measured, one line a figure; empty until a step ran, and for several graphs without predictions."""
-        if self.measured is None and (len(self.plans) < 2 or not self.predicted_peak_bytes):
+        if self.measured is None and (len(self._predictions) < 2 or not self.predicted_peak_bytes):
             return []
         peak, slowdown = self.predicted_peak_bytes, self.predicted_slowdown
         timed = any(plan.prediction.keep_time_s for plan in self.plans)

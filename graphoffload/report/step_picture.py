@@ -31,7 +31,7 @@ Memory = tuple[float, int]  # second, bytes allocated from there on
 LANES = ("compute", "D2H", "H2D")
 _COLOURS = {"layer": "#dfe5ec", "forward": "#6f8fae", "backward": "#4f6f8f", "D2H": "#e8821a", "H2D": "#8d63b8"}
 _INK = {"layer": "#333333"}
-_STALL, _KEEP, _PLAN, _BUDGET = "#d62728", "#7d7d7d", "#1f5fa8", "#d62728"
+_STALL, _KEEP, _PLAN, _BUDGET, _OUTSIDE = "#d62728", "#7d7d7d", "#1f5fa8", "#d62728", "#3f7f3f"
 _WIDTH, _LEFT, _RIGHT, _TOP, _LANE_H, _GAP, _MEMORY_H = 1200.0, 92.0, 24.0, 92.0, 28.0, 6.0, 300.0
 _FAR = 1.6  # a budget more than this above every curve is not on the axis
 _FONT, _CHARACTER = 12.0, 7.3  # pixels; a character of the drawing's font is this wide
@@ -51,6 +51,7 @@ class StepPicture:
         memory_keep, memory_plan: (time_s, bytes) in order of time, bytes hold until the next; either may be empty.
         budget_bytes: drawn as a dashed line; None: there was no budget.
         forward_end_s: where backward starts. facts: lines below the title.
+        memory_outside: the part of memory_plan that is outside the compiled graphs; a layer of its curve.
 
     Raises:
         ValueError: an interval ends before it starts.
@@ -64,6 +65,7 @@ class StepPicture:
     budget_bytes: int | None = None
     forward_end_s: float | None = None
     facts: tuple[str, ...] = ()
+    memory_outside: tuple[Memory, ...] = ()
 
     def __post_init__(self) -> None:
         for start_s, end_s, label in [*((lane[1], lane[2], lane[3]) for lane in self.lanes), *self.stalls]:
@@ -95,9 +97,9 @@ def picture_of(plan: Plan, predicted: Predicted | None) -> StepPicture:
     return StepPicture(
         title=f"{plan.graph}: one step, forward and backward, as predicted for {predicted.hardware}",
         lanes=tuple(lanes),
-        stalls=tuple(_stalls(timeline, {transfer.tensor: labels[index] for index, transfer in transfers.items()})),
-        memory_keep=tuple(_memory_points(predicted.keep_timeline)),
-        memory_plan=tuple(_memory_points(timeline)),
+        stalls=tuple(stalls_of(timeline, {transfer.tensor: labels[index] for index, transfer in transfers.items()})),
+        memory_keep=tuple(memory_points(predicted.keep_timeline)),
+        memory_plan=tuple(memory_points(timeline)),
         budget_bytes=predicted.limit_bytes,
         forward_end_s=half,
         facts=_facts(plan, timeline),
@@ -110,10 +112,10 @@ def _facts(plan: Plan, timeline: Timeline) -> tuple[str, ...]:
     change = f" ({percent(timeline.time_s / keep_s - 1.0)}{least})" if keep_s else ""
     d2h_s, h2d_s = (sum(copy.end_s - copy.start_s for copy in lane) for lane in (timeline.lanes.d2h, timeline.lanes.h2d))
     count = f"{len(plan.transfers)} {'copy' if len(plan.transfers) == 1 else 'copies'}"
-    copies = f"offloads {format_bytes(plan.offloaded_bytes)} in {count}: D2H {_ms(d2h_s)}, H2D {_ms(h2d_s)}"
-    stalls = f"compute stalls (red) for {_ms(timeline.stall_s)}" if timeline.stalls else "no stalls"
+    copies = f"offloads {format_bytes(plan.offloaded_bytes)} in {count}: D2H {milliseconds(d2h_s)}, H2D {milliseconds(h2d_s)}"
+    stalls = f"compute stalls (red) for {milliseconds(timeline.stall_s)}" if timeline.stalls else "no stalls"
     return (
-        f"keep-all {_ms(keep_s)}, plan {_ms(timeline.time_s)}{change}; {stalls}",
+        f"keep-all {milliseconds(keep_s)}, plan {milliseconds(timeline.time_s)}{change}; {stalls}",
         f"{copies if plan.transfers else 'offloads nothing'}; recomputes {format_bytes(plan.recomputed_bytes)}",
     )
 
@@ -150,7 +152,7 @@ def _layer_of(path: str) -> str:
     return ".".join(parts[: numbers[0] + 1]) if numbers else ""
 
 
-def _stalls(timeline: Timeline, labels: dict[str, str]) -> Iterator[Stall]:
+def stalls_of(timeline: Timeline, labels: dict[str, str]) -> Iterator[Stall]:
     """The timeline's stalls, one after the other, in the gaps of compute."""
     waiting = list(timeline.stalls)
     moment_s = 0.0
@@ -167,7 +169,7 @@ def _stalls(timeline: Timeline, labels: dict[str, str]) -> Iterator[Stall]:
             moment_s += stall.seconds
 
 
-def _memory_points(timeline: Timeline) -> Iterator[Memory]:
+def memory_points(timeline: Timeline) -> Iterator[Memory]:
     """Bytes from the start of each step on, and at the very end."""
     yield from zip((0.0, *timeline.ends_s), timeline.memory, strict=False)
     if timeline.memory:
@@ -188,7 +190,9 @@ def trace_json(picture: StepPicture) -> str:
          "dur": (end_s - start_s) * 1e6}
         for lane, start_s, end_s, label, kind in spans
     ]  # fmt: skip
-    for name, points in (("memory, keep-all", picture.memory_keep), ("memory, plan", picture.memory_plan)):
+    counters = (("memory, keep-all", picture.memory_keep), ("memory, plan", picture.memory_plan),
+                ("memory, outside the graphs", picture.memory_outside))  # fmt: skip
+    for name, points in counters:
         events += [{"ph": "C", "pid": 0, "name": name, "ts": s * 1e6, "args": {"bytes": nbytes}} for s, nbytes in points]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
@@ -227,7 +231,7 @@ def _lane(picture: StepPicture, name: str, top: float, scale: float) -> list[str
     if name == "compute":
         drawn += [
             element("rect", class_="stall", x=_LEFT + start_s * scale, y=top, width=max((end_s - start_s) * scale, 1.0),
-                    height=_LANE_H, fill=_STALL, title=f"stall, {_ms(end_s - start_s)}: {cause}")
+                    height=_LANE_H, fill=_STALL, title=f"stall, {milliseconds(end_s - start_s)}: {cause}")
             for start_s, end_s, cause in picture.stalls
         ]  # fmt: skip
     return drawn
@@ -250,7 +254,7 @@ def _spans(spans: Sequence[Lane], top: float, scale: float) -> list[str]:
         more = "" if len(group) == 1 else f" and {len(group) - 1} more"
         fill = _COLOURS.get(label if lane == "compute" else lane, "#999999")
         pale = 0.7 if lane == "layer" and number % 2 else 1
-        title = f"{label}{more}, {_ms(end_s - start_s)}"
+        title = f"{label}{more}, {milliseconds(end_s - start_s)}"
         drawn.append(
             element("rect", class_="span", x=_LEFT + start_s * scale, y=top, width=max(width - 0.6, 0.6), height=_LANE_H,
                     fill=fill, fill_opacity=pale, title=title)
@@ -294,7 +298,9 @@ def _time_axis(picture: StepPicture, scale: float, floor: float) -> list[str]:
 
 def _memory(picture: StepPicture, scale: float, floor: float) -> list[str]:
     """Both curves over one axis of bytes, the budget, and a key above them."""
-    curves = [c for c in (("keep-all", picture.memory_keep, _KEEP), ("plan", picture.memory_plan, _PLAN)) if c[1]]
+    layers = (("keep-all", picture.memory_keep, _KEEP), ("plan", picture.memory_plan, _PLAN),
+              ("outside", picture.memory_outside, _OUTSIDE))  # fmt: skip
+    curves = [layer for layer in layers if layer[1]]
     sizes = [nbytes for _, points, _ in curves for _, nbytes in points] or [0]
     budget = picture.budget_bytes
     inside = budget is not None and budget <= _FAR * max(sizes)
@@ -313,7 +319,7 @@ def _memory(picture: StepPicture, scale: float, floor: float) -> list[str]:
         peak_s, peak = max(points, key=lambda point: point[1])
         drawn += _curve(name, points, colour, scale, floor, base, tall)
         mark = element("circle", cx=_LEFT + peak_s * scale, cy=floor - (peak - base) * tall, r=3.5, fill=colour)
-        key, left = _key(f"{name}: peak {format_bytes(peak)} at {_ms(peak_s)}", colour, "", left, above)
+        key, left = _key(f"{name}: peak {format_bytes(peak)} at {milliseconds(peak_s)}", colour, "", left, above)
         drawn += [mark, *key]
     if budget is not None and inside:
         y = floor - (budget - base) * tall
@@ -369,7 +375,7 @@ def _scale_of(least: int, most: int) -> tuple[int, float, float]:
     return base, step, base + step * math.ceil((most * 1.02 - base) / step)
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
     """ "0.033 ms", "12.3 ms", "1230 ms": three digits."""
     milliseconds = seconds * 1e3
     return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"

@@ -1,6 +1,6 @@
 """The plan table, and the line that every plan prints.
 
-    module            tensor    shape      dtype   n      size  decision   why               hides behind
+    module            tensor    shape      dtype   n      size  decision   why               overlaps with
     layers.0-7.mlp    mm_2-9    8x64x256   bf16    8  1.00 MiB  offload    fits the window   fwd to mm_4, bwd mm_20 to mm_22
 
 Identical layers fold into one row: storages whose module paths differ only in numbers, with the same operation, shape, dtype,
@@ -45,7 +45,7 @@ class Row:
     why: str
     paths: list[str] = field(default_factory=list)
     tensors: list[str] = field(default_factory=list)
-    hides: list[str] = field(default_factory=list)
+    overlaps: list[str] = field(default_factory=list)
     nbytes: int = 0
     about: int = 0
     symbolic: int = 0
@@ -77,7 +77,7 @@ class Row:
     @property
     def overlaps_with(self) -> str:
         """Nodes at the ends of the first storage's copies; "e.g." if the others have different ones."""
-        return self.hides[0] if len(set(self.hides)) == 1 else f"e.g. {self.hides[0]}"
+        return self.overlaps[0] if len(set(self.overlaps)) == 1 else f"e.g. {self.overlaps[0]}"
 
 
 def folded_rows(plans: Sequence[Plan]) -> list[Row]:
@@ -105,7 +105,7 @@ def folded_rows(plans: Sequence[Plan]) -> list[Row]:
             row = rows.setdefault(key, Row(action, tensor.op, shape, dtype, why))
             row.paths.append(tensor.module)
             row.tensors.append(tensor.name)
-            row.hides.append(_overlaps_with(transfers.get(tensor.name)) if action == "offload" else "")
+            row.overlaps.append(_overlaps_with(transfers.get(tensor.name)) if action == "offload" else "")
             row.nbytes += tensor.planned_bytes
             row.about += tensor.nbytes is None and tensor.example_bytes > 0
             row.symbolic += tensor.nbytes is None and not tensor.example_bytes
@@ -175,13 +175,16 @@ def _caveats(plan: Plan, reserved_for: str) -> list[str]:
     return caveats
 
 
-def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False) -> str:
-    """One table for `plans` of identical graphs; see plan_table."""
+def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False, summary: bool = True) -> str:
+    """One table for `plans` of identical graphs; see plan_table. summary: with their lines."""
     rows, first = folded_rows(plans), plans[0]
-    title = f"graph {first.graph}" if len(plans) == 1 else f"{len(plans)} identical graphs, {first.graph} .. {plans[-1].graph}"
+    name = f"graph {first.graph}" + f", variant {first.variant}" * bool(first.variant)
+    title = name if len(plans) == 1 else f"{len(plans)} identical graphs, {first.graph} .. {plans[-1].graph}"
     key = f"key {first.key[:12]}, " if len(plans) == 1 and first.key else ""
     summaries = list(dict.fromkeys(plan.summary or summary_line(plan) for plan in plans))
-    if len(summaries) > 2:
+    if not summary:
+        summaries = []
+    elif len(summaries) > 2:
         summaries = [f"first: {summaries[0]}", f"last: {summaries[-1]}"]
     lines = ["", *total_lines(totals(rows)), ""]
     lines += ["notes", *(f"  - {note}" for note in first.notes), ""] if first.notes else []
@@ -210,7 +213,7 @@ def _rich_table(rows: Sequence[Row], width: int) -> Table:
         "size": [row.size for row in rows],
         "decision": [str(row.action) for row in rows],
         "why": [row.why for row in rows],
-        "hides behind": [row.overlaps_with for row in rows],
+        "overlaps with": [row.overlaps_with for row in rows],
     }
     widths = _widths(columns, width)
     table = Table(box=_BOX, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
@@ -225,7 +228,7 @@ def _rich_table(rows: Sequence[Row], width: int) -> Table:
 def _widths(columns: dict[str, list[str]], width: int) -> dict[str, int]:
     """Characters for each column: its need; then wide columns shrink, the widest first, until the table fits."""
     widths = {name: max(len(cell) for cell in (name, *cells)) for name, cells in columns.items()}
-    wide = ("module", "tensor", "shape", "why", "hides behind")
+    wide = ("module", "tensor", "shape", "why", "overlaps with")
     spare = width - 2 * (len(columns) - 1) - sum(widths.values())
     while spare < 0:
         widest = max(wide, key=lambda name: widths[name])

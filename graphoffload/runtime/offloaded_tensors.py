@@ -39,9 +39,11 @@ from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.pinned.slabs import HostBuffer
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.streams.copy_streams import streams_of
+from graphoffload.torch_internals.autograd import version
 
 if TYPE_CHECKING:
     from graphoffload.runtime.step.between_graphs import Call
+    from graphoffload.runtime.step.calls import StepCall
 
 LOCK = threading.RLock()
 """Guards handles and everything pending: forward, backward and the clearing of dead handles run on different threads."""
@@ -152,9 +154,12 @@ class OffloadedTensor:
         self.host: HostCopy | None = None
         self.digest: torch.Tensor | None = None
         self.reloads = 0
-        self.call: Call | None = None
+        self.call: Call | StepCall | None = None
         self.weak = 0
         self.ticket: Ticket | None = None
+        if id in run.inputs:
+            self.source = source.detach()  # the same memory and version, without what computed it
+            self.version = version(source)
 
     @property
     def name(self) -> str:
@@ -199,8 +204,11 @@ class OffloadedTensor:
         if host is not None and host.written is not None:
             assert self.streams is not None
             self.streams.compute_waits_for("release", self, host.written)
+        written = self._was_written()
         self.state = after
         self.source = None
+        if written:
+            raise self._refuse_written()
 
     def leave_release_pending(self, stream: Any) -> None:
         """The graph on `stream` no longer reads the source, and does not wait for its copy."""
@@ -217,8 +225,11 @@ class OffloadedTensor:
         if host is not None and host.written is not None and not waited:
             assert self.streams is not None
             self.streams.compute_waits_for("release", self, host.written, self.stream)
+        written = self._was_written()
         self.state = after
         source, self.source = self.source, None
+        if written:
+            raise self._refuse_written()
         return source
 
     def prefetch(self, y: torch.Tensor, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:
@@ -316,6 +327,18 @@ class OffloadedTensor:
         POOL.give_back(host.buffer)
         if self.streams is not None and host.read is not None:
             self.streams.recycle(host.written)
+
+    def _was_written(self) -> bool:
+        """Whether an input of the graph, which is its caller's as well, was written to while it was copied."""
+        return self.id in self.run.inputs and self.source is not None and version(self.source) != self.version
+
+    def _refuse_written(self) -> RuntimeStateError:
+        """The error for that. autograd has one as well, in backward, where the tensor is saved and not copied."""
+        return RuntimeStateError(
+            f"{self.name}: this input of a compiled graph is needed for backward and was modified in place while it was "
+            f"copied to the host (plan {self.run.key}). The gradient would be wrong, so the step is stopped. Write to a "
+            "copy of it."
+        )
 
     def _finish_reading(self) -> None:
         if self.host is not None and self.host.read is not None:

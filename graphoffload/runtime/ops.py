@@ -42,6 +42,7 @@ from graphoffload.runtime.offloaded_tensors import (
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.step import between_graphs as between
+from graphoffload.runtime.step.calls import Steps
 from graphoffload.runtime.streams.copy_streams import Block, streams_of
 from graphoffload.torch_internals import autograd, storages
 
@@ -156,14 +157,13 @@ def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
         entry.become_resident(autograd.version(x))
         between.passed(entry)
         return
-    call = entry.call
-    if call is not None and call.followed and between.defers(entry):
+    if entry.call is not None and between.defers(entry):
         return
     entry.release()
     COUNTERS.released(nbytes)
-    if call is not None and call.track.pending:
+    if entry.call is not None:
         between.released(entry)
-    if ACTIVE.release is not None:
+    if ACTIVE.release is not None and id not in entry.run.inputs:
         ACTIVE.release(x, entry.name)
 
 
@@ -181,7 +181,7 @@ def reload(
     entry.reloads += 1
     ENTRIES.reloaded = True
     COUNTERS.reloads += 1
-    between.prefetch(entry.call, _copy_as_it_lies)
+    between.reloaded(entry, _copy_as_it_lies)
     return y
 
 
@@ -264,6 +264,9 @@ def _copy_as_it_lies(y: torch.Tensor, entry: OffloadedTensor) -> None:
     COUNTERS.h2d_bytes += entry.layout.nbytes
 
 
+Steps.copy_back = staticmethod(_copy_as_it_lies)
+
+
 def _copy_to_device(y: torch.Tensor, entry: OffloadedTensor, *, as_it_lies: bool) -> None:
     run, block = copy_to_device(y, entry, as_it_lies=as_it_lies)
     streams = entry.streams
@@ -314,6 +317,8 @@ def wait(y: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
     if entry.run.checksum:
         _check(entry, y)
     COUNTERS.waits += 1
+    if entry.call is not None:
+        between.waited(entry)
     if entry.ticket is not None and not autograd.keeps_graph():
         ENTRIES.finish(entry)
 

@@ -17,6 +17,7 @@ import torch
 from graphoffload.cache_files import cache_dir, keep_newest, write_whole
 from graphoffload.errors import ConfigError
 from graphoffload.facts.plan import Plan
+from graphoffload.facts.saved_tensors import INPUT
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.pinned.preallocation import prepare_plan
 from graphoffload.runtime.step.resident import Budget
@@ -25,7 +26,8 @@ from graphoffload.runtime.step.resident import Budget
 class RunPlan:
     """The part of a plan that the ops read on every call, and values learned from the last calls.
 
-    at_end: ids that are released at the end of forward. asked: size, stride and type that backward reloads an id with. order:
+    at_end: ids that are released at the end of forward. inputs: ids of tensors that other graphs computed, which others may
+    hold as well. asked: size, stride and type that backward reloads an id with. order:
     ids in the order in which backward reloads them. capturable: forward was compiled to be captured with its copies.
     downstream: this graph reads results of other graphs, and has no goal: all its releases may be left to the next graph. If
     its call is the last of a forward, the tensors that it offloads stay on the device (see step/between_graphs.py). strides:
@@ -40,6 +42,7 @@ class RunPlan:
         "capturable",
         "checksum",
         "downstream",
+        "inputs",
         "key",
         "layouts",
         "linked",
@@ -57,6 +60,8 @@ class RunPlan:
         self.checksum = plan.checksum if plan is not None else False
         self.transfers = len(transfers)
         self.at_end = frozenset(t.id for t in transfers if t.release_after is None)
+        ops = {tensor.name: tensor.op for tensor in plan.saved.tensors} if plan is not None else {}
+        self.inputs = frozenset(t.id for t in transfers if ops.get(t.tensor) == INPUT)
         self.linked = self.capturable = self.downstream = False
         self.window_bytes: int | None = None
         self.budget: Budget | None = None
@@ -122,7 +127,7 @@ def register(plan: Plan, *, runs: bool = False, store: bool = True) -> None:
     Where it is going to run (`runs`), host memory for it is taken from now on, and `store` writes it to disk for later hits of
     torch's compile cache.
     """
-    if runs:
+    if runs and not plan.variant:  # a step's plan takes host memory for all of its calls
         prepare_plan(plan)
     with _LOCK:
         _PLANS.pop(plan.key, None)
@@ -130,6 +135,14 @@ def register(plan: Plan, *, runs: bool = False, store: bool = True) -> None:
         _RUN[plan.key] = RunPlan(plan, plan.key)
     if store and runs:
         _write(plan, plan.key)
+
+
+def amend(plan: Plan) -> None:
+    """Another prediction and summary for a plan: those of the step that it is part of."""
+    with _LOCK:
+        for plans in (_PLANS, _EXPLAINED):
+            if plan.key in plans:
+                plans[plan.key] = plan
 
 
 def explained(plan: Plan) -> None:

@@ -1,10 +1,10 @@
-"""Modules whose saved activations are awkward, and comparisons that no wrong bit survives: for our tests and for yours.
+"""Modules with saved activations that are hard to handle, and exact comparisons of steps: for these tests and for yours.
 
 zoo.ZOO        every case by name: build, inputs, loss, notes
-compare        run a step, compare two to the bit, or by the whole gradient's error against float64
-observed       what a run really did: plans and copies
-policies       scattered decisions
-faults         break an operation on purpose: a test that still passes then is no test
+compare        run a step; compare two bit by bit, or by the error of the whole gradient against float64
+observed       the plans and copies of a run
+policies       pseudo-random decisions
+faults         break an operation on purpose, to show that a test would fail
 """
 
 from __future__ import annotations

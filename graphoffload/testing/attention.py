@@ -14,7 +14,7 @@ HIDDEN, HEADS, LENGTH = 32, 4, 12
 
 
 class Attention(nn.Module):
-    """Self-attention as models write it; `kv_heads` < HEADS groups the queries."""
+    """Self-attention as it is written in models; `kv_heads` < HEADS groups the queries."""
 
     def __init__(self, *, kv_heads: int = HEADS, dropout: float = 0.0, manual: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One case of the zoo: a module, its inputs and a loss, as data that any device and dtype can be put into."""
+"""One case of the zoo: a module, its inputs and a loss, as data for any device and dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Inputs = Callable[[Device, torch.dtype, int], tuple[Any, ...]]
 def weighted_loss(output: Any) -> Tensor:
     """A scalar that depends on every element of every differentiable tensor in `output`, each with another weight.
 
-    A plain mean of squares would be constant behind a normalisation, and its gradients would be rounding errors.
+    A plain mean of squares would be constant after a normalization, and its gradients would be rounding errors.
     """
     total: Tensor | None = None
     for leaf in pytrees.tree_leaves(output):
@@ -37,22 +37,22 @@ def weighted_loss(output: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A module whose saved activations are awkward in one particular way.
+    """A module whose saved activations are hard to handle for one particular reason.
 
     Attributes:
         name: key in ZOO.
         build: (device, dtype) -> module; parameters are drawn from torch's global generator.
         inputs: (device, dtype, seed) -> arguments of forward. For a case with `dynamic`, the batch depends on the seed.
         loss: output -> scalar.
-        dtype: what the case is meant to run in.
-        why: what is awkward.
-        offloads: under policy="offload" something must be offloaded; False where nothing is left to offload.
-        graph_breaks: it compiles to several graphs.
-        dynamic: to be compiled with dynamic=True and run with several seeds.
-        random: draws random numbers in forward.
+        dtype: the dtype that the case is meant to run in.
+        why: the reason why it is hard.
+        offloads: whether policy="offload" must offload something.
+        graph_breaks: whether it compiles to several graphs.
+        dynamic: whether it is compiled with dynamic=True and run with several seeds.
+        random: whether forward draws random numbers.
         autocast: forward runs under torch.autocast to this dtype.
-        checkpointed: holds a torch.utils.checkpoint region.
-        reference: what gradients must equal; "eager" where torch's own partitioner gets them wrong.
+        checkpointed: whether it contains a torch.utils.checkpoint region.
+        reference: the run whose gradients are right; "eager" if torch's own partitioner gets them wrong.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Case:
 
 
 def draw(*shape: int, device: Device, dtype: torch.dtype, seed: int, requires_grad: bool = False, scale: float = 1.0) -> Tensor:
-    """Normal numbers that do not depend on the device: drawn on the CPU in float64."""
+    """Normal numbers that do not depend on the device, since they are drawn on the CPU in float64."""
     generator = torch.Generator().manual_seed(1000 + seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
     return values.to(dtype).to(device).requires_grad_(requires_grad)
@@ -120,7 +120,7 @@ def of(module: Callable[[], nn.Module]) -> Build:
 
 
 def by_name(cases: Iterable[Case]) -> dict[str, Case]:
-    """Cases by name; a name used twice is a mistake."""
+    """Cases by name. Names must be unique."""
     found: dict[str, Case] = {}
     for case in cases:
         assert case.name not in found, case.name

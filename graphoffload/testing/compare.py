@@ -1,10 +1,10 @@
-"""Run a training step and compare two of them: to the bit, or by the error of the whole gradient against float64.
+"""Runs a training step, and compares two of them: bit by bit, or by the error of the whole gradient against float64.
 
     a = run_step(compiled(case.fresh("cpu"), keep_all()), inputs, case.loss, seed=0)
     b = run_step(compiled(case.fresh("cpu"), backend), inputs, case.loss, seed=0)
     assert_equal_bits(a, b)
 
-Error by tensor would punish a bias whose gradient is nearly zero; the norm over all gradients together does not.
+The error of a single tensor is large for a bias whose gradient is nearly zero. The norm over all gradients is not affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphoffload.torch_internals.modules import apply_to_tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one step left behind. Keys of `grads`: parameter names, and "input 0", … for arguments."""
+    """All results of one step. Keys of `grads`: parameter names, and "input 0", … for arguments."""
 
     loss: Tensor
     outputs: tuple[Tensor, ...]
@@ -33,7 +33,7 @@ class Result:
     arguments: tuple[Tensor, ...]
 
     def named(self) -> dict[str, Tensor | None]:
-        """Everything that must not change, by name."""
+        """All tensors that two equal steps must agree on, by name."""
         found: dict[str, Tensor | None] = {"loss": self.loss}
         found.update({f"output {i}": t for i, t in enumerate(self.outputs)})
         found.update({f"grad of {name}": t for name, t in self.grads.items()})
@@ -43,7 +43,7 @@ class Result:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides that shares nothing."""
+    """A copy with the same strides and memory of its own."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor.detach())
 
@@ -63,7 +63,7 @@ def run_step(
     *,
     autocast: torch.dtype | None = None,
 ) -> Result:
-    """Forward, loss, backward from cleared gradients and a fixed seed; copies of all that a step produces."""
+    """Forward, loss and backward from cleared gradients and a fixed seed; returns copies of all results."""
     arguments = own_arguments(inputs)
     parameters = _named(module, "named_parameters")
     for parameter in parameters.values():
@@ -105,7 +105,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def differences(a: Result, b: Result) -> list[str]:
-    """Names of what differs in presence, shape, dtype or any bit, with the largest difference; empty when equal."""
+    """Names of the tensors that differ in presence, shape, dtype or any bit, with the largest difference; empty if equal."""
     left, right = a.named(), b.named()
     found = [f"{name}: only in one of the two" for name in left.keys() ^ right.keys()]
     for name in left.keys() & right.keys():
@@ -122,7 +122,7 @@ def differences(a: Result, b: Result) -> list[str]:
 
 
 def assert_equal_bits(a: Result, b: Result) -> None:
-    """Loss, outputs, gradients, buffers and arguments are equal to the bit."""
+    """Assert that loss, outputs, gradients, buffers and arguments are equal bit by bit."""
     found = differences(a, b)
     assert not found, "\n".join(found)
 
@@ -166,20 +166,20 @@ def float64_step(case: Case, device: torch.device | str, *, seed: int = 0, dtype
 
 
 def keep_all(inner: str = "aot_eager") -> str:
-    """The backend to compare with: the same inner compiler without offload."""
+    """The backend to compare with: the same inner compiler without offloading."""
     assert inner in ("aot_eager", "inductor"), inner
     return inner
 
 
 def compiled(module: nn.Module, backend: Any, *, dynamic: bool | None = None) -> nn.Module:
-    """`module` compiled in place by `backend`, with Dynamo's memory of earlier modules cleared."""
+    """`module`, compiled in place by `backend` after Dynamo is reset."""
     torch.compiler.reset()
     module.compile(backend=backend, dynamic=dynamic)
     return module
 
 
 def compile_case(case: Case, backend: Any, device: torch.device | str, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """A fresh module of the case, compiled as the case wants it. `backend` None leaves it eager."""
+    """A fresh module of the case, compiled as the case requires. `backend` None leaves it eager."""
     module = case.fresh(device, dtype)
     return module if backend is None else compiled(module, backend, dynamic=True if case.dynamic else None)
 
@@ -192,7 +192,7 @@ def case_steps(
     seeds: tuple[int, ...] = (0,),
     dtype: torch.dtype | None = None,
 ) -> list[Result]:
-    """A step for each seed, from the buffers that a fresh module has."""
+    """One step for each seed, each starting from a fresh module's buffers."""
     for name, buffer in case.fresh(device, dtype).named_buffers():
         module.get_buffer(name).copy_(buffer)
     return [run_step(module, case.example(device, dtype, seed=seed), case.loss, seed, autocast=case.autocast) for seed in seeds]
@@ -201,5 +201,5 @@ def case_steps(
 def run_case(
     case: Case, backend: Any, device: torch.device | str, *, seeds: tuple[int, ...] = (0,), dtype: torch.dtype | None = None
 ) -> list[Result]:
-    """One compile of a fresh module, and a step for each seed. `backend` None runs eager."""
+    """A fresh module, compiled once, and one step for each seed. `backend` None runs eager."""
     return case_steps(case, compile_case(case, backend, device, dtype=dtype), device, seeds=seeds, dtype=dtype)

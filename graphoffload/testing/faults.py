@@ -1,7 +1,7 @@
-"""Break an operation on purpose. A test that still passes inside one of these is no test.
+"""Break an operation on purpose, to show that a test detects it. A test that passes inside one of these tests nothing.
 
-with reloads(lambda y: y.zero_()): ...       # what backward gets is zeros
-with offloads(lambda x: x + 1): ...          # what goes to the host is something else
+with reloads(lambda y: y.zero_()): ...            # backward gets zeros
+with host_copies(lambda y: y.add_(1)): ...        # the host copy holds other values
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Fails(torch.autograd.Function):
 
 @contextlib.contextmanager
 def reloads(change: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Apply `change` in place to every tensor that comes back from the host (also in twin mode), before its reader."""
+    """Apply `change` in place to every reloaded tensor before its reader, in twin mode too."""
     original = ops.wait
 
     def wait(y: Tensor, handle: Tensor, plan: str, id: int) -> None:
@@ -51,7 +51,7 @@ def _implementation(name: str, function: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def host_copies(change: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Apply `change` in place to the host copy of every tensor right after it was written (on a GPU: when it is complete)."""
+    """Apply `change` in place to the host copy of every tensor once the copy is complete."""
     original = ops._copy_to_host
 
     def copy_to_host(x: Tensor, entry: Any) -> None:

@@ -1,4 +1,4 @@
-"""Cases around single layers: convolution, normalisation, embedding, loss, recurrence, precision."""
+"""Cases around single layers: convolution, normalization, embedding, loss, recurrence, precision."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ChannelsLast(nn.Module):
 
 
 class BatchNorms(nn.Module):
-    """Batch norm, and a mean of our own that forward updates in place."""
+    """Batch norm, and a running mean that forward updates in place."""
 
     mean: Tensor
 
@@ -78,7 +78,7 @@ class Counted(nn.Module):
 
 
 class CountedView(nn.Module):
-    """Backward needs what was computed from a view of a buffer, before forward wrote to it."""
+    """Backward needs a value computed from a view of a buffer, before forward writes to the buffer."""
 
     steps: Tensor
 
@@ -124,7 +124,7 @@ class EmbeddingLoss(nn.Module):
 
 
 class TiedEmbedding(EmbeddingLoss):
-    """The head's weight is the embedding's."""
+    """The head and the embedding share one weight."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -175,7 +175,7 @@ class Mlp(nn.Module):
 
 
 class ResidualMlps(nn.Module):
-    """Normed MLPs of four times the width, each added to what it reads."""
+    """Residual MLPs with a norm, of four times the width."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Frozen(nn.Module):
 
 
 class Complex(nn.Module):
-    """Complex saved tensors, one of them a lazy conjugate: a spectrum, multiplied and taken back."""
+    """Complex saved tensors, one of them a lazy conjugate: a spectrum is multiplied and transformed back."""
 
     def __init__(self) -> None:
         super().__init__()

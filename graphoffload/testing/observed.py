@@ -1,4 +1,4 @@
-"""What a run really did: its plans and its copies. A test of gradients that looks at nothing else would pass a no-op."""
+"""Observes the plans and copies of a run. A test that only compares gradients would also pass if nothing were offloaded."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from graphoffload.runtime import registry, stats
 
 @dataclass(slots=True)
 class Observed:
-    """Filled when `observe` ends: plans compiled (or found in a cache) meanwhile, and what each counter of stats() grew by."""
+    """Plans that were compiled or found in a cache inside `observe`, and the growth of each counter of stats().
+
+    The fields are filled when `observe` ends.
+    """
 
     plans: tuple[Plan, ...] = ()
     counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes that all the plans offload in one forward."""
+        """Bytes that all plans together offload in one forward."""
         return sum(plan.offloaded_bytes for plan in self.plans)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that went to the host."""
+        """Bytes that were copied to the host."""
         return self.counters["d2h_bytes"]
 
 
 @contextlib.contextmanager
 def observe() -> Iterator[Observed]:
-    """Plans and copies of the code inside; forgets the plans of earlier compiles."""
+    """Observe the plans and copies of the code inside. Plans of earlier compiles are dropped."""
     seen, before = Observed(), stats()
     registry.forget()
     yield seen

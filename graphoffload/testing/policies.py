@@ -1,4 +1,4 @@
-"""Policies for tests: at module level, so that they are values, as the compile cache demands."""
+"""Policies for tests. They are classes of a module, so that their instances are values, as the compile cache requires."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
 
 @dataclass(frozen=True)
 class Scattered:
-    """Any of `actions` for each tensor, by a digest of its name and `seed`: all neighbourhoods of decisions come up.
+    """One of `actions` for each tensor, chosen by a digest of its name and `seed`, so that all combinations of neighbors occur.
 
-    An action that a tensor may not have is left to the planner.
+    If a tensor must not have the chosen action, the planner decides.
     """
 
     seed: int = 0
@@ -30,7 +30,7 @@ class Scattered:
 
 @dataclass(frozen=True)
 class OffloadNonContiguous:
-    """Offload what is not laid out in C order, keep the rest."""
+    """Offload tensors that are not contiguous, and keep all others."""
 
     def __call__(self, tensor: SavedTensor) -> Action | None:
         expected = 1

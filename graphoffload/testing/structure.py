@@ -1,4 +1,4 @@
-"""Cases around how values are tied together: views, aliases, mutation, control flow, checkpoint regions."""
+"""Cases around relations between values: views, aliases, mutation, control flow, checkpoint regions."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def transposes(y: Tensor) -> Tensor:
 
 
 def small_slice(y: Tensor) -> Tensor:
-    """Only a slice of a large storage is needed for backward."""
+    """Backward needs only a slice of a large storage."""
     big = torch.cat([y] * 8, dim=1) + 1.0
     part = big[:, 3:5]
     return part * part.sin() + big.sum() * 0.01
 
 
 def expanded(y: Tensor) -> Tensor:
-    """Stride 0: a broadcast tensor is saved, as a view and through an operation that keeps it."""
+    """A broadcast tensor with stride 0 is saved, as a view and by an operation that keeps the stride."""
     wide = torch.tanh(y.mean(1, keepdim=True)).expand_as(y)
     return wide * y + torch.bmm(wide, y.transpose(1, 2)) @ wide
 
 
 def zero_size(y: Tensor) -> Tensor:
-    """Tensors without elements among the saved ones."""
+    """Some of the saved tensors have no elements."""
     nothing = torch.tanh(y[:, :0])
     return torch.cat([nothing * nothing.exp(), torch.sin(y) * y], dim=1)
 
@@ -81,7 +81,7 @@ def in_place(y: Tensor) -> Tensor:
 
 
 def nested(y: Tensor) -> dict[str, Any]:
-    """A dict of tuples of tensors, with something that is no tensor."""
+    """A dict of tuples of tensors, with a value that is no tensor."""
     z = torch.tanh(y)
     return {"pair": (z * y, z.sum(-1)), "deep": [{"max": z.max(dim=1).values}], "number": 3, "none": None}
 
@@ -93,7 +93,7 @@ def saved_output(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def detached_output(y: Tensor) -> tuple[Tensor, Tensor]:
-    """A saved tensor leaves as an output without history: the caller may write into it."""
+    """A saved tensor is also returned detached, so the caller may write to it."""
     z = torch.exp(-y * y)
     return z * torch.cos(z), z.detach()
 
@@ -139,7 +139,7 @@ def custom_function(y: Tensor) -> Tensor:
 
 
 class ReturnsInput(nn.Module):
-    """Gives its input back beside a result, and the input is saved."""
+    """Returns its input together with a result, and the input is saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Selective(nn.Module):
 
 
 class Alone(nn.Module):
-    """No parameters at all."""
+    """A module without parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.softmax(torch.sin(x) @ x.transpose(1, 2), dim=-1) @ x

@@ -1,4 +1,4 @@
-"""Every case by name: what gradients must survive. Import it on any device; each case says what is awkward about it."""
+"""All cases by name. A case does not depend on the device, and `Case.why` says why it is hard."""
 
 from __future__ import annotations
 

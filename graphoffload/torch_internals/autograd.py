@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch._functorch.config
 
+from graphoffload.torch_internals import pytrees
+
 version: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor was written to. Without it: a write to memory that stayed on the device for backward is not noticed."""
 
@@ -48,6 +50,25 @@ def compiled_backwards(nodes: Iterable[Any], since: int) -> Iterator[Any]:
         if function is not None and hasattr(function, "_backward_impl"):
             yield function
         pending.extend(earlier for earlier, _ in node.next_functions)
+
+
+def compiled_node(outputs: Any) -> Any:
+    """The autograd node of the compiled function that gave these outputs; None where none of them has one.
+
+    An output may be a view that autograd made of the function's result. Without it: nobody sees when a call's backward runs.
+    """
+    for value in outputs if isinstance(outputs, (tuple, list)) else pytrees.tree_leaves(outputs):
+        node = value.grad_fn if isinstance(value, torch.Tensor) else None
+        for _ in range(_VIEWS):
+            if node is None or hasattr(type(node), "_forward_cls"):
+                break
+            node = next((earlier for earlier, _ in node.next_functions if earlier is not None), None)
+        if node is not None and hasattr(type(node), "_forward_cls"):
+            return node
+    return None
+
+
+_VIEWS = 4  # autograd nodes of views between a compiled function and an output
 
 
 def wrap_backward(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -6,11 +6,12 @@ Seen in torch 2.11 to 2.15.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,14 +21,17 @@ from torch._dynamo import config, graph_break
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
+from graphoffload.torch_internals.ambient import Ambient, as_in, state_here
+from graphoffload.torch_internals.fake_tensors import outside_all_modes
 from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
-    "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "apart", "as_it_is", "backend_of", "compile_apart",
-    "compile_number", "compiling", "comptime", "config", "count_of_graphs", "eager_is_asked_for", "graph_break", "guard_leaves",
-    "inlined_as", "inlines_as", "many_compiles", "tracing_backend",
+    "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "as_it_is",
+    "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs",
+    "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "is_tracing", "isolated", "many_compiles",
+    "retraceable", "tracing_backend",
 ]  # fmt: skip
 
 
@@ -48,12 +52,18 @@ def guard_leaves(graph: Graph, inputs: Iterable[Any]) -> None:
             context.guards_context.dynamo_guards.add(guard)
 
 
-def apart() -> dict[str, Any]:
+def isolated() -> dict[str, Any]:
     """What gives a torch.compile a recompile limit of its own; nothing before torch 2.13."""
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
-def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+def is_tracing() -> bool:
+    """Whether operations are traced now, by Dynamo or AOTAutograd, and not run. Without it: explain() counts the tensors that
+    tracing makes as memory of the step."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def compile_isolated(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     """torch.compile for a look, that a later compile of the same code neither counts nor learns from.
 
     Dynamo counts what is compiled for one code object and gives up at eight; sizes that differ from those of the last time it
@@ -62,10 +72,10 @@ def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., A
     """
     from torch._dynamo import eval_frame, pgo
 
-    compiled, code = torch.compile(function, backend=backend, dynamic=None, **apart()), getattr(function, "__code__", None)
+    compiled, code = torch.compile(function, backend=backend, dynamic=None, **isolated()), getattr(function, "__code__", None)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        forgets = not apart() and code is not None and not eval_frame._debug_get_cache_entry_list(code)
+        forgets = not isolated() and code is not None and not eval_frame._debug_get_cache_entry_list(code)
         try:
             with replaced(pgo, _CODE_STATE=defaultdict(pgo.CodeState)):
                 return compiled(*args, **kwargs)
@@ -74,6 +84,74 @@ def compile_apart(function: Callable[..., Any], backend: Any) -> Callable[..., A
                 eval_frame.remove_from_cache(code)
 
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class Retraceable:
+    """One of Dynamo's graphs, with what it takes to compile it again when Dynamo is gone.
+
+    inputs: fake, as Dynamo traced them; sizes may be symbols of `fake_mode`. state: in which Dynamo compiled it.
+    """
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    fake_mode: Any
+    state: Ambient
+
+    def copy(self) -> GraphModule:
+        """The graph, to be compiled: that writes to it."""
+        copied = GraphModule(self.graph, copy.deepcopy(self.graph.graph))
+        for name in _DYNAMOS:
+            if hasattr(self.graph, name):
+                setattr(copied, name, getattr(self.graph, name))
+        copied.meta = dict(self.graph.meta)
+        for old, new in zip(self.graph.graph.nodes, copied.graph.nodes, strict=True):
+            if hasattr(old, "_dynamo_source"):
+                new._dynamo_source = old._dynamo_source
+        return copied
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """A context in which AOTAutograd compiles the copy as it does while Dynamo compiles: under Dynamo's lock, since tracing
+        writes to state of the process; outside of the caller's modes, such as a counter of FLOPs; in the state of then.
+
+        Raises:
+            ShapeGuardError: what was compiled asks something of the sizes that the callers' guards do not check.
+        """
+        from torch._dynamo.convert_frame import compile_lock
+
+        shape_env = self.fake_mode.shape_env
+        before = len(shape_env.guards) if shape_env is not None else 0
+        context = torch._guards.TracingContext(self.fake_mode)
+        compiling = torch._guards.CompileContext(None)
+        with (
+            compile_lock, outside_all_modes(), as_in(self.state), torch._guards.tracing(context),
+            torch._guards.compile_context(compiling),
+        ):  # fmt: skip
+            yield
+        if shape_env is not None and len(shape_env.guards) > before:
+            raise ShapeGuardError(f"compiling it again asks {shape_env.guards[before].expr} of the sizes")
+
+
+class ShapeGuardError(RuntimeError):
+    """Code that was compiled after Dynamo was done holds for fewer sizes than Dynamo's guards let in."""
+
+
+_DYNAMOS = ("_param_name_to_source", "dynamo_compile_id", "compile_subgraph_reason", "torchrec_compile_id")
+
+
+def retraceable(gm: GraphModule) -> Retraceable | None:
+    """While Dynamo compiles: its graph, to be compiled again later; None where an input is not traced, or it has parts of its
+    own. Without it: a graph has one variant, and the calls of a step cannot differ.
+    """
+    context = torch._guards.TracingContext.try_get()
+    inputs = tuple(node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    if context is None or context.fake_mode is None or any(value is None for value in inputs):
+        return None
+    if getattr(context, "ddp_optimizer_ctx", None) is not None:
+        return None
+    kept = Retraceable(gm, inputs, context.fake_mode, state_here())
+    return replace(kept, graph=kept.copy())
 
 
 def tracing_backend() -> tuple[Any, bool]:

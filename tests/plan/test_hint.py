@@ -19,7 +19,7 @@ PATIENT_S = 60.0
 
 
 def layers(count: int) -> Program:
-    """A norm that is made again in no time and a product that hides behind compute, a layer each."""
+    """A norm that is made again in no time and a product whose copies overlap with compute, a layer each."""
     forward = tuple(Step(f"f{i}", time_s=2e-3) for i in range(2 * count))
     backward = tuple(Step(f"b{i}", time_s=4e-3) for i in range(2 * count))
     last = 2 * count - 1

@@ -6,9 +6,9 @@
               slack of D2H for k  = min over p <= produced_at(k) of  end of forward - end(p) - sum of D2H of {o in O: o >= p}
               slack of H2D for k  = min over j >= first use(k)   of  start(j) - sum of H2D of {o in O: first use <= j}
 
-Bytes saved per second is the rule of Capuchin (MSPS; Peng et al., ASPLOS 2020). Here bytes count only at the steps above the
-target. Costs and gains are estimates on the timeline of the last evaluation. A batch covers half of the excess, so that an
-evaluation is paid per halving and not per tensor. Greedy is wrong when two moves only pay together; local search finds those.
+This is the greedy rule for knapsacks: the best ratio of gain and cost first. Bytes count only at the steps above the target.
+Costs and gains are estimates on the timeline of the last evaluation. A batch covers half of the excess, so that an evaluation
+is paid per halving and not per tensor. Greedy is wrong if two moves only pay together; local search finds those.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ Tf, Tb: length of forward and backward; E(g): when forward step g starts; M: pea
 The bound is sound, since each line holds for the 0/1 values of any actions and the timeline that the simulator makes of them.
 Rows are added where the solution breaks them most (Kelley's cutting planes), for a few rounds: fewer rows only lower the bound.
 
-Checkmate (Jain et al., MLSys 2020) relaxes its integer program and rounds the fractions in the same way. Its variables are a
-tensor and a step; here they are an action and a class of equal tensors, and the order of the steps is given.
+Checkmate (Jain et al., MLSys 2020) relaxes its integer program as well. Its variables are a tensor and a step, and it derives
+the recomputations from the rounded choice of saved tensors. Here the variables are an action and a class of equal tensors, and
+the order of the steps is given.
 """
 
 from __future__ import annotations

@@ -24,19 +24,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
-from graphoffload.runtime.layouts import empty
-from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
+from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.registry import RunPlan
+from graphoffload.runtime.step import follow
+from graphoffload.runtime.step.calls import Copy, StepCall, reload_early
 from graphoffload.runtime.step.resident import Staying
 from graphoffload.runtime.streams.copy_streams import DeviceStreams
-from graphoffload.torch_internals.storages import expired
 
 _LONGEST = 4096  # calls of one forward whose order is learnt
 _SHARE = 4  # Share of a forward's offloaded bytes that may be outstanding between its graphs, unless the user gave a number.
@@ -164,6 +163,8 @@ def enter(entry: OffloadedTensor) -> None:
     device, run = entry.layout.device, entry.run
     if entry.streams is None:  # synchronous copies; some attention kernels return seeds on the CPU
         return
+    if follow.enter(entry):
+        return
     track = _TRACKS.of.get(device)
     if track is None:
         track = _TRACKS.of[device] = Track()
@@ -180,6 +181,9 @@ def offloaded(entry: OffloadedTensor) -> None:
     """Make room in the window for the latest offload."""
     call = entry.call
     if call is None:
+        return
+    if isinstance(call, StepCall):
+        follow.offloaded(entry, call)
         return
     if entry.state is COPYING:
         call.nbytes += entry.layout.nbytes
@@ -198,6 +202,8 @@ def offloaded(entry: OffloadedTensor) -> None:
 def stays(entry: OffloadedTensor) -> bool:
     """Whether an offload is skipped: a shared budget has room for its source, or backward reads it at once."""
     call, nbytes = entry.call, entry.layout.nbytes
+    if isinstance(call, StepCall):
+        return follow.stays(entry, call)
     if call is None or not call.run.linked or (call.track.staying.budget is None and not (call.room and call.run.downstream)):
         return False
     streams = entry.streams
@@ -218,6 +224,8 @@ def stays(entry: OffloadedTensor) -> bool:
 def defers(entry: OffloadedTensor) -> bool:
     """Whether a release is left to later graphs; if so, it is pending from now on."""
     call = entry.call
+    if isinstance(call, StepCall):
+        return follow.defers(entry, call)
     if call is None or not call.followed or not (entry.id in entry.run.at_end or entry.run.downstream):
         return False
     if entry.host is None or entry.host.written is None:
@@ -238,6 +246,9 @@ def defers(entry: OffloadedTensor) -> bool:
 def passed(entry: OffloadedTensor) -> None:
     """Release a source that stays. After all offloads of the last call, where memory peaks, nothing is pending."""
     call = entry.call
+    if isinstance(call, StepCall):
+        call.run.happened(call, ("release", entry.id))
+        return
     if call is not None and call.track.pending and not call.followed and len(call.seen) == call.run.transfers:
         with LOCK:
             _settle(call.track, len(call.track.pending))
@@ -246,6 +257,9 @@ def passed(entry: OffloadedTensor) -> None:
 def released(entry: OffloadedTensor) -> None:
     """Compute waited for this entry's copy. Copies run in order, so copies that earlier calls left pending are done as well."""
     call = entry.call
+    if isinstance(call, StepCall):
+        call.run.happened(call, ("release", entry.id))
+        return
     if call is None or not call.track.pending or entry.host is None or entry.host.written is None:
         return
     streams = entry.streams
@@ -264,7 +278,7 @@ def _settle(track: Track, count: int) -> None:
 
 def _free(entry: OffloadedTensor, *, waited: bool = False) -> None:
     """Settle a pending source; `waited`: its stream has waited for its copy, or for a later one."""
-    assert entry.call is not None
+    assert isinstance(entry.call, Call)
     track = entry.call.track
     source = entry.settle(waited=waited)
     track.pending.remove(entry)
@@ -278,6 +292,9 @@ def reloading(entry: OffloadedTensor) -> None:
     """A reload comes: forward has ended, everything pending is settled, and tensors prefetched for other calls are dropped."""
     call = entry.call
     if call is None:
+        return
+    if isinstance(call, StepCall):
+        call.run.turn()
         return
     track = call.track
     with LOCK:
@@ -303,23 +320,28 @@ def _sample(track: Track, entry: OffloadedTensor) -> None:
 
 def take(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
     """The tensor that was prefetched for an entry, if backward asks for it in this form and on this stream."""
-    streams = entry.streams
-    with LOCK:
-        y = entry.target
-        if entry.state is not PREFETCHED or y is None:
-            return None
-        fits = tuple(y.shape) == tuple(size) and y.stride() == tuple(stride) and y.dtype == dtype
-        if not fits or streams is None or streams.compute() is not entry.stream or streams.capturing():
-            _drop(entry)
-            return None
-        assert entry.call is not None
-        entry.call.track.ahead.remove(entry)
-        entry.take_prefetched()
-    COUNTERS.prefetch_hits += 1
-    return y
+    if isinstance(entry.call, StepCall):
+        return follow.take(entry, entry.call, size, stride, dtype)
+    if entry.call is None:
+        return None
+    return follow.take_early(entry, entry.call.track.ahead, _drop, size, stride, dtype)
 
 
-def prefetch(call: Call | None, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> None:
+def reloaded(entry: OffloadedTensor, copy: Copy) -> None:
+    """A reload is issued: start those that the schedule starts here, or that are expected next."""
+    if isinstance(entry.call, StepCall):
+        entry.call.run.start_early(entry.call, ("reload", entry.id))
+    else:
+        prefetch(entry.call, copy)
+
+
+def waited(entry: OffloadedTensor) -> None:
+    """Compute waits for a reload."""
+    if isinstance(entry.call, StepCall):
+        entry.call.run.start_early(entry.call, ("wait", entry.id))
+
+
+def prefetch(call: Call | None, copy: Copy) -> None:
     """After a call's last reload: start those of the call before it, in the order of last time, as far as memory allows.
 
     `copy(y, entry)` starts the copy to y and leaves its event in `entry.host.read`.
@@ -342,28 +364,8 @@ def prefetch(call: Call | None, copy: Callable[[torch.Tensor, OffloadedTensor], 
         left = min(streams.headroom_bytes(), before.track.window_bytes(before.run))
         for entry in found:
             left -= entry.layout.nbytes
-            if left < 0 or not _start(entry, copy):
+            if left < 0 or not reload_early(entry, copy, before.track.ahead):
                 return
-
-
-def _start(entry: OffloadedTensor, copy: Callable[[torch.Tensor, OffloadedTensor], Any]) -> bool:
-    """Prefetch one tensor; False if prefetching should stop here."""
-    asked, layout, host = entry.run.asked.get(entry.id), entry.layout, entry.host
-    idle = entry.state is ON_HOST and host is not None and host.buffer is not None and host.written is not None
-    if asked is None or not idle or not entry.weak or expired(entry.weak):
-        return False
-    size, stride, dtype = asked
-    if dtype != layout.dtype or not layout.returns_as_it_lies(size, stride):
-        return False
-    try:
-        y = empty(size, stride, dtype, layout.device)
-    except torch.OutOfMemoryError:
-        return False
-    entry.prefetch(y, copy)
-    assert entry.call is not None
-    entry.call.track.ahead.append(entry)
-    COUNTERS.prefetches += 1
-    return True
 
 
 def drop_prefetched(track: Track, *, but: Call | None = None) -> None:
@@ -375,6 +377,6 @@ def drop_prefetched(track: Track, *, but: Call | None = None) -> None:
 
 def _drop(entry: OffloadedTensor) -> None:
     """Drop a prefetched tensor, after the stream that owns its memory has waited for the copy."""
-    assert entry.call is not None
+    assert isinstance(entry.call, Call)
     entry.drop_prefetched()
     entry.call.track.ahead.remove(entry)

@@ -89,6 +89,12 @@ class DeviceStreams:
                 event.raw = event.cuda_event
             return event
 
+    def timed_event(self) -> Any:
+        """An event recorded on the compute stream now, with its time."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.compute())
+        return event
+
     def recycle(self, event: Any) -> None:
         """Give an event back. A wait enqueued on it earlier is unaffected by its next record."""
         if event is not None:
@@ -214,10 +220,18 @@ class DeviceStreams:
             stream.synchronize()
         return int(host)
 
+    def empty_cache(self) -> None:
+        """Let torch's allocator give back the memory that it caches."""
+        torch.cuda.empty_cache()
+
     def allocated_bytes(self) -> tuple[int, int]:
         """Bytes allocated on the device now, and their peak so far."""
         allocated = streams.memory_stats(self.index)["allocated_bytes"]["all"]
         return int(allocated["current"]), int(allocated["peak"])
+
+    def retries(self) -> int:
+        """How often torch's allocator gave back what it caches to serve an allocation."""
+        return int(streams.memory_stats(self.index).get("num_alloc_retries", 0))
 
     def headroom_bytes(self) -> int:
         """Bytes that can be allocated without a new peak."""

@@ -1,0 +1,274 @@
+"""The step of several graphs, planned without running it: a forward and backward with fake tensors stands for the recorded run.
+
+    model(x) with fakes   |f0|gap|f1| ... |fN|loss|bN| ... |b0|     every graph with everything kept, uncompiled
+    LiveBytes             memory outside the graphs at the start of each, and the most of it in each gap
+    StepFacts             the same facts as a recorded run's (compiler/step_facts.py); gaps take no time
+    make_step_plan        what the training process makes of them at its third run
+
+The optimizer's state lives throughout, as it does from the second step on. Wrong when: eager code between the graphs takes
+time in which copies could run, or memory inside one operation; the training process measures both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graphoffload.analysis.storages import storage_id
+from graphoffload.api.live_bytes import LiveBytes
+from graphoffload.compiler.cache_key import graph_key
+from graphoffload.compiler.compile_variant import Compiled, Graph, dynamos_graph, needs_gradient, traced_only
+from graphoffload.compiler.dispatch import Family, family_of, look, may_join
+from graphoffload.compiler.partitioner import OffloadPartitioner
+from graphoffload.compiler.session import new_key
+from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
+from graphoffload.facts.plan import Plan
+from graphoffload.facts.recipe import Recipe
+from graphoffload.hardware.measurement import resolve_hardware
+from graphoffload.options.config import OffloadConfig
+from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts
+from graphoffload.report.ledger import Ledger
+from graphoffload.report.step_report import StepReport, outside_of, report_of_step
+from graphoffload.runtime import registry
+from graphoffload.torch_internals import autograd, dynamo
+from graphoffload.torch_internals.dynamo import Retraceable
+from graphoffload.torch_internals.pytrees import tree_leaves
+
+SEVERAL = 2
+"""Calls of graphs in a forward that are planned as a step; fewer are a graph that is planned by itself."""
+
+
+class NotOneStepError(Exception):
+    """The graphs of this forward are not planned as a step; the text says why."""
+
+
+@dataclass(slots=True, eq=False)
+class _Explained:
+    """One graph that is explained. function: keeps everything, uncompiled."""
+
+    number: int
+    graph: Graph
+    again: Retraceable
+    family: Family
+    function: Callable[..., Any]
+    device: torch.device
+
+    def variant(self, recipe: Recipe) -> Compiled:
+        """The graph planned by a recipe, and not compiled."""
+        graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs)
+        session = graph.session(new_key(graph_key(self.again.graph, graph.config, extra=recipe.identity)), "explain", recipe)
+        with self.again.traced():
+            function = traced_only(graph, OffloadPartitioner(session=session))
+        return Compiled(function, session.key, session.plan, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A moment of the run: bytes outside the graphs, the most since the moment before, and the gradients among them."""
+
+    outside_bytes: int
+    peak_bytes: int
+    gradient_bytes: int
+
+
+class StepLook:
+    """A backend that runs every graph with everything kept, and marks when each call starts and ends.
+
+    parameters: the fake ones, for their gradients.
+    """
+
+    def __init__(self, config: OffloadConfig, live: LiveBytes) -> None:
+        self.config, self.live = config, live
+        self.parameters: Sequence[torch.Tensor] = ()
+        self.graphs: dict[Any, _Explained] = {}
+        self.sequence: list[int] = []
+        self.inputs: list[tuple[int, ...]] = []
+        self.ended: list[int] = []
+        self.marks: dict[tuple[str, int], _Mark] = {}
+        self.count = 0
+        self.__name__ = "graphoffload_explain"
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Look at one of Dynamo's graphs; blocks that are equal are one graph, as one compile serves them all."""
+        self.count += 1
+        if not needs_gradient(example_inputs):
+            return gm.forward
+        graph = dynamos_graph(gm, example_inputs, self.config)
+        again = dynamo.retraceable(gm)
+        if again is None or not may_join(graph):
+            raise NotOneStepError(f"{graph.name} is planned alone, whatever other graphs run")
+        needs = tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs)
+        identity = graph_key(gm, self.config), needs, graph.limits.downstream
+        explained = self.graphs.get(identity)
+        if explained is None:
+            family, function = look(graph)
+            if family is None:
+                return function
+            tensors = (value for value in again.inputs if isinstance(value, torch.Tensor))
+            device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+            kept = replace(graph, module=again.graph, inputs=again.inputs)
+            explained = self.graphs[identity] = _Explained(len(self.graphs), kept, again, family, function, device)
+
+        @functools.wraps(explained.function)
+        def run(*args: Any) -> Any:
+            return self._run(explained, args)
+
+        return run
+
+    def _run(self, graph: _Explained, args: Sequence[Any]) -> Any:
+        index = len(self.sequence)
+        self.sequence.append(graph.number)
+        given = args[0] if len(args) == 1 and isinstance(args[0], list) else args
+        self.inputs.append(tuple(storage_id(given[at]) for at in graph.graph.activations))
+        self._mark("forward", index)
+        self.live.inside = True
+        try:
+            outputs = graph.function(*args)
+        finally:
+            self.live.inside = False
+        self.live.give(outputs)
+        node = autograd.compiled_node(outputs)
+        if node is None:
+            raise NotOneStepError(f"nothing that call {index} of {graph.graph.name} returns needs a gradient")
+        node.register_prehook(functools.partial(self._begin, index))
+        node.register_hook(functools.partial(self._end, index))
+        self._mark("forward end", index)
+        return outputs
+
+    def _begin(self, index: int, *_: Any) -> None:
+        self._mark("backward", index)
+        self.live.inside = True
+
+    def _end(self, index: int, gradients: Any, *_: Any) -> None:
+        self.live.inside = False
+        self.live.give(gradients)
+        self.ended.append(index)
+        self._mark("backward end", index)
+
+    def _mark(self, kind: str, index: int) -> None:
+        gradients = self.live.bytes_of(p.grad for p in self.parameters if p.grad is not None)
+        self.marks[kind, index] = _Mark(self.live.outside_bytes, self.live.start_peak(), gradients)
+
+    def backward(self, outputs: Any) -> None:
+        """Run the backward: of the loss, if a number is returned, else of all that is returned.
+
+        Raises:
+            NotOneStepError: the backwards do not come once each, in the reverse order of the forwards.
+        """
+        if len(self.sequence) < SEVERAL:
+            return
+        roots = [value for value in tree_leaves(outputs) if isinstance(value, torch.Tensor) and value.requires_grad]
+        roots = [root for root in roots if not root.dim()] or roots
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        if self.ended != list(range(len(self.sequence) - 1, -1, -1)):
+            raise NotOneStepError("the backwards of its graphs do not run once each, in the reverse order of the forwards")
+
+    def facts(self, state_bytes: int) -> StepFacts:
+        """What the run says of the step; `state_bytes`: of the optimizer, throughout."""
+        self._drop_shared_inputs()
+        numbers = list(dict.fromkeys(self.sequence))
+        by_number = {graph.number: graph for graph in self.graphs.values()}
+        held = list(accumulate((by_number[number].family.input_bytes[0] for number in self.sequence), initial=0))
+        calls = []
+        for index, number in enumerate(self.sequence):
+            forward, backward = self.marks["forward", index], self.marks["backward", index]
+            calls.append(
+                CallFacts(
+                    graph=numbers.index(number),
+                    forward_outside_bytes=forward.outside_bytes + state_bytes - held[index],
+                    backward_outside_bytes=backward.outside_bytes + state_bytes - held[index + 1],
+                    before_forward=Gap(0.0, forward.peak_bytes + state_bytes - held[index]) if index else Gap(),
+                    before_backward=Gap(0.0, backward.peak_bytes + state_bytes - held[index + 1]),
+                )
+            )
+        base = min(min(call.forward_outside_bytes, call.backward_outside_bytes) for call in calls)
+        families = [by_number[number].family for number in numbers]
+        return StepFacts(
+            tuple(family.variants for family in families), tuple(calls), base, tuple(family.bound for family in families)
+        )
+
+    def _drop_shared_inputs(self) -> None:
+        """What several calls have as an input is an activation of none of them, as in training."""
+        times = Counter(memory for inputs in self.inputs for memory in set(inputs))
+        for identity, graph in list(self.graphs.items()):
+            own = [inputs for number, inputs in zip(self.sequence, self.inputs, strict=True) if number == graph.number]
+            positions = graph.graph.activations
+            left = tuple(at for place, at in enumerate(positions) if all(times[inputs[place]] == 1 for inputs in own))
+            if left != positions:
+                narrowed = replace(graph.graph, activations=left)
+                self.graphs[identity] = replace(graph, graph=narrowed, family=family_of(narrowed, graph.again))
+
+    def gradient_bytes_at(self, call: int, backward: bool) -> int:
+        """Gradients that exist when a call's forward or backward starts."""
+        return self.marks["backward" if backward else "forward", call].gradient_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedStep:
+    """A planned step as a report shows it. calls: how often each plan runs."""
+
+    plans: tuple[Plan, ...]
+    calls: tuple[int, ...]
+    step: StepReport
+    ledger: Ledger
+    keep_ledger: Ledger
+
+
+def plan_look(look: StepLook, state_bytes: int | None, reserve_bytes: int | None) -> ExplainedStep:
+    """Plan the step that was looked at.
+
+    Args:
+        state_bytes: of the optimizer; None: not known. reserve_bytes: None: as the configuration says.
+
+    Raises:
+        BudgetError: no plan of the step meets the budget.
+    """
+    numbers = list(dict.fromkeys(look.sequence))
+    by_number = {graph.number: graph for graph in look.graphs.values()}
+    graphs = [by_number[number] for number in numbers]
+    first, facts = graphs[0].graph, look.facts(state_bytes or 0)
+    limits, goal = first.limits, first.session("", "explain", None).goal
+    reserve = limits.reserve_bytes if reserve_bytes is None else reserve_bytes
+    given = limits.device_budget_bytes if limits.explicit else None
+    asked = Asked(goal, reserve, limits.host_budget_bytes, given)
+    plan = make_step_plan(tuple(look.sequence), graphs, facts, asked, runs=False)
+    compiled = [call[0] for call in plan.calls]
+    plans = {made.key: found for made in compiled if (found := registry.of_key(made.key)) is not None}
+    hardware = resolve_hardware(first.config.hardware, str(graphs[0].device))
+    names = [by_number[number].graph.name for number in look.sequence]
+    step = report_of_step(plan.solution, facts, names, plan.summary, reserve, limits.device_budget_bytes, hardware.name)
+    keys = [made.key for made in compiled]
+    return ExplainedStep(
+        tuple(plans.values()), tuple(keys.count(key) for key in plans), step, *_ledgers(look, plan, facts, state_bytes, reserve)
+    )
+
+
+def _ledgers(
+    look: StepLook, plan: StepPlan, facts: StepFacts, state_bytes: int | None, reserve: int
+) -> tuple[Ledger, Ledger]:
+    """What the memory at the peak is, for the plan and for keep-all."""
+    solution = plan.solution
+    parameters = look.live.bytes_of(look.parameters)
+    found = []
+    for timeline, chosen in ((solution.timeline, solution.chosen), (solution.keep_timeline, (0,) * len(facts.calls))):
+        outside, call, backward = outside_of(facts, chosen, timeline.peak_step)
+        gradients = look.gradient_bytes_at(call, backward)
+        found.append(
+            Ledger(
+                parameters_bytes=parameters,
+                gradients_bytes=gradients,
+                optimizer_bytes=state_bytes,
+                activations_bytes=timeline.peak_bytes - outside,
+                outside_bytes=outside - parameters - gradients - (state_bytes or 0),
+                reserve_bytes=reserve,
+            )
+        )
+    return found[0], found[1]

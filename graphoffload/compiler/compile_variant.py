@@ -1,0 +1,224 @@
+"""One variant of a graph, compiled: while Dynamo compiles, or later from what Dynamo left.
+
+    Dynamo ─▶ compile_by(recipe="first")          later ─▶ compile_by(recipe of the step's plan)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graphoffload.compiler.cache_key import graph_key
+from graphoffload.compiler.device_limits import resolve_limits
+from graphoffload.compiler.inner_compile import compile_as_planned
+from graphoffload.compiler.module_names import is_part, name_modules
+from graphoffload.compiler.partitioner import OffloadPartitioner
+from graphoffload.compiler.session import CompileSession, Purpose, new_key
+from graphoffload.errors import ConfigError
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Plan
+from graphoffload.facts.recipe import Recipe
+from graphoffload.facts.refusals import Refusal, refusal_of
+from graphoffload.facts.saved_tensors import INPUT
+from graphoffload.log import log, say
+from graphoffload.monitor.caveats import asks_for_cuda_graphs, warn_of_surroundings
+from graphoffload.monitor.out_of_memory import with_note
+from graphoffload.monitor.pattern_coverage import WHOLE, Fragment, fragment_of
+from graphoffload.monitor.shared_budget import budget_of, is_one_of_many, may_link, where_it_runs
+from graphoffload.options.config import OffloadConfig
+from graphoffload.report.offload_report import plan_table, summary_line
+from graphoffload.runtime import captured, registry
+from graphoffload.runtime.pinned.preallocation import allow
+from graphoffload.torch_internals import dynamo, inductor, partitioning
+from graphoffload.units import format_bytes
+
+_graphs = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One Dynamo graph and what it is compiled for. inputs: as Dynamo gave them, or the fake ones that it traced. activations:
+    which of them, by position, other graphs computed."""
+
+    module: GraphModule
+    inputs: Sequence[Any]
+    config: OffloadConfig
+    limits: Limits
+    fragment: Fragment
+    name: str
+    device_name: str
+    activations: tuple[int, ...] = ()
+
+    def session(self, key: str, purpose: Purpose, recipe: Recipe | None, *, of_a_step: bool = False) -> CompileSession:
+        """A compile of this graph, alone or as a part of a step."""
+        parameters = partitioning.parameter_positions(self.module.graph, self.inputs)
+        activations = self.activations if of_a_step or recipe is not None else ()
+        return CompileSession(
+            self.config, self.limits, key, self.name, purpose, self.fragment, parameters, activations, recipe
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled variant. plan: None where nothing was partitioned, as no output needs a gradient. kept_bytes: what it saves
+    without an op, besides memory of its caller."""
+
+    function: Callable[..., Any]
+    key: str
+    plan: Plan | None
+    kept_bytes: int
+
+
+def dynamos_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Graph:
+    """The graph that Dynamo compiles now, with the limits that hold for it."""
+    name_modules(gm)
+    limits = resolve_limits(config, (*example_inputs, *gm.parameters(), *gm.buffers()))
+    limits = where_it_runs(limits, gm, example_inputs, config)
+    name = f"graph{next(_graphs)}"
+    fragment, device_name = _fragment(gm, config), _device_name(example_inputs)
+    return Graph(gm, example_inputs, config, limits, fragment, name, device_name, _computed(example_inputs))
+
+
+def untrained(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Graph:
+    """A graph that needs no gradient: nothing of it is planned."""
+    return Graph(gm, example_inputs, config, Limits(), WHOLE, "", "")
+
+
+def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
+    """Compile a graph; `recipe`: None for a plan of its own."""
+    config, limits = graph.config, graph.limits
+    extra = f"{limits.quantised()} {graph.device_name} {'' if recipe is None else recipe.identity}"
+    base = graph_key(graph.module, config, extra=extra)
+    known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
+    session = graph.session(known.key if known is not None else new_key(base), "run", recipe)
+    allow(limits.host_budget_bytes)
+    function = inner(graph, session)
+    if session.plan is None:
+        _take_stored(base, session)
+    if session.plan is not None:
+        _link(base, session.plan, config, limits)
+    if asks_for_cuda_graphs(config):
+        captured.own(session.key, function)
+    return Compiled(with_note(function, session.key), session.key, session.plan, _kept_bytes(session.plan))
+
+
+def _computed(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of inputs that other graphs or eager code computed in this forward: they need a gradient and are no leaves."""
+    return tuple(
+        at
+        for at, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf and value._base is None
+    )
+
+
+def _kept_bytes(plan: Plan | None) -> int:
+    if plan is None:
+        return 0
+    kept = {decision.name for decision in plan.decisions if decision.action == "keep"}
+    shared = Refusal.SHARES_WITH_OUTPUT
+    own = (t for t in plan.saved.tensors if refusal_of(t.why_not) is not shared and t.op != INPUT)
+    return sum(tensor.planned_bytes for tensor in own if tensor.name in kept)
+
+
+def inner(graph: Graph, session: CompileSession | None) -> Callable[..., Any]:
+    """The graph compiled by the configuration's inner compiler; without a session it is not planned."""
+    config = graph.config
+    if config.inner == "aot_eager":
+        partitioner = None if session is None else OffloadPartitioner(session=session)
+        return partitioning.aot_eager(graph.module, graph.inputs, partitioner)
+    patches = inductor_patches(config)
+    if session is None:
+        return inductor.compile_graph(graph.module, graph.inputs, settings=patches)
+    patches["custom_partitioner_fn"] = OffloadPartitioner(session=session)
+    return inductor.compile_graph(graph.module, graph.inputs, settings=patches, inner_compile=compile_as_planned(session))
+
+
+def traced_only(graph: Graph, partitioner: Any) -> Callable[..., Any]:
+    """The graph traced and partitioned as compiling would, and run as it is."""
+    if graph.config.inner == "aot_eager":
+        return partitioning.aot_eager(graph.module, graph.inputs, partitioner)
+    patches = {**inductor_patches(graph.config), "custom_partitioner_fn": partitioner, "force_disable_caches": True}
+    return inductor.compile_graph(graph.module, graph.inputs, settings=patches, inner_compile=_run_as_it_is)
+
+
+def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(gm.forward)
+
+
+def _take_stored(base: str, session: CompileSession) -> None:
+    """The plan of a graph that torch's compile cache had; none where nothing was partitioned, as no output needs a gradient."""
+    config, plan = session.config, registry.stored(base)
+    if plan is None or plan.key != session.key:
+        return
+    session.plan = plan
+    if registry.of_key(session.key) is None:
+        registry.register(plan, runs=True, store=False)
+    if not plan.variant:
+        say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
+    if log.isEnabledFor(10):
+        log.debug("%s", plan_table(plan))
+    warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
+
+
+def _stored(base: str, limits: Limits) -> Plan | None:
+    """The plan of an earlier compile, where it suits the host memory that is available now."""
+    plan = registry.stored(base)
+    if plan is None or plan.suits_host(limits.host_budget_bytes):
+        return plan
+    log.debug(
+        "%s is planned again: its stored plan takes %s of host memory and was made within %s, now there are %s",
+        plan.graph, *map(format_bytes, (plan.prediction.host_bytes, plan.host_budget_bytes, limits.host_budget_bytes)),
+    )  # fmt: skip
+    return None
+
+
+def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
+    """Store a plan for the next compile of its graph, and tell the runtime what it may do with it."""
+    registry.remember(base, plan)
+    if plan.transfers and asks_for_cuda_graphs(config) and plan.device.startswith("cuda"):
+        captured.prepare(torch.device(plan.device))  # torch's compile cache may answer without compiling
+    if may_link(config):
+        window = config.max_inflight_bytes
+        run = registry.run_plan(plan.key)
+        run.link(window if isinstance(window, int) else None, budget_of(limits), downstream=is_one_of_many(config, limits))
+
+
+def needs_gradient(inputs: Sequence[Any]) -> bool:
+    """Whether a graph with these inputs is trained."""
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+
+
+def _device_name(inputs: Sequence[Any]) -> str:
+    device = next((value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"), None)
+    return torch.cuda.get_device_name(device) if device is not None else "cpu"
+
+
+def _fragment(gm: GraphModule, config: OffloadConfig) -> Fragment:
+    """Whether this graph is only part of the user's compiled function, so that a pattern may match in another part."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    broken = reason is None or getattr(reason, "graph_break", False)
+    frame = dynamo.compiling()
+    whole = not broken and (frame is None or not is_part(frame))
+    return fragment_of(frame.running if frame is not None else None, config.digest(), whole=whole)
+
+
+def inductor_patches(config: OffloadConfig) -> dict[str, Any]:
+    """Inductor's settings of a configuration."""
+    patches: dict[str, Any] = {}
+    if config.mode and config.mode != "default":
+        patches.update(inductor.options_of_mode(config.mode))
+    patches.update(dict(config.inductor_options))
+    if patches.get("custom_partitioner_fn") is not None:
+        raise ConfigError(
+            'options={"custom_partitioner_fn": ...} beside backend="graphoffload": the backend is a partitioner itself. '
+            'Use one of them; graphoffload inside Inductor is torch.compile(m, options={"custom_partitioner_fn": '
+            "graphoffload.OffloadPartitioner(config)})."
+        )
+    return patches

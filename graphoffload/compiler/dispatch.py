@@ -1,0 +1,239 @@
+"""What Dynamo calls in the place of one compiled graph: it knows which call of the step this is, and runs that call's variant.
+
+    Dynamo's code ─▶ dispatcher ─▶ variant "light" of graph 0      call 0 to 5 of the step, by its plan
+                               └─▶ variant "keep" of graph 0       call 6 and 7
+                               └─▶ the first one compiled          nothing is planned yet, or another call was expected
+
+Any variant gives the same gradient. A call that the plan does not expect costs time or memory, never correctness. Variants are
+compiled when a plan first asks for them, between two steps, from the graph and the fake inputs that Dynamo left.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, traced_only
+from graphoffload.compiler.device_limits import resolve_limits
+from graphoffload.compiler.optimizer_state import share_of_trained
+from graphoffload.compiler.pipeline import analyse
+from graphoffload.compiler.recipes import variants_of
+from graphoffload.compiler.request import Request
+from graphoffload.compiler.session import CompileSession, new_key
+from graphoffload.errors import PlanError
+from graphoffload.facts.recipe import Recipe
+from graphoffload.monitor.shared_budget import may_link
+from graphoffload.options.config import OffloadConfig
+from graphoffload.planner.problem import Program
+from graphoffload.planner.step.facts import Variant
+from graphoffload.runtime.step.calls import STEPS, StepRun
+from graphoffload.torch_internals import partitioning
+from graphoffload.torch_internals.dynamo import Retraceable
+from graphoffload.torch_internals.partitioning import CustomPartitionerFn
+
+_MOST = 0.6  # share of all trained parameters: a graph with more is the model
+_ROOM = 8  # what stays in an unplanned run takes at most this part of the free memory
+
+_numbers = itertools.count()
+GRAPHS: weakref.WeakValueDictionary[int, Dispatched] = weakref.WeakValueDictionary()
+"""The graphs that Dynamo's code still calls, by number."""
+
+
+def may_join(graph: Graph) -> bool:
+    """Whether the calls of a graph may be planned with those of other graphs: there is a number to meet, and nothing captures
+    its copies."""
+    fits = graph.limits.device_budget_bytes is not None or graph.config.max_slowdown is not None
+    return fits and may_link(graph.config) and graph.config.policy not in ("keep", "offload", "recompute")
+
+
+def is_one_of_several(graph: Graph) -> bool:
+    """Whether other graphs are trained with this one, and have at least as much of the model: it runs downstream of one, or a
+    graph break ends it."""
+    fragment = graph.fragment  # model 0 is whatever Dynamo knows nothing of: what broke there says nothing about this graph
+    part = graph.limits.downstream or fragment.place == "part" or (bool(fragment) and fragment.model != 0)
+    return part and share_of_trained(graph.inputs) < _MOST
+
+
+class Dispatched:
+    """One graph of Dynamo's with its variants. family: what a plan may choose from, once it was traced for that."""
+
+    def __init__(self, graph: Graph, again: Retraceable, first: Compiled) -> None:
+        self.graph = replace(graph, module=again.graph, inputs=again.inputs)  # real inputs would live on
+        self.again, self.first = again, first
+        self.number = next(_numbers)
+        self.device = _device(again.inputs)
+        self._compiled: dict[str, Compiled] = {}
+        self._family: Family | None = None
+        GRAPHS[self.number] = self
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether the graph was first compiled as one of several."""
+        return self.first.plan is not None and bool(self.first.plan.variant)
+
+    @property
+    def family(self) -> Family:
+        """The variants that a plan may choose from."""
+        if self._family is None:
+            self._family = family_of(self.graph, self.again)
+        return self._family
+
+    def share_inputs(self, positions: Collection[int]) -> None:
+        """These inputs are other calls' as well, so that offloading them for one call frees nothing."""
+        left = tuple(at for at in self.graph.activations if at not in positions)
+        if left != self.graph.activations:
+            self.graph, self._family = replace(self.graph, activations=left), None
+
+    def variant(self, recipe: Recipe) -> Compiled:
+        """The graph compiled by a recipe: as it was before, or now.
+
+        Raises:
+            ShapeGuardError: it would hold for fewer sizes than the graph is called with.
+        """
+        compiled = self._compiled.get(recipe.identity)
+        if compiled is None:
+            graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs)
+            with self.again.traced():
+                compiled = compile_by(graph, recipe)
+            self._compiled[recipe.identity] = compiled
+        return compiled
+
+    def plan_alone(self, config: OffloadConfig) -> None:
+        """Run under a plan of its own for another configuration, from now on: as it was compiled before, or now.
+
+        Raises:
+            BudgetError: no plan meets the budget.
+        """
+        limits = resolve_limits(config, self.again.inputs)
+        limits = replace(limits, downstream=self.graph.limits.downstream)
+        name = f"alone {config.digest()} {limits.quantised()}"
+        compiled = self._compiled.get(name)
+        if compiled is None:
+            graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs, config=config, limits=limits)
+            with self.again.traced():
+                compiled = self._compiled[name] = compile_by(graph, None)
+        self.first = compiled
+
+    def run(self, *args: Any) -> Any:
+        """One call."""
+        from graphoffload.compiler.step_runs import next_run
+
+        run = STEPS.of(self.device)
+        if run is None or run.is_over:
+            run = next_run(self)
+        call = run.begin(self.number)
+        planned = run.plan.call(call) if run.plan is not None and not run.off else None
+        if planned is None:
+            if run.plan is not None and not run.off:
+                run.leave_plan()
+            compiled = self.first
+        else:
+            compiled, call.schedule, call.variant = planned
+        call.key, call.kept_bytes = compiled.key, compiled.kept_bytes
+        call.is_variant = compiled.plan is not None and bool(compiled.plan.variant)
+        if run.recording:
+            given = args[0] if len(args) == 1 and isinstance(args[0], list) else args
+            call.inputs = tuple(given[at].data_ptr() for at in self.graph.activations)
+        before, STEPS.call = STEPS.call, call
+        try:
+            outputs = compiled.function(*args)
+        except BaseException:
+            run.aborted = True  # whoever catches it begins anew
+            raise
+        finally:
+            STEPS.call = before
+        run.forward_ended(call, outputs)
+        return outputs
+
+    def free_room(self, run: StepRun) -> int:
+        """Bytes that may stay on the device in a run that is not planned."""
+        budget = self.graph.limits.device_budget_bytes
+        if budget is None or run.streams is None:
+            return 0
+        return max(0, budget - self.graph.limits.reserve_bytes - run.streams.allocated_bytes()[0]) // _ROOM
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    """Where a graph runs. Its plan does not say so where nothing is saved, and its calls belong to the step all the same."""
+    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
+def dispatcher(graph: Graph, again: Retraceable, first: Compiled) -> Callable[..., Any]:
+    """What Dynamo calls: `first` until a step is planned."""
+    dispatched = Dispatched(graph, again, first)
+
+    @functools.wraps(first.function)  # with its attributes, such as `_boxed_call`
+    def run(*args: Any) -> Any:
+        return dispatched.run(*args)
+
+    return run
+
+
+class Family:
+    """The variants of one graph as numbers, their recipes, and keep-all with its recompute chains for the bound.
+
+    input_bytes: of each variant, those of its saved activations that other graphs computed.
+    """
+
+    def __init__(
+        self,
+        variants: tuple[Variant, ...],
+        recipes: tuple[Recipe, ...],
+        bound: Program,
+        input_bytes: tuple[int, ...],
+    ) -> None:
+        self.variants, self.recipes, self.bound, self.input_bytes = variants, recipes, bound, input_bytes
+
+
+def family_of(graph: Graph, again: Retraceable) -> Family:
+    """Trace a graph once more, for its family of variants.
+
+    Raises:
+        PlanError: torch partitioned nothing.
+    """
+    graph = replace(graph, module=again.copy(), inputs=again.inputs)
+    with again.traced():
+        found, _ = look(graph)
+    if found is None:
+        raise PlanError(f"{graph.name} was partitioned when it was compiled, and is not when it is traced again.")
+    return found
+
+
+def look(graph: Graph) -> tuple[Family | None, Callable[..., Any]]:
+    """A graph's family of variants, None where torch partitions nothing; and the graph with everything kept, uncompiled."""
+    looking = _Looking(graph.session(new_key("look"), "explain", None, of_a_step=True))
+    function = traced_only(graph, looking)
+    return looking.found, function
+
+
+class _Looking(CustomPartitionerFn):
+    """A partitioner that finds the variants of a graph, and partitions it as torch does."""
+
+    def __init__(self, session: CompileSession) -> None:
+        self.session = session
+        self.found: Family | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
+        return self
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
+            return partitioning.min_cut(gm, joint_inputs, kwargs)
+        parameters = partitioning.parameters_among(gm.graph, self.session.parameters)
+        work = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
+        self.found = Family(*variants_of(work))
+        return work.pair.forward, work.pair.backward
+
+    def uuid(self) -> str:
+        """Never the same: what it finds is not in a cache."""
+        return new_key("look")
+
+

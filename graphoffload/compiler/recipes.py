@@ -1,0 +1,197 @@
+"""Variants of a graph: the one that a recipe describes, as a trial; and all that a step's plan may choose from, as numbers.
+
+    keep ──▶ light ──▶ third ──▶ two thirds ──▶ smallest      recompute more and more: what costs least time a byte comes first
+
+A family of variants has at most five members, nested. Each is partitioned for real, since memory follows the kernels that the
+compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the step says which
+(planner/step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+from graphoffload.analysis.program import Instance
+from graphoffload.analysis.saved_values import GraphPair, saved_placeholders
+from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
+from graphoffload.compiler.constraints import Constraint, constraints_for
+from graphoffload.compiler.decide import Decided
+from graphoffload.compiler.request import Work
+from graphoffload.compiler.trial import Trial, excess_of, instance_of, keep_all, partition_again
+from graphoffload.facts.plan import Action
+from graphoffload.facts.recipe import EVERYTHING_KEPT, SMALLEST, Recipe
+from graphoffload.facts.saved_tensors import INPUT
+from graphoffload.planner.problem import Candidate, Program
+from graphoffload.planner.simulator import Timeline, simulate
+from graphoffload.planner.step.facts import Variant
+
+_CHEAP = 0.2
+"""The lightest variant computes again what takes less than this share of the time of its copy."""
+_SHARES = (("third", 1 / 3), ("two thirds", 2 / 3))
+"""The next ones also compute again these shares of the other bytes."""
+
+
+def recipe_trial(work: Work, recipe: Recipe) -> Trial:
+    """The graph as `recipe` says, where neither the user nor a safety rule says otherwise."""
+    instance = instance_of(work)
+    keep = keep_all(instance, work)
+    original, reason = work.table, f"variant {recipe.name!r} of this graph"
+    first = _first_actions(work, recipe)
+    reasons = dict.fromkeys(first, reason)
+    if "recompute" in first.values():
+        first, reasons = partition_again(work, first, reasons)
+        instance = instance_of(work)
+    actions = dict(zip((tensor.name for tensor in work.table.tensors), _last_actions(work, recipe, first), strict=True))
+    chosen = tuple(actions.values())
+    timeline = _placed(instance.program, simulate(instance.program, chosen, work.hardware), dict(recipe.reload_steps))
+    decided = Decided(chosen, tuple(reasons.get(name, reason) for name in actions), keep)
+    return Trial(work, original, actions, reasons, decided, instance, timeline, excess_of(work.request, decided, timeline))
+
+
+def _follows(work: Work, constraint: Constraint) -> bool:
+    """Whether what somebody asked for decides: advice does not where a number was given."""
+    return constraint.action is not None and (constraint.binding or not work.request.goal.explicit)
+
+
+def _first_actions(work: Work, recipe: Recipe) -> dict[str, Action]:
+    """What is computed again, and what the user decided; everything else is kept until the graph is partitioned with it."""
+    actions: dict[str, Action] = {}
+    for constraint in work.wanted:
+        name, action = constraint.name, constraint.action
+        possible = not work.chains[name].why_not and bool(work.chains[name].nodes)
+        if _follows(work, constraint) and action is not None:
+            actions[name] = action if action != "recompute" or possible else "keep"
+        else:
+            wanted = recipe.recomputes is None or name in recipe.recomputes
+            actions[name] = "recompute" if wanted and possible and constraint.may_recompute else "keep"
+    return actions
+
+
+def _last_actions(work: Work, recipe: Recipe, first: Mapping[str, Action]) -> list[Action]:
+    """Keep or offload, for what is saved in the end."""
+    request = work.request
+    wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.session.fragment))
+    actions: list[Action] = []
+    for constraint, tensor in zip(wanted, work.table.tensors, strict=True):
+        asked = constraint.action if _follows(work, constraint) else None
+        if asked is None and (recipe.offloads is None or tensor.name in recipe.offloads):
+            asked = "offload"
+        may = tensor.eligible and (constraint.may_offload or constraint.action == "offload")
+        actions.append("offload" if asked == "offload" and may else "keep")
+    return actions
+
+
+def _placed(program: Program, timeline: Timeline, reload_steps: Mapping[str, int]) -> Timeline:
+    """The timeline with the ops where a step's plan wants them.
+
+    Releases come as early as they may, since the runtime waits later, and reloads before the steps that the recipe names.
+    """
+    schedule = []
+    for item in timeline.schedule:
+        candidate = program.candidates[item.candidate]
+        reload_at = min(reload_steps.get(candidate.name, item.reload_at), item.wait_at)
+        schedule.append(replace(item, release_at=int(candidate.last_forward_use), reload_at=reload_at))
+    return replace(timeline, schedule=tuple(schedule))
+
+
+def variants_of(work: Work) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Program, tuple[int, ...]]:
+    """The family of a graph, least recomputation first; the recipe of each; keep-all with its recompute chains, whose LP
+    relaxation bounds every choice; and the bytes of each variant's activations that are inputs."""
+    keep = instance_of(work)
+    recipes = [EVERYTHING_KEPT, *_between(work, keep), replace(SMALLEST)]
+    variants, chosen, inputs, seen = [], [], [], set()
+    for recipe in recipes:
+        again = replace(work, notes=[*work.notes], table=work.table, chains=dict(work.chains))
+        first = _first_actions(again, recipe)
+        recomputes = frozenset(name for name, action in first.items() if action == "recompute")
+        if recomputes in seen:
+            continue
+        seen.add(recomputes)
+        if recomputes:
+            first, _ = partition_again(again, first, dict.fromkeys(first, ""))
+        instance = instance_of(again)
+        program = _of_one_call(again.pair, _with_choices(again, instance, recipe, first))
+        variants.append(Variant(recipe.name, recomputes, program, _saved_input_bytes(again)))
+        inputs.append(sum(tensor.planned_bytes for tensor in again.table.tensors if tensor.op == INPUT))
+        chosen.append(replace(recipe, recomputes=recomputes, offloads=frozenset()))
+    return tuple(variants), tuple(chosen), _of_one_call(work.pair, _with_chains(work, keep)), tuple(inputs)
+
+
+def _between(work: Work, keep: Instance) -> list[Recipe]:
+    """Recipes between the two ends: what is cheap to compute again, then shares of the bytes of the rest, cheapest first."""
+    rate = work.hardware.copy_rate_bytes_per_s("d2h")
+    prices = {
+        candidate.name: candidate.recompute.time_s * rate / candidate.nbytes
+        for candidate in keep.program.candidates
+        if candidate.recompute is not None and candidate.nbytes
+    }
+    sizes = {candidate.name: candidate.nbytes for candidate in keep.program.candidates}
+    order = sorted(prices, key=lambda name: (prices[name], -sizes[name]))
+    cheap = [name for name in order if prices[name] <= _CHEAP]
+    rest = order[len(cheap) :]
+    sums = list(accumulate((sizes[name] for name in rest), initial=0))
+    found = [Recipe("light", recomputes=frozenset(cheap))]
+    for name, share in _SHARES:
+        count = min(range(len(sums)), key=lambda count: abs(sums[count] - share * sums[-1]))
+        found.append(Recipe(name, recomputes=frozenset((*cheap, *rest[:count]))))
+    return found
+
+
+def _with_choices(work: Work, instance: Instance, recipe: Recipe, first: Mapping[str, Action]) -> Program:
+    """The program of one variant: what is saved is kept or offloaded."""
+    may = _last_actions(work, replace(recipe, offloads=None), first)
+    must = _last_actions(work, replace(recipe, offloads=frozenset()), first)
+
+    def chosen(candidate: Candidate, may: Action, must: Action) -> Candidate:
+        fixed: Action | None = "offload" if must == "offload" else None
+        return replace(candidate, recompute=None, can_offload=may == "offload", fixed=fixed)
+
+    return replace(instance.program, candidates=tuple(map(chosen, instance.program.candidates, may, must)))
+
+
+def _with_chains(work: Work, keep: Instance) -> Program:
+    """Keep-all's program with everything that any variant may do."""
+    offloads = _last_actions(work, SMALLEST, {})
+    recomputes = _first_actions(work, SMALLEST)
+
+    def chosen(candidate: Candidate, offload: Action) -> Candidate:
+        recompute = candidate.recompute if recomputes[candidate.name] == "recompute" else None
+        return replace(candidate, recompute=recompute, can_offload=offload == "offload")
+
+    return replace(keep.program, candidates=tuple(map(chosen, keep.program.candidates, offloads)))
+
+
+def _of_one_call(pair: GraphPair, program: Program) -> Program:
+    """The program of a call among others: what outlives its forward or its backward is outside of it from then on, and so are
+    the gradients that backward is given."""
+    given = {node.name for node in pair.backward.graph.find_nodes(op="placeholder") if str(node.target).startswith("tangents")}
+    forward = len(program.forward)
+    buffers = tuple(
+        replace(buffer, last=min(buffer.last, forward - 1)) if buffer.first < forward else buffer
+        for buffer in program.buffers
+        if not (buffer.name in given and buffer.first == forward)
+    )
+    return replace(program, buffers=buffers, static_bytes=0, reserve_bytes=0)
+
+
+def _saved_input_bytes(work: Work) -> int:
+    """Bytes of the graph's inputs, without parameters and what counts as an activation, that its backward reads."""
+    forward = work.pair.forward.graph.find_nodes(op="placeholder")
+    ours = {tensor.name for tensor in work.table.tensors}
+    inputs = {storage_id(value): node.name for node in forward if (value := fake(node)) is not None and node.name not in ours}
+    found: dict[int, int] = {}
+    for node, _ in saved_placeholders(work.pair):
+        value = fake(node)
+        if value is not None and inputs.get(storage_id(value), "") not in ("", *work.request.parameters):
+            found[storage_id(value)] = example_storage_nbytes(value)
+    return sum(found.values())
+
+
+def is_small(work: Work, room_bytes: int | None) -> bool:
+    """Whether even many calls of a graph that keeps everything are sure to leave most of the memory free."""
+    return room_bytes is None or work.table.saved_bytes * _MANY_CALLS <= room_bytes * _LITTLE
+
+
+_MANY_CALLS, _LITTLE = 64, 0.25

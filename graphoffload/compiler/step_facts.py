@@ -1,0 +1,150 @@
+"""What recorded runs say of a step, as the planner's facts.
+
+    run     forward 0 | forward end 0 | ... | backward N | backward end N | ...       marks: allocated, ours, when
+    facts   outside = allocated - ours, at the start of each forward and backward; time and peak of each gap between two calls
+
+Memory outside is measured, so nobody needs to know what it is: parameters, gradients, optimizer state, inputs, logits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from graphoffload.compiler.dispatch import Dispatched
+from graphoffload.facts.limits import Limits
+from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts
+from graphoffload.runtime.step.calls import Mark, StepCall, StepRun
+
+
+def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limits) -> StepFacts:
+    """What the recorded runs say of the step: bytes outside and gaps of the last one, and the peaks of gaps of any of them.
+
+    A call's inputs that other graphs computed are outside where they were measured. They are activations of the call from the
+    end of its forward to its backward, so they come off what is outside there.
+    """
+    last = runs[-1]
+    position = {graph.number: at for at, graph in enumerate(graphs)}
+    records = [_Record(run) for run in runs]
+    calls = []
+    count = len(last.calls)
+    ran = [_ran(graphs[position[call.graph]], call) for call in last.calls]
+    inputs = [graphs[position[call.graph]].family.input_bytes[variant] for call, variant in zip(last.calls, ran, strict=True)]
+    held = list(accumulate(inputs, initial=0))
+    for call in last.calls:
+        index = call.index
+        forward, backward = records[-1].at("forward", index), records[-1].at("backward", index)
+        before = ("forward end", index - 1) if index else None
+        after = ("backward end", index + 1) if index + 1 < count else ("forward end", index)
+        calls.append(
+            CallFacts(
+                graph=position[call.graph],
+                forward_outside_bytes=max(0, _outside(forward, limits) - held[index]),
+                backward_outside_bytes=max(0, _outside(backward, limits) - held[index + 1]),
+                ran=ran[index],
+                before_forward=_less(_gap(records, before, ("forward", index), limits), held[index]),
+                before_backward=_less(_gap(records, after, ("backward", index), limits), held[index + 1]),
+            )
+        )
+    base = min((min(c.forward_outside_bytes, c.backward_outside_bytes) for c in calls), default=0)
+    families = [graph.family for graph in graphs]
+    return StepFacts(
+        graphs=tuple(family.variants for family in families),
+        calls=tuple(calls),
+        base_bytes=base,
+        bounds=tuple(family.bound for family in families),
+    )
+
+
+def _less(gap: Gap, nbytes: int) -> Gap:
+    return replace(gap, outside_peak_bytes=max(0, gap.outside_peak_bytes - nbytes)) if gap.outside_peak_bytes else gap
+
+
+def drop_shared_inputs(run: StepRun, graphs: Sequence[Dispatched]) -> None:
+    """Inputs that several calls of a run have are no activations of any of them: offloading one for one call frees nothing."""
+    times = Counter(address for call in run.calls for address in set(call.inputs))
+    for graph in graphs:
+        calls = [call for call in run.calls if call.graph == graph.number]
+        shared = {
+            graph.graph.activations[at]
+            for call in calls
+            for at, address in enumerate(call.inputs)
+            if at < len(graph.graph.activations) and (times[address] > 1 or call.inputs.count(address) > 1)
+        }
+        graph.share_inputs(shared)
+
+
+def _ran(graph: Dispatched, call: StepCall) -> int:
+    """The variant that ran when a call was recorded."""
+    plan = graph.first.plan
+    names = [recipe.name for recipe in graph.family.recipes]
+    if plan is None or not plan.variant:
+        return 0
+    return names.index(plan.variant) if plan.variant in names else len(names) - 1
+
+
+class _Record:
+    """The marks of a run by what they mark, and what the allocator did."""
+
+    def __init__(self, run: StepRun) -> None:
+        self._marks: dict[tuple[str, int], Mark] = {}
+        self.changes = run.changes
+        for mark in run.marks:
+            self._marks.setdefault((mark.kind, mark.call), mark)
+
+    def at(self, kind: str, call: int) -> Mark:
+        """The mark of a moment."""
+        return self._marks[kind, call]
+
+    def above_bytes(self, start: tuple[str, int], end: tuple[str, int]) -> int:
+        """By how much memory outside rises between two moments above the larger of both: what the allocator did says so where
+        that was recorded, else the peak, where it was higher than any before."""
+        first, last = self.at(*start), self.at(*end)
+        level = max(first.allocated_bytes, last.allocated_bytes)
+        if self.changes:
+            low = bisect_left(self.changes, first.time_us, key=lambda change: change.time_us)
+            high = bisect_right(self.changes, last.time_us, key=lambda change: change.time_us)
+            between = accumulate((change.nbytes for change in self.changes[low:high]), initial=0)
+            return max(0, first.allocated_bytes + max(between) - level)
+        return last.peak_bytes - level if last.peak_bytes > first.peak_bytes else 0
+
+
+def _outside(mark: Mark, limits: Limits) -> int:
+    return limits.static_bytes if mark.event is None else max(0, mark.allocated_bytes - mark.ours_bytes)
+
+
+def _gap(records: Sequence[_Record], start: tuple[str, int] | None, end: tuple[str, int], limits: Limits) -> Gap:
+    """The eager work between two moments."""
+    if start is None:
+        return Gap()
+    first, last = records[-1].at(*start), records[-1].at(*end)
+    if first.event is None or last.event is None:
+        return Gap()
+    last.event.synchronize()
+    level = max(_outside(first, limits), _outside(last, limits))
+    above = max(record.above_bytes(start, end) for record in records)
+    return Gap(time_s=max(0.0, first.event.elapsed_time(last.event) / 1e3), outside_peak_bytes=level + above)
+
+
+def shifted(facts: StepFacts, nbytes: int) -> StepFacts:
+    """The same step with this much more outside, throughout; less if negative."""
+    if not nbytes:
+        return facts
+
+    def gap(gap: Gap) -> Gap:
+        return replace(gap, outside_peak_bytes=max(0, gap.outside_peak_bytes + nbytes)) if gap.outside_peak_bytes else gap
+
+    calls = tuple(
+        replace(
+            call,
+            forward_outside_bytes=max(0, call.forward_outside_bytes + nbytes),
+            backward_outside_bytes=max(0, call.backward_outside_bytes + nbytes),
+            before_forward=gap(call.before_forward),
+            before_backward=gap(call.before_backward),
+        )
+        for call in facts.calls
+    )
+    return replace(facts, calls=calls, base_bytes=max(0, facts.base_bytes + nbytes))

@@ -1,0 +1,187 @@
+"""The plan of a step: solved from its facts, compiled, and given to each call by its index.
+
+    facts ──plan_step──▶ solution: variant, actions and events of each call ──compile──▶ StepPlan: compiled code and ids
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from graphoffload.compiler.compile_variant import Compiled, Graph
+from graphoffload.compiler.dispatch import Family
+from graphoffload.facts.goals import Goal
+from graphoffload.facts.plan import Prediction
+from graphoffload.facts.recipe import Recipe
+from graphoffload.hardware.measurement import resolve_hardware
+from graphoffload.log import log
+from graphoffload.patience import Patience
+from graphoffload.planner.step.facts import StepFacts
+from graphoffload.planner.step.solve import StepSolution, plan_step
+from graphoffload.report.step_line import line_of_step
+from graphoffload.runtime import registry
+from graphoffload.runtime.pinned.pool import POOL
+from graphoffload.runtime.step.calls import Schedule, StepCall
+
+
+class GraphOfStep(Protocol):
+    """One graph of a step: Dynamo's code calls it (dispatch.Dispatched), or it is only explained."""
+
+    @property
+    def number(self) -> int:
+        """Which graph it is."""
+
+    @property
+    def graph(self) -> Graph:
+        """What Dynamo gave."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+
+    @property
+    def family(self) -> Family:
+        """The variants that a plan may choose from."""
+
+    def variant(self, recipe: Recipe) -> Compiled:
+        """The graph by a recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What each call of a step runs, by its index; `summary`: its line."""
+
+    sequence: tuple[int, ...]
+    calls: tuple[tuple[Compiled, Schedule, int], ...]
+    solution: StepSolution
+    summary: str
+
+    def call(self, call: StepCall) -> tuple[Compiled, Schedule, int] | None:
+        """The variant and the schedule of a call; None if another graph was expected."""
+        if call.index < len(self.sequence) and self.sequence[call.index] == call.graph:
+            return self.calls[call.index]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a step is planned for. budget_bytes: as the user gave it; None: what fits."""
+
+    goal: Goal
+    reserve_bytes: int = 0
+    host_budget_bytes: int | None = None
+    budget_bytes: int | None = None
+
+
+def make_step_plan(
+    sequence: tuple[int, ...], graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked, *, runs: bool = True
+) -> StepPlan:
+    """Plan a step and compile its variants.
+
+    Args:
+        graphs: in the order of `facts.graphs`. runs: the plan is to run, so that host memory is taken for it; else only shown.
+
+    Raises:
+        BudgetError: no plan of the step meets the budget.
+        ShapeGuardError: a variant would hold for fewer sizes than its graph is called with.
+    """
+    begun = time.perf_counter()
+    hardware = resolve_hardware(graphs[0].graph.config.hardware, str(graphs[0].device))
+    solution = plan_step(
+        facts,
+        hardware,
+        asked.goal,
+        reserve_bytes=asked.reserve_bytes,
+        host_budget_bytes=asked.host_budget_bytes,
+        patience=Patience("step"),
+    )
+    planned_s = time.perf_counter() - begun
+    if runs:
+        _prepare_host(solution, graphs)
+    calls = _compiled(solution, facts, graphs)
+    names = {graph.number: graph.graph.name for graph in graphs}
+    called = Counter(names[number] for number in sequence)
+    whole = hardware.memory_bytes if hardware.source != "cpu" else None
+    line = line_of_step(solution, called, asked.reserve_bytes, asked.budget_bytes, whole)
+    hints = dict.fromkeys(compiled.plan.hint for compiled, _, _ in calls if compiled.plan is not None)
+    summary = "; ".join((line, *filter(None, hints)))
+    plan = StepPlan(sequence, calls, solution, summary)
+    _tell(plan, asked.reserve_bytes)
+    log.info("the step was planned in %.1f s, and planned and compiled in %.1f s", planned_s, time.perf_counter() - begun)
+    return plan
+
+
+def _compiled(
+    solution: StepSolution, facts: StepFacts, graphs: Sequence[GraphOfStep]
+) -> tuple[tuple[Compiled, Schedule, int], ...]:
+    """The variant and the schedule of each call: what the solution names, by the ids of what was compiled."""
+    offloads: dict[tuple[int, int], set[str]] = {}
+    for fact, variant, schedule in zip(facts.calls, solution.chosen, solution.calls, strict=True):
+        offloads.setdefault((fact.graph, variant), set()).update(schedule.offloads)
+    compiled = {}
+    for (graph, variant), names in offloads.items():
+        recipe = graphs[graph].family.recipes[variant]
+        steps = solution.reload_steps.get((graph, variant), {})
+        chosen = Recipe(
+            recipe.name, recipe.recomputes, frozenset(names), tuple(sorted((n, s) for n, s in steps.items() if n in names))
+        )
+        compiled[graph, variant] = graphs[graph].variant(chosen)
+    ids = [_ids(compiled[fact.graph, variant]) for fact, variant in zip(facts.calls, solution.chosen, strict=True)]
+    calls = []
+    for at, (fact, variant, made) in enumerate(zip(facts.calls, solution.chosen, solution.calls, strict=True)):
+        own = ids[at]
+        schedule_by_id = Schedule(
+            goes=frozenset(own[name] for name in made.offloads),
+            settle={(kind, own.get(name, -1)): count for (kind, name), count in made.settle.items()},
+            prefetch={
+                (kind, own.get(name, -1)): tuple((call, ids[call][other]) for call, other in items)
+                for (kind, name), items in made.prefetch.items()
+            },
+        )
+        calls.append((compiled[fact.graph, variant], schedule_by_id, variant))
+    return tuple(calls)
+
+
+def _prepare_host(solution: StepSolution, graphs: Sequence[GraphOfStep]) -> None:
+    """Take host memory for all copies of the step, in the background, while its variants compile."""
+    device = graphs[0].device
+    if device.type == "cuda":
+        candidates = solution.joined.program.candidates
+        actions = (solution.actions[call][index] for call, index in solution.joined.of)
+        sizes = [c.nbytes for c, action in zip(candidates, actions, strict=True) if action == "offload"]
+        POOL.prepare(sizes, pin=True, device=torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _ids(compiled: Compiled) -> dict[str, int]:
+    assert compiled.plan is not None
+    return {transfer.tensor: transfer.id for transfer in compiled.plan.transfers}
+
+
+def _tell(plan: StepPlan, reserve_bytes: int) -> None:
+    """The prediction of the step in the plans of its variants: a report of one of them speaks of the step."""
+    solution = plan.solution
+    timeline, keep = solution.timeline, solution.keep_timeline
+    prediction = Prediction(
+        keep_peak_bytes=keep.peak_bytes,
+        predicted_peak_bytes=timeline.peak_bytes,
+        keep_time_s=keep.time_s,
+        predicted_time_s=timeline.time_s,
+        lower_bound_time_s=None if solution.lower_bound_s is None else min(solution.lower_bound_s, timeline.time_s),
+        host_bytes=timeline.host_bytes,
+        stall_s=timeline.stall_s,
+        lower_bound_peak_bytes=solution.lower_bound_peak_bytes,
+        reserve_bytes=reserve_bytes,
+    )
+    told = dict.fromkeys(call[0] for call in plan.calls)
+    for compiled in told:
+        assert compiled.plan is not None
+        registry.amend(replace(compiled.plan, prediction=prediction, summary=plan.summary, part=False))
+    keys, graphs = {compiled.key for compiled in told}, {compiled.plan.graph for compiled in told if compiled.plan is not None}
+    for other in registry.last_plans():  # of an earlier plan of the step: its figures are no longer true
+        if other.variant and other.graph in graphs and other.key not in keys and not other.part:
+            registry.amend(replace(other, part=True))

@@ -1,0 +1,45 @@
+"""How one variant of a graph is compiled: which activations it computes again, and which of the others get the ops.
+
+    recipe "light"    recomputes {silu, norm}     offloads {mm, mm_1}     calls 0 to 5 of a step copy mm and mm_1, call 6 copies
+                                                                          mm alone, call 7 nothing
+
+What is computed again is code, so it is the same for every call of a variant. Whether a tensor with ops is really copied is
+decided call by call (runtime/step/follow.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One variant of a graph.
+
+    Attributes:
+        name: for messages.
+        recomputes: names of saved activations that backward computes again; None: all that may be.
+        offloads: names of saved activations that get the ops, once the graph is partitioned with what is recomputed; None: all
+            that may be offloaded.
+        reload_steps: (name, step of the backward before which its reload stands); what is not named is reloaded just in time
+            for a call that runs alone.
+    """
+
+    name: str = "alone"
+    recomputes: frozenset[str] | None = frozenset()
+    offloads: frozenset[str] | None = frozenset()
+    reload_steps: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """What the key of a plan knows it by."""
+        parts = ("*" if names is None else ",".join(sorted(names)) for names in (self.recomputes, self.offloads))
+        return "|".join((*parts, ",".join(f"{name}:{step}" for name, step in self.reload_steps)))
+
+
+SMALLEST = Recipe("smallest", recomputes=None, offloads=None)
+"""The variant that holds least until backward: it runs where nothing is known of a step yet."""
+EVERYTHING_KEPT = Recipe("keep")
+"""The variant that changes nothing."""
+FIRST = Recipe("first")
+"""Either of the two, as the graph's size says: for the first compile of a graph that is one of several."""

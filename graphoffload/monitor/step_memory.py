@@ -1,0 +1,80 @@
+"""Out of memory anywhere in a step: what was predicted there, and what the next step is planned with.
+
+torch tells an observer before it raises, also where the allocation is in eager code between two compiled calls, such as the
+loss or an optimizer. The line says which part of the step it was. A caller who catches the error and goes on with the next
+batch finds the step planned for less memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphoffload.log import say
+from graphoffload.runtime.step.calls import LATEST, STEPS, StepRun
+from graphoffload.torch_internals import allocator
+from graphoffload.units import format_bytes
+
+_LEAST_SHARE, _MOST_SHARE = 0.02, 0.1  # of the device, by which the next plan has less
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """An allocation that failed: where in the step, and how much less the next plan may use."""
+
+    where: str
+    lacking_bytes: int
+
+
+_FAILED: dict[torch.device, Shortage] = {}
+_watched: list[bool] = []
+
+
+def watch() -> None:
+    """Have torch report allocations that fail, from now on."""
+    if not _watched and torch.cuda.is_available():
+        _watched.append(True)
+        allocator.observe_failures(_failed)
+
+
+def shortage_of(device: torch.device) -> Shortage | None:
+    """The latest failed allocation of a device, once."""
+    return _FAILED.pop(device, None)
+
+
+def where_in(run: StepRun) -> str:
+    """The part of a step that runs now, in words."""
+    count = len(run.calls)
+    if STEPS.call is not None:
+        return f"the forward of call {STEPS.call.index}"
+    running = [call.index for call in run.calls if call.began and not call.ended]
+    if running:
+        return f"the backward of call {running[-1]}"
+    if not run.turned:
+        return f"eager code after the forward of call {count - 1}" if count else "eager code before the first call"
+    left = [call.index for call in run.calls if not call.ended]
+    return f"eager code before the backward of call {left[-1]}" if left else "eager code after the last backward"
+
+
+def _failed(index: int, asked_bytes: int, _allocated_bytes: int, free_bytes: int) -> None:
+    device = torch.device("cuda", index)
+    run = LATEST.get(device)
+    if run is None:
+        return
+    whole = torch.cuda.get_device_properties(index).total_memory
+    lacking = int(min(max(0, asked_bytes - free_bytes) + _LEAST_SHARE * whole, _MOST_SHARE * whole))
+    where = where_in(run)
+    _FAILED[device] = Shortage(where, lacking)
+    run.aborted = True
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    predicted = ""
+    if run.plan is not None:
+        peak = run.plan.solution.timeline.peak_bytes
+        predicted = (
+            f" The step's predicted peak is {format_bytes(peak)}. The next step is planned for {format_bytes(lacking)} less."
+        )
+    say(
+        f"out of memory in {where}: {format_bytes(asked_bytes)} are asked for, {format_bytes(allocated)} are allocated, and "
+        f"{format_bytes(reserved - allocated)} are cached in other pieces.{predicted}"
+    )

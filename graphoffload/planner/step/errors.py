@@ -1,0 +1,30 @@
+"""The error for a budget that no plan of a step meets: the least one that is met, and what holds it up."""
+
+from __future__ import annotations
+
+from graphoffload.errors import BudgetError
+from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.bottleneck import describe, held_at
+from graphoffload.planner.step.runs import Run, Runs
+from graphoffload.units import format_bytes
+
+
+def step_infeasible(runs: Runs, least: Run) -> BudgetError:
+    """Names the budget, the least feasible one, the step with its peak, and the largest of what is held there."""
+    timeline, program = least.timeline, least.joined.program
+    arrays = arrays_of(program, runs.hardware)
+    held = describe(held_at(arrays, least.actions, least.result, timeline.peak_step))
+    reserve = f" and {format_bytes(runs.reserve_bytes)} in reserve" if runs.reserve_bytes else ""
+    least_bytes = timeline.peak_bytes + runs.reserve_bytes
+    keep_s = runs.keep.timeline.time_s
+    slowdown = timeline.time_s / keep_s - 1.0 if keep_s else 0.0
+    host = runs.host_budget_bytes
+    within = "" if host is None else f" with host_budget {format_bytes(host)}"
+    error = BudgetError(
+        f"device_budget {format_bytes(runs.goal.device_budget_bytes)}: no plan of the training step was found that meets "
+        f"it{within}. The least feasible one found is {format_bytes(least_bytes)} ({least_bytes} bytes) at {slowdown:+.1%} "
+        f"time; its peak is at {program.step_name(timeline.peak_step)!r} and holds {held}{reserve}. Raise device_budget to "
+        "that, or make the batch or sequence smaller."
+    )
+    error.least_bytes = least_bytes
+    return error

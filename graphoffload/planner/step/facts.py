@@ -1,0 +1,115 @@
+"""What is known of one training step: its calls of compiled graphs, what runs between them, and how each graph can be compiled.
+
+    forward    | gap | f0 | gap | f1 | ... | fN | gap (the loss) |
+    backward   | bN | gap | ... | b1 | gap | b0 |
+    outside    ~~~~~~~ parameters, gradients, optimizer state, what eager code holds: bytes at the start of each call ~~~~~~~
+
+A graph has a few *variants*, each compiled with another set of recomputed activations. Each variant has its own Program, made
+after torch partitioned the graph with that recomputation, so its candidates are only kept or offloaded. The variants of a
+graph give the same gradients. A call runs one of them.
+
+Bytes outside are measured: what the allocator held when a call started, less what our graphs had saved by then. They contain
+the inputs that the variant that ran saves for its backward. Another variant's saved inputs change them by the difference.
+Wrong when: memory outside rises and falls between two measurements other than in the peak that a gap has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphoffload.errors import PlanError
+from graphoffload.planner.problem import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compile a graph.
+
+    Attributes:
+        recomputes: names of the activations of the keep-all graph that its backward computes again.
+        program: one call alone. Every buffer ends in the forward or backward that it begins in; static_bytes is 0.
+        saved_input_bytes: activations among the graph's inputs that its backward reads. They are its caller's memory, and this
+            variant keeps them alive until its backward ends.
+        reason: why the graph has this variant.
+    """
+
+    name: str
+    recomputes: frozenset[str]
+    program: Program
+    saved_input_bytes: int = 0
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a program that is more than one call."""
+        forward_steps = len(self.program.forward)
+        if self.program.static_bytes or self.program.reserve_bytes:
+            held = f"{self.program.static_bytes} static and {self.program.reserve_bytes} reserved bytes"
+            raise PlanError(f"variant {self.name!r}: its program has {held}; one call alone has none.")
+        for buffer in self.program.buffers:
+            if buffer.first < forward_steps <= buffer.last:
+                raise PlanError(
+                    f"variant {self.name!r}: buffer {buffer.name!r} begins in the forward and ends in the backward."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Eager work between two calls. `outside_peak_bytes` is the most memory outside the compiled graphs during it."""
+
+    time_s: float = 0.0
+    outside_peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """One call of a compiled graph.
+
+    Attributes:
+        graph: index into `StepFacts.graphs`.
+        forward_outside_bytes: allocated when its forward starts, other than what compiled graphs saved: parameters, gradients,
+            optimizer state, inputs. backward_outside_bytes: the same when its backward starts.
+        ran: the variant that ran when this was measured. The bytes outside contain its saved inputs.
+        before_forward: from the forward of the call before. before_backward: from the backward of the call after; for the last
+            call, from its own forward: the loss.
+    """
+
+    graph: int
+    forward_outside_bytes: int
+    backward_outside_bytes: int
+    ran: int = 0
+    before_forward: Gap = Gap()
+    before_backward: Gap = Gap()
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A training step.
+
+    Attributes:
+        graphs: the variants of each, from the least recomputation (nothing) to the most.
+        calls: in the order of their forwards. Backwards run in reverse.
+        base_bytes: no call of a graph ever runs with fewer bytes outside.
+        bounds: for each graph, the keep-all Program with the chains of what can be recomputed. Empty: not known, and there is
+            no lower bound.
+    """
+
+    graphs: tuple[tuple[Variant, ...], ...]
+    calls: tuple[CallFacts, ...]
+    base_bytes: int = 0
+    bounds: tuple[Program, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse indices that point at nothing."""
+        if any(not variants for variants in self.graphs):
+            raise PlanError("a graph of the step has no variant; each needs at least the one that keeps everything.")
+        for index, call in enumerate(self.calls):
+            if not 0 <= call.graph < len(self.graphs):
+                raise PlanError(f"call {index}: graph {call.graph} of {len(self.graphs)}.")
+            if not 0 <= call.ran < len(self.graphs[call.graph]):
+                raise PlanError(f"call {index}: variant {call.ran} of {len(self.graphs[call.graph])} ran.")
+        if self.bounds and len(self.bounds) != len(self.graphs):
+            raise PlanError(f"{len(self.bounds)} bounds for {len(self.graphs)} graphs; give one each or none.")
+
+    def variant(self, call: int, chosen: int) -> Variant:
+        """The variant `chosen` of the graph that a call runs."""
+        return self.graphs[self.calls[call].graph][chosen]

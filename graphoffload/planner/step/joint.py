@@ -1,0 +1,192 @@
+"""join(): the Programs of all calls as one larger Program. The simulator, the solvers and the bound work on it as they are.
+
+    forward    [gap][f0 ......][gap][f1 ......][loss]
+    backward   [b1 ......][gap][b0 ......]
+
+    outside    |--- segment ---|--- segment ---|      one buffer a stretch of equal bytes, above `base_bytes`
+    candidate  "call 1: mm_12" from f1 to b1          its steps are those of its call, shifted
+
+A gap is one step of its time. It is left out where it takes no time and no more memory than the calls around it.
+A variant that saves more inputs than the one that was measured adds the difference from its forward's start to its backward's
+end. One that saves fewer takes it off from its forward's end, since the caller holds an input while the forward reads it.
+Candidates have the variant's own group or name as group, so that equal ones of equal calls are folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graphoffload.errors import PlanError
+from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step, StepIndex
+from graphoffload.planner.step.facts import Gap, StepFacts, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The Program of a step.
+
+    Attributes:
+        of: (call, candidate of that call's variant) for each candidate of the program.
+        forward_start: step of the joint forward at which each call's own steps begin. backward_start: the same of the backward.
+    """
+
+    program: Program
+    of: tuple[tuple[int, int], ...]
+    forward_start: tuple[int, ...]
+    backward_start: tuple[int, ...]
+
+
+OUTSIDE = "outside the graphs"
+"""Names of buffers that are memory outside begin with this."""
+Named = dict[tuple[int, int], tuple[Sequence[Step], list[Step]]]
+"""Steps with their call's name, by call and identity of the steps. They are most of the work of a join."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """The steps of one direction, and the bytes outside along them as (steps up to here, bytes, where)."""
+
+    named: Named
+    steps: list[Step] = field(default_factory=list)
+    outside: list[tuple[int, int, str]] = field(default_factory=list)
+
+    def add(self, steps: Sequence[Step], outside_bytes: int, where: str) -> int:
+        """Append steps at that level; the position of the first."""
+        start = len(self.steps)
+        self.steps += steps
+        if steps:
+            self.outside.append((len(self.steps), outside_bytes, where))
+        return start
+
+    def call(self, steps: Sequence[Step], outside_bytes: int, call: int, half: str) -> int:
+        """Append a call's steps, named after it; the position of the first."""
+        key = call, id(steps)
+        if key not in self.named:
+            self.named[key] = steps, [Step(f"call {call}: {step.name}", step.time_s, step.workspace_bytes) for step in steps]
+        return self.add(self.named[key][1], outside_bytes, f"{half} of call {call}")
+
+    def gap(self, gap: Gap, around_bytes: int, change_bytes: int, where: str) -> None:
+        """Append a gap unless it takes no time and no more memory than its surroundings."""
+        peak_bytes = max(around_bytes, gap.outside_peak_bytes + change_bytes if gap.outside_peak_bytes else 0)
+        if gap.time_s > 0.0 or peak_bytes > around_bytes:
+            self.add((Step(where, gap.time_s),), peak_bytes, where)
+
+
+def join(facts: StepFacts, chosen: Sequence[int], named: Named | None = None) -> Joined:
+    """The Program of the step in which each call runs the variant that is chosen for it.
+
+    Args:
+        named: steps that joins of the same facts have in common; filled here. None: nothing is remembered.
+
+    Raises:
+        PlanError: not one variant a call, or one that its graph does not have.
+    """
+    if len(chosen) != len(facts.calls):
+        raise PlanError(f"{len(chosen)} variants are chosen for {len(facts.calls)} calls; give one each, in order.")
+    for call, (fact, index) in enumerate(zip(facts.calls, chosen, strict=True)):
+        if not 0 <= index < len(facts.graphs[fact.graph]):
+            raise PlanError(f"call {call}: variant {index} of {len(facts.graphs[fact.graph])} is chosen.")
+    return join_programs(facts, [facts.variant(call, index) for call, index in enumerate(chosen)], named)
+
+
+def join_programs(facts: StepFacts, variants: Sequence[Variant], named: Named | None = None) -> Joined:
+    """As `join`, of a variant for each call that need not be one of its graph's."""
+    named = {} if named is None else named
+    forward, backward = _Line(named), _Line(named)
+    forward_start = _forward(facts, variants, forward)
+    backward_start = _backward(facts, variants, backward)
+    candidates: list[Candidate] = []
+    of: list[tuple[int, int]] = []
+    buffers = _outside(forward, facts.base_bytes, 0) + _outside(backward, facts.base_bytes, len(forward.steps))
+    reload_steps: list[int] = list(range(len(backward.steps)))
+    for call, variant in enumerate(variants):
+        program, begin, end = variant.program, forward_start[call], backward_start[call]
+        _own_buffers(buffers, program, call, begin, len(forward.steps) + end)
+        label = f"graph {facts.calls[call].graph}: "
+        first = len(candidates)
+        candidates += [_shifted(c, call, label, begin, end, first) for c in program.candidates]
+        of += [(call, index) for index in range(len(program.candidates))]
+        reload_steps[end : end + len(program.reload_steps)] = [end + step for step in program.reload_steps]
+    joint = Program(
+        forward=tuple(forward.steps),
+        backward=tuple(backward.steps),
+        buffers=tuple(buffers),
+        candidates=tuple(candidates),
+        static_bytes=facts.base_bytes,
+        reload_steps=tuple(reload_steps) if any(variant.program.reload_steps for variant in variants) else (),
+    )
+    return Joined(joint, tuple(of), tuple(forward_start), tuple(backward_start))
+
+
+def _saved_more(facts: StepFacts, variants: Sequence[Variant], call: int) -> int:
+    """Bytes of inputs that a call's variant saves more than the one that was measured; negative: fewer."""
+    return variants[call].saved_input_bytes - facts.variant(call, facts.calls[call].ran).saved_input_bytes
+
+
+def _forward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> list[int]:
+    """Fill the forward; where each call begins."""
+    starts: list[int] = []
+    change = around = 0
+    for call, fact in enumerate(facts.calls):
+        more = _saved_more(facts, variants, call)
+        own = max(facts.base_bytes, fact.forward_outside_bytes + change + max(0, more))
+        line.gap(fact.before_forward, max(around, own), change, f"before forward of call {call}")
+        starts.append(line.call(variants[call].program.forward, own, call, "forward"))
+        change, around = change + more, own
+    if facts.calls:
+        last = facts.calls[-1]
+        around = max(around, facts.base_bytes, last.backward_outside_bytes + change)
+        line.gap(last.before_backward, around, change, "between forward and backward")
+    return starts
+
+
+def _backward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> list[int]:
+    """Fill the backward; where each call begins, by call."""
+    starts = [0] * len(facts.calls)
+    change = sum(_saved_more(facts, variants, call) for call in range(len(facts.calls)))
+    around = 0
+    for call in reversed(range(len(facts.calls))):
+        fact = facts.calls[call]
+        own = max(facts.base_bytes, fact.backward_outside_bytes + change)
+        if call < len(facts.calls) - 1:
+            line.gap(fact.before_backward, max(around, own), change, f"before backward of call {call}")
+        starts[call] = line.call(variants[call].program.backward, own, call, "backward")
+        change, around = change - _saved_more(facts, variants, call), own
+    return starts
+
+
+def _outside(line: _Line, base_bytes: int, offset: int) -> list[Buffer]:
+    """One buffer a stretch of steps with equally many bytes outside."""
+    found: list[Buffer] = []
+    begin = 0
+    for index, (end, nbytes, where) in enumerate(line.outside):
+        if index + 1 < len(line.outside) and line.outside[index + 1][1] == nbytes:
+            continue
+        if nbytes > base_bytes:
+            found.append(Buffer(f"{OUTSIDE}, {where}", nbytes - base_bytes, offset + begin, offset + end - 1))
+        begin = end
+    return found
+
+
+def _own_buffers(buffers: list[Buffer], program: Program, call: int, forward_start: int, backward_start: int) -> None:
+    """Append the buffers of one call, shifted; `backward_start` is a global step."""
+    steps = len(program.forward)
+    for buffer in program.buffers:
+        shift = forward_start if buffer.first < steps else backward_start - steps
+        buffers.append(Buffer(f"call {call}: {buffer.name}", buffer.nbytes, buffer.first + shift, buffer.last + shift))
+
+
+def _shifted(candidate: Candidate, call: int, label: str, forward_start: int, backward_start: int, first: int) -> Candidate:
+    chain = candidate.recompute
+    return Candidate(
+        name=f"call {call}: {candidate.name}",
+        nbytes=candidate.nbytes,
+        produced_at=StepIndex(candidate.produced_at + forward_start),
+        last_forward_use=StepIndex(candidate.last_forward_use + forward_start),
+        backward_uses=tuple(StepIndex(use + backward_start) for use in candidate.backward_uses),
+        can_offload=candidate.can_offload,
+        recompute=Recompute(chain.time_s, tuple(first + k for k in chain.reads), chain.temp_bytes) if chain else None,
+        fixed=candidate.fixed,
+        group=label + (candidate.group or candidate.name),
+    )

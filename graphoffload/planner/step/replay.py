@@ -1,0 +1,103 @@
+"""replay_step(): time and memory of copies that start and are waited for at given moments, instead of as late as they can.
+
+    forward    |f0|f1|  wait for the first k copies  |f2|      a source is free from its own moment on
+    backward   |  start these copies  |b0|b1|  wait |b2|       memory is taken where a copy is started
+
+It has the simulator's clock, channels and memory. The difference is who decides: the simulator releases a source when its copy
+is done, and issues a reload as late as it is still in time. Here both happen where the runtime has an event for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from graphoffload.facts.plan import Action
+from graphoffload.planner.arrays import Arrays
+from graphoffload.planner.simulator import Clock, Evaluation, fill_memory, needs
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """When what happens, by position: the number of steps of that half of the program that ran before.
+
+    Attributes:
+        copies: candidates in the order in which their copies to the host are issued, right after `produced_at`.
+        settle: (position, how many of `copies` compute waits for there), by position.
+        release: for each of `copies`, the last forward step at which its source is allocated; None: until the forward ends.
+        reloads: (position, candidate) in the order in which copies back are started.
+    """
+
+    copies: tuple[int, ...]
+    settle: tuple[tuple[int, int], ...]
+    release: Mapping[int, int | None]
+    reloads: tuple[tuple[int, int], ...]
+
+
+def replay_step(arrays: Arrays, actions: Sequence[Action], moments: Moments) -> Evaluation:
+    """What these actions come to at these moments. No action is "recompute"."""
+    first, last = needs(arrays, actions)
+    out = Evaluation(0.0, 0, 0, 0, arrays.base_bytes, [], first, last, dict(moments.release), [], [], [], [], 0.0, 0, 0.0)
+    clock = _forward(arrays, moments, out)
+    _backward(arrays, moments, clock, out)
+    out.time_s, out.stalls, out.compute = clock.now_s, clock.stalls, clock.compute
+    out.host_bytes = int(arrays.nbytes[list(moments.copies)].sum()) if moments.copies else 0
+    fill_memory(arrays, actions, out)
+    return out
+
+
+def _forward(arrays: Arrays, moments: Moments, out: Evaluation) -> Clock:
+    """Run the forward; fills d2h of `out`."""
+    sums, clock = arrays.forward_sum_s, Clock(1.0 + arrays.hardware.compute_slowdown_while_copying)
+    nbytes, copies = arrays.nbytes, moments.copies
+    done_s: list[float] = []
+    running: deque[tuple[float, int]] = deque()
+    inflight_bytes = settled = 0
+    counts = dict(moments.settle)
+    positions = sorted({0, arrays.forward_steps, *counts, *(arrays.produced_at[k] + 1 for k in copies)})
+    for before, position in pairwise([0, *positions]):
+        clock.run(sums[position] - sums[before])
+        while len(done_s) < len(copies) and arrays.produced_at[copies[len(done_s)]] + 1 == position:
+            index = copies[len(done_s)]
+            start_s = max(clock.now_s, clock.busy_until_s)
+            done_s.append(clock.copy(arrays.d2h_s[index]))
+            out.d2h.append((start_s, done_s[-1], index))
+            running.append((done_s[-1], int(nbytes[index])))
+            inflight_bytes += running[-1][1]
+        while settled < counts.get(position, 0):
+            clock.wait(done_s[settled], copies[settled], position - 1)
+            settled += 1
+        while running and running[0][0] <= clock.now_s:
+            inflight_bytes -= running.popleft()[1]
+        out.inflight_peak_bytes = max(out.inflight_peak_bytes, inflight_bytes)
+    for index, until_s in zip(copies[settled:], done_s[settled:], strict=True):
+        clock.wait(until_s, index, arrays.forward_steps - 1)
+    clock.close()
+    out.forward_end_s = clock.now_s
+    return clock
+
+
+def _backward(arrays: Arrays, moments: Moments, clock: Clock, out: Evaluation) -> None:
+    """Run the backward; fills loads and h2d of `out`."""
+    out.backward_sum_s = sums = [0.0, *np.cumsum(arrays.backward_time_s).tolist()]
+    first = out.first
+    starts = [(position, 0, index) for position, index in moments.reloads]
+    waits = [(first[index], 1, index) for _, index in moments.reloads]
+    done_s: dict[int, float] = {}
+    before = 0
+    for position, waiting, index in sorted((*starts, *waits), key=lambda item: item[:2]):
+        clock.run(sums[position] - sums[before])
+        before = position
+        if waiting:
+            clock.wait(done_s[index], index, arrays.forward_steps + position)
+            continue
+        start_s = max(clock.now_s, clock.busy_until_s)
+        done_s[index] = clock.copy(arrays.h2d_s[index])
+        out.h2d.append((start_s, done_s[index], index))
+        out.loads.append((index, position, first[index]))
+    clock.run(sums[arrays.backward_steps] - sums[before])
+    clock.close()

@@ -1,0 +1,244 @@
+"""A run: one choice of variants, solved, with slack, in terms of events, and replayed. What a step will really do.
+
+variants ── join, solve ──▶ actions ── just in time, slack ──▶ moments ── events, replay ──▶ timeline
+               ▲                                                                         │ above the budget
+               └───────────── for a budget lower by the excess, a few times ◀─────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphoffload.facts.goals import Goal, MeetBudget, Score, WithinSlowdown
+from graphoffload.facts.plan import Action
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.patience import Patience
+from graphoffload.planner.arrays import Ints, arrays_of
+from graphoffload.planner.prefetch import prefetch_reloads, release_later
+from graphoffload.planner.simulator import Evaluation, Scheduled, Timeline, evaluate, timeline_of
+from graphoffload.planner.solver import Solution, solve
+from graphoffload.planner.step.events import StepSchedule, schedule_step
+from graphoffload.planner.step.facts import StepFacts
+from graphoffload.planner.step.joint import Joined, Named, join
+from graphoffload.planner.step.replay import replay_step
+from graphoffload.planner.strategies.relaxation import Relaxation
+
+_ROUNDS = 4
+_WORK = 2_000_000
+_FEW = 40
+_ANY_TIME_S = 1e6
+_MOST_BYTES = 1e18
+_LESS = 0.995
+_DESCENTS = 5
+_CHOICES = 2
+_AS_SMALL = 1 << 20
+_ROUNDING = 1e-9
+_FREE = 1.0005
+_INFINITE = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Variants and actions with the schedule that the runtime gets, and the timeline of that."""
+
+    chosen: tuple[int, ...]
+    joined: Joined
+    actions: tuple[Action, ...]
+    window_bytes: int | None
+    solver: str
+    schedule: StepSchedule
+    result: Evaluation
+    timeline: Timeline
+
+
+def _held(released: int | None, planned: int, steps: Ints) -> bool:
+    """Whether a source is still allocated at one of `steps`, though its release was planned before."""
+    return bool(np.any((steps > planned) & (steps <= (len(steps) and steps[-1] if released is None else released))))
+
+
+class Runs:
+    """Makes runs of one step for one goal, and compares them.
+
+    Attributes:
+        limit_bytes: the budget less the reserve; None for a slowdown. limit_s: what a slowdown allows; None for a budget.
+        keep: every call runs variant 0 and keeps everything.
+    """
+
+    def __init__(
+        self,
+        facts: StepFacts,
+        hardware: HardwareProfile,
+        goal: Goal,
+        reserve_bytes: int = 0,
+        host_budget_bytes: int | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.facts, self.hardware, self.goal, self.patience = facts, hardware, goal, patience
+        self.reserve_bytes, self.host_budget_bytes = reserve_bytes, host_budget_bytes
+        self._named: Named = {}
+        joined = join(facts, [0] * len(facts.calls), self._named)
+        self.keep = self._scheduled((0,) * len(facts.calls), joined, joined.program.keep_actions(), None, "fits", ())
+        budget = goal.device_budget_bytes
+        self.limit_bytes = None if budget is None else budget - reserve_bytes
+        self.limit_s: float | None = None
+        if isinstance(goal, WithinSlowdown):
+            self.limit_s = (1.0 + goal.max_slowdown) * self.keep.timeline.time_s * (1.0 + _ROUNDING)
+
+    def over(self) -> bool:
+        """Whether planning has to end."""
+        return self.patience is not None and self.patience.over()
+
+    def score(self, run: Run) -> Score:
+        """Less is better: by how much the goal is missed, then time at a budget and peak at a slowdown."""
+        time_s, peak_bytes = run.timeline.time_s, run.timeline.peak_bytes
+        host_bytes = self.host_budget_bytes
+        broken = 0.0 if host_bytes is None else max(0.0, run.timeline.host_bytes - host_bytes)
+        if self.limit_s is not None:
+            return broken + max(0.0, time_s - self.limit_s), peak_bytes, time_s
+        return broken + max(0.0, peak_bytes - (self.limit_bytes or 0)), time_s, peak_bytes
+
+    def near(self, run: Run, bound: float | None, factor: float) -> bool:
+        """Whether a run is as good as the bound of its variants says, so that others need not be looked at."""
+        missed, value, _ = self.score(run)
+        return bound is not None and missed <= 0.0 and value <= factor * bound
+
+    def counts(self, joined: Joined, limits: tuple[int, int]) -> int:
+        """How many simulations or bounds may be spent, between two limits: few for large steps."""
+        program = joined.program
+        size = len(program.forward) + len(program.backward) + len(program.candidates)
+        return max(limits[0], min(limits[1], _WORK // max(1, size)))
+
+    def bound(self, chosen: tuple[int, ...]) -> float:
+        """The LP bound of these variants, in seconds or bytes; infinite where no plan exists."""
+        joined = join(self.facts, chosen, self._named)
+        value = self.relaxed(joined)
+        return _INFINITE if value is None else value
+
+    def relaxed(self, joined: Joined) -> float | None:
+        """The optimum of the LP relaxation of a joint program; None: no plan exists."""
+        arrays = arrays_of(joined.program, self.hardware)
+        goal = self._goal(arrays.compute_s, 0.0)
+        if goal is None:
+            return None
+        limit_s = _INFINITE if self.limit_s is None else self.limit_s
+        return Relaxation(arrays, goal, self.host_budget_bytes, limit_s).solve().value
+
+    def _goal(self, compute_s: float, tightened: float) -> MeetBudget | WithinSlowdown | None:
+        """The goal for a program that keeps everything in `compute_s`; None: its recomputation alone is too slow."""
+        if self.limit_s is None:
+            return MeetBudget(int((self.limit_bytes or 0) - tightened))
+        allowed = (self.limit_s - tightened) / compute_s - 1.0 if compute_s else 0.0
+        return WithinSlowdown(allowed) if allowed >= 0.0 else None
+
+    def run(self, chosen: Sequence[int], *, evaluations: int) -> Run:
+        """These variants with the best actions found, scheduled; within the goal if a few rounds reach that."""
+        joined = join(self.facts, chosen, self._named)
+        return min(self._rounds(tuple(chosen), joined, evaluations), key=self.score)
+
+    def _rounds(self, chosen: tuple[int, ...], joined: Joined, evaluations: int) -> Iterator[Run]:
+        tightened, compute_s = 0.0, arrays_of(joined.program, self.hardware).compute_s
+        for _ in range(_ROUNDS):
+            goal = self._goal(compute_s, tightened)
+            if goal is None:
+                break
+            run = self._solved(chosen, joined, goal, evaluations)
+            yield run
+            missed = self.score(run)[0]
+            if missed <= 0.0 or self.over():
+                return
+            tightened += missed
+        if goal is None and not tightened:
+            yield self._scheduled(chosen, joined, joined.program.keep_actions(), None, "keep", ())
+
+    def _solved(self, chosen: tuple[int, ...], joined: Joined, goal: MeetBudget | WithinSlowdown, evaluations: int) -> Run:
+        solution = solve(
+            joined.program,
+            self.hardware,
+            goal,
+            host_budget_bytes=self.host_budget_bytes,
+            evaluations=evaluations,
+            patience=self.patience,
+        )
+        found: list[Run] = []
+        for timeline in self._with_slack(joined, solution):
+            run = self._scheduled(
+                chosen, joined, solution.actions, solution.max_inflight_bytes, solution.solver, timeline.schedule
+            )
+            found.append(run)
+            if self.score(run)[0] <= 0.0 and run.timeline.time_s <= solution.timeline.time_s * _FREE:
+                return run
+        return min((*found, *self._waiting(found[-1], solution)), key=self.score)
+
+    def _waiting(self, run: Run, solution: Solution) -> Iterator[Run]:
+        """The same, just in time, but compute waits at the last event before memory is above what the solution needs."""
+        early: set[int] = set()
+        limit_bytes = solution.timeline.peak_bytes
+        planned = {item.candidate: item.release_at for item in solution.timeline.schedule}
+        for _ in range(_ROUNDS):
+            above = np.flatnonzero(run.result.memory[: solution.timeline.forward_steps] > limit_bytes)
+            late = {index for index, at in planned.items() if at is not None and _held(run.result.release[index], at, above)}
+            if late <= early:
+                return
+            early |= late
+            run = self._scheduled(
+                run.chosen, run.joined, run.actions, run.window_bytes, run.solver, solution.timeline.schedule, early
+            )
+            yield run
+
+    def _with_slack(self, joined: Joined, solution: Solution) -> Iterator[Timeline]:
+        """The timeline with reloads earlier and releases later, with either, and just in time."""
+        just_in_time = solution.timeline
+        program, hardware, window = joined.program, self.hardware, solution.max_inflight_bytes
+        arrays = arrays_of(program, hardware)
+        limit_bytes = just_in_time.peak_bytes if self.limit_bytes is None else self.limit_bytes
+
+        def again(reload_by: Mapping[int, int]) -> Timeline:
+            result = evaluate(arrays, solution.actions, max_inflight_bytes=window, reload_by=reload_by)
+            return timeline_of(arrays, result)
+
+        if just_in_time.schedule:
+            earlier = prefetch_reloads(program, just_in_time, again, limit_bytes=limit_bytes)
+            yield release_later(program, earlier, limit_bytes=limit_bytes)
+            yield earlier
+        yield just_in_time
+
+    def _scheduled(
+        self,
+        chosen: tuple[int, ...],
+        joined: Joined,
+        actions: Sequence[Action],
+        window_bytes: int | None,
+        solver: str,
+        planned: Sequence[Scheduled],
+        early: Collection[int] = (),
+    ) -> Run:
+        arrays = arrays_of(joined.program, self.hardware)
+        schedule = schedule_step(self.facts, chosen, joined, planned, early)
+        result = replay_step(arrays, actions, schedule.moments)
+        return Run(chosen, joined, tuple(actions), window_bytes, solver, schedule, result, timeline_of(arrays, result))
+
+    def least(self, choices: Iterable[tuple[int, ...]]) -> Run:
+        """The run with the least peak that is found at any time, whatever the goal, so that it may be named.
+
+        Of choices whose bounds are equal, those with more recomputation are tried: their bounds are closer.
+        """
+        free = Runs(self.facts, self.hardware, WithinSlowdown(0.0), 0, self.host_budget_bytes, self.patience)
+        free.limit_s = _ANY_TIME_S
+        most_first = list(dict.fromkeys(choices))[::-1]
+        smallest = sorted(most_first, key=lambda chosen: math.floor(min(free.bound(chosen), _MOST_BYTES) / _AS_SMALL))[
+            :_CHOICES
+        ]
+        best = min((free.run(chosen, evaluations=_FEW) for chosen in smallest), key=free.score)
+        share = 1.0
+        for _ in range(_DESCENTS):
+            goal = MeetBudget(int(best.timeline.peak_bytes * share))
+            lower = Runs(self.facts, self.hardware, goal, 0, self.host_budget_bytes, self.patience)
+            found = min((best, *(lower.run(chosen, evaluations=_FEW) for chosen in smallest)), key=lower.score)
+            if lower.score(found)[0] > 0.0 or self.over():
+                break
+            best, share = found, _LESS
+        return best

@@ -1,0 +1,200 @@
+"""plan_step(): the variant of each call, what each call copies, and when, for a goal of the whole step.
+
+    everything fits? ── yes ──▶ variant 0 for all calls, nothing offloaded
+        │ no
+    mixes of variants, by the LP bound of their joint program          mixes.py
+        │ the best few
+    keep or offload with solve() ──▶ slack ──▶ events ──▶ replay       a run: what will really happen
+        │ the best run                    └── above the budget: again, for one lower by the excess
+        │ counts a little higher and lower
+    solve() once more with more simulations ──▶ StepSolution
+        └─ nothing meets the budget ──▶ the run with the least peak, if that does ──▶ or BudgetError
+
+A slowdown is relative to variant 0 with everything kept. Time, peak and memory of a solution are those of the schedule that the
+runtime gets, so all that is lost to events and to ops that calls share is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from graphoffload.facts.goals import Goal, WithinSlowdown
+from graphoffload.facts.plan import Action
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.patience import Patience
+from graphoffload.planner.simulator import Timeline
+from graphoffload.planner.step.errors import step_infeasible
+from graphoffload.planner.step.events import CallSchedule, ReloadSteps
+from graphoffload.planner.step.facts import StepFacts, Variant
+from graphoffload.planner.step.joint import Joined, join_programs
+from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
+from graphoffload.planner.step.runs import Run, Runs
+
+__all__ = ["StepSolution", "plan_step"]
+
+_VALUES = (120, 600)
+_EVALUATIONS = (200, 1000)
+_FINALISTS = 4
+_QUICK = 40
+_RUNS = 60
+_MORE = 12
+_SHARES = (0.12, 0.06, 0.03, 0.0)
+_NEAR_BOUND = 1.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSolution:
+    """A plan of a training step.
+
+    Attributes:
+        chosen: the variant of each call. actions: by call and candidate of its variant.
+        timeline: of the joint program, with releases and reloads at the events of `calls`. Its `keep_time_s` is that of
+            `keep_timeline`, and its `recompute_s` what the chosen variants compute more.
+        keep_timeline: every call runs variant 0 and keeps everything.
+        lower_bound_s: no plan within the budgets is faster. lower_bound_peak_bytes: no plan within the slowdown is smaller.
+            None for the other goal, and where `StepFacts.bounds` is empty.
+        max_inflight_bytes: the window that the actions were found for; the counts of `calls` are what bounds it.
+        solver: who proposed the actions. calls: the schedule of each. reload_steps: places of the reload ops of each variant.
+    """
+
+    chosen: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    joined: Joined
+    timeline: Timeline
+    keep_timeline: Timeline
+    lower_bound_s: float | None
+    lower_bound_peak_bytes: int | None
+    max_inflight_bytes: int | None
+    solver: str
+    calls: tuple[CallSchedule, ...]
+    reload_steps: ReloadSteps
+
+    @property
+    def slowdown(self) -> float:
+        """Extra time relative to variant 0 with everything kept: 0.02 is 2 %."""
+        return self.timeline.slowdown
+
+
+def plan_step(
+    facts: StepFacts,
+    hardware: HardwareProfile,
+    goal: Goal,
+    *,
+    reserve_bytes: int = 0,
+    host_budget_bytes: int | None = None,
+    patience: Patience | None = None,
+) -> StepSolution:
+    """The best plan found for the step; the best until `patience` ends.
+
+    Args:
+        goal: KeepIfFits without bytes keeps everything; with bytes it is as MeetBudget.
+        reserve_bytes: come off a budget.
+
+    Raises:
+        BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
+    """
+    runs = Runs(facts, hardware, goal, reserve_bytes, host_budget_bytes, patience)
+    keep = runs.keep
+    fits = not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0)
+    if fits or not facts.calls:
+        return _solution(runs, keep)
+    best = _search(runs) or keep
+    if isinstance(goal, WithinSlowdown):
+        best = min((best, keep), key=runs.score)
+    elif runs.score(best)[0] > 0.0:
+        best = runs.least([choose(facts, mixes) for mixes in uniform(facts)])
+        if runs.score(best)[0] > 0.0:
+            raise step_infeasible(runs, best)
+    return _solution(runs, best)
+
+
+def _search(runs: Runs) -> Run | None:
+    """The best run: mixes by their bound, the best few as runs, then counts around the best. None: bounds exclude all mixes."""
+    facts = runs.facts
+    search = MixSearch(facts, runs.bound, most=runs.counts(runs.keep.joined, _VALUES), over=runs.over)
+    order = search.best()
+    if not order:
+        return None
+    most = _RUNS if len(facts.calls) <= ALL_MIXES else _FINALISTS
+    tried: dict[tuple[int, ...], Run] = {}
+
+    def run(mixes: Mixes) -> Run:
+        chosen = choose(facts, mixes)
+        if chosen not in tried:
+            tried[chosen] = runs.run(chosen, evaluations=_QUICK)
+        return tried[chosen]
+
+    mixes = _best_first(runs, search, order, run, most)
+    for share in _SHARES:
+        improved = True
+        while improved and len(tried) < most + _MORE and not runs.over():
+            if runs.near(run(mixes), search.seen.get(mixes), _NEAR_BOUND):
+                break
+            found = min((mixes, *neighbours(facts, mixes, share)), key=lambda found: runs.score(run(found)))
+            mixes, improved = found, found != mixes
+    best = run(mixes)
+    if runs.score(best)[0] > 0.0:
+        return best
+    return min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
+
+
+def _best_first(
+    runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int
+) -> Mixes:
+    """The mixes with the best of at most so many runs: a few that differ, then by their bounds, while one may be better."""
+    mixes = order[0]
+    best = runs.score(run(mixes))
+    looked = 1
+    for other in dict.fromkeys((*_distinct(order), *order)):
+        if looked >= most or runs.over():
+            break
+        if other == mixes or (best[0] <= 0.0 and search.seen[other] >= best[1]):
+            continue
+        looked += 1
+        score = runs.score(run(other))
+        if score < best:
+            mixes, best = other, score
+    return mixes
+
+
+def _distinct(order: Sequence[Mixes]) -> list[Mixes]:
+    """The best of each pair of variants in each layout, a few."""
+    found: dict[tuple[tuple[int, int, str], ...], Mixes] = {}
+    for mixes in order:
+        found.setdefault(tuple((mix.low, mix.high, mix.layout) for mix in mixes), mixes)
+    return list(found.values())[:_FINALISTS]
+
+
+def _solution(runs: Runs, run: Run) -> StepSolution:
+    actions: list[list[Action]] = [[] for _ in runs.facts.calls]
+    for (call, _), action in zip(run.joined.of, run.actions, strict=True):
+        actions[call].append(action)
+    time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
+    slowdown = isinstance(runs.goal, WithinSlowdown)
+    bound = time_s if run is runs.keep and not slowdown else _bound(runs)
+    again_s = max(0.0, run.timeline.keep_time_s - keep_s)
+    return StepSolution(
+        chosen=run.chosen,
+        actions=tuple(tuple(each) for each in actions),
+        joined=run.joined,
+        timeline=replace(run.timeline, keep_time_s=keep_s, recompute_s=again_s),
+        keep_timeline=runs.keep.timeline,
+        lower_bound_s=None if slowdown or bound is None else min(bound, time_s),
+        lower_bound_peak_bytes=int(min(bound, peak_bytes)) if slowdown and bound is not None else None,
+        max_inflight_bytes=run.window_bytes,
+        solver=run.solver,
+        calls=run.schedule.calls,
+        reload_steps=run.schedule.reload_steps,
+    )
+
+
+def _bound(runs: Runs) -> float | None:
+    """The LP relaxation of keep-all's programs with their chains, which allows what any mix of variants does."""
+    facts = runs.facts
+    if not facts.bounds:
+        return None
+    saved = [min(variant.saved_input_bytes for variant in variants) for variants in facts.graphs]
+    variants = [Variant("bound", frozenset(), facts.bounds[call.graph], saved[call.graph]) for call in facts.calls]
+    joined = join_programs(facts, variants)
+    return runs.relaxed(joined)

@@ -1,0 +1,353 @@
+"""A running step: the calls of compiled graphs from the first forward to the last backward, and what is seen of them.
+
+    forward    |f0|f1|...|fN|   loss   |bN|...|b1|b0|   optimizer   |f0| ...
+    StepRun    |<--------------------------------->|                |<--- the next one
+
+A run begins with the first forward after a backward, or after a forward that was dropped. While nothing is planned, a run is
+recorded: what is allocated at the start and the end of each forward and backward, how much of it our graphs hold, and when it
+was (`Mark`). A run that is planned follows its schedule (step/follow.py).
+
+A call knows its backward by hooks on its autograd node. The node holds the hooks, and the hooks hold the call: if they die
+before a backward came, the forward was dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from graphoffload.errors import RuntimeStateError
+from graphoffload.runtime.counters import COUNTERS
+from graphoffload.runtime.hooks import ACTIVE
+from graphoffload.runtime.layouts import empty
+from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
+from graphoffload.runtime.streams.copy_streams import DeviceStreams, streams_of
+from graphoffload.torch_internals import allocator, autograd
+from graphoffload.torch_internals.storages import expired
+
+Copy = Callable[[torch.Tensor, OffloadedTensor], Any]
+
+Event = tuple[str, int]
+"""What happens in a call: ("start", -1), or one of "offload", "release", "reload" and "wait" with the id of its transfer."""
+START: Event = ("start", -1)
+
+
+class Schedule(NamedTuple):
+    """What one call of a planned step does.
+
+    goes: ids that are copied to the host; the others stay. settle: after an event of forward, how many of the step's copies, in
+    the order in which they start, compute has waited for. prefetch: at an event of backward, the copies back that start, as
+    (call, id).
+    """
+
+    goes: frozenset[int]
+    settle: Mapping[Event, int]
+    prefetch: Mapping[Event, tuple[tuple[int, int], ...]]
+
+
+class Mark(NamedTuple):
+    """A moment of a recorded run: bytes allocated on the device, their peak so far, and the part that our graphs hold.
+
+    kind: "forward", "forward end", "backward", "backward end". event: of the compute stream, where there are streams. time_us:
+    of the wall clock, on the host.
+    """
+
+    kind: str
+    call: int
+    allocated_bytes: int
+    peak_bytes: int
+    ours_bytes: int
+    event: Any
+    time_us: int = 0
+
+
+class StepCall:
+    """One call of a compiled graph, from its forward to the end of its backward.
+
+    index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
+    without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
+    tensors that live, by id. inputs: addresses of the inputs that other graphs computed, in a recorded run. schedule: None
+    where nothing is planned for it.
+    """
+
+    __slots__ = (
+        "__weakref__", "began", "ended", "entries", "graph", "index", "inputs", "is_variant", "kept_bytes", "key", "run",
+        "schedule", "seen", "token", "variant",
+    )  # fmt: skip
+
+    planned = True
+
+    def __init__(self, run: StepRun, index: int, graph: int) -> None:
+        self.run, self.index, self.graph = run, index, graph
+        self.key = ""
+        self.variant = 0
+        self.kept_bytes = 0
+        self.inputs: tuple[int, ...] = ()
+        self.schedule: Schedule | None = None
+        self.entries: dict[int, OffloadedTensor] = {}
+        self.seen: set[int] = set()
+        self.began = self.ended = self.is_variant = False
+        self.token: weakref.ref[_Token] | None = None
+
+    @property
+    def dropped(self) -> bool:
+        """Whether no backward can come any more, and none came."""
+        return not self.began and self.token is not None and self.token() is None
+
+    def leave(self, entry: OffloadedTensor) -> None:
+        """A tensor of this call is closed: its pending source and its early copy are freed, each after its copy."""
+        with LOCK:
+            if entry.state is RELEASE_PENDING:
+                with contextlib.suppress(RuntimeStateError):  # nobody reads it any more
+                    entry.settle()
+                COUNTERS.released(entry.layout.nbytes)
+            elif entry.state is PREFETCHED:
+                self.run.drop(entry)
+            if self.entries.get(entry.id) is entry:
+                del self.entries[entry.id]
+            entry.call = None
+
+    def held_bytes(self) -> int:
+        """Device bytes that the call holds for its backward, other than inputs, which count as outside."""
+        entries = [entry for entry in list(self.entries.values()) if entry.id not in entry.run.inputs]
+        held = sum(e.layout.nbytes for e in entries if e.source is not None or e.target is not None)
+        return held + (0 if self.ended else self.kept_bytes)
+
+
+class _Token:
+    """Held by a call's autograd node alone."""
+
+    __slots__ = ("__weakref__", "call")
+
+    def __init__(self, call: StepCall) -> None:
+        self.call = call
+
+    def begin(self, *_: Any) -> None:
+        """The hook before its backward."""
+        self.call.run.backward_began(self.call)
+
+    def end(self, *_: Any) -> None:
+        """The hook after its backward."""
+        self.call.run.backward_ended(self.call)
+
+
+class StepRun:
+    """One run of a step on one device.
+
+    plan: what gives each call its schedule; None where nothing is planned. recording: moments are marked. watches: what the
+    allocator does is recorded as well; `changes` are found at the run's end.
+    copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
+    ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
+    aborted: an error ended it.
+    """
+
+    __slots__ = (
+        "aborted", "ahead", "calls", "changes", "copies", "ended", "marks", "off", "plan", "recording", "resident_bytes",
+        "room_bytes", "settled", "streams", "turned", "watches",
+    )  # fmt: skip
+
+    def __init__(
+        self, streams: DeviceStreams | None, *, recording: bool, watching: bool = False, plan: Any = None
+    ) -> None:
+        self.streams = streams
+        self.watches = watching and streams is not None and allocator.start()
+        self.changes: list[allocator.Change] = []
+        self.recording = recording
+        self.plan = plan
+        self.calls: list[StepCall] = []
+        self.marks: list[Mark] = []
+        self.copies: list[OffloadedTensor] = []
+        self.ahead: list[OffloadedTensor] = []
+        self.ended: list[int] = []
+        self.settled = self.resident_bytes = self.room_bytes = 0
+        self.turned = self.off = self.aborted = False
+
+    def begin(self, graph: int) -> StepCall:
+        """A forward of `graph` starts."""
+        call = StepCall(self, len(self.calls), graph)
+        self.calls.append(call)
+        if self.recording:
+            self._mark("forward", call)
+        return call
+
+    def forward_ended(self, call: StepCall, outputs: Any) -> None:
+        """Its outputs are there; its backward is watched from now on."""
+        node = autograd.compiled_node(outputs)
+        if node is not None:
+            token = _Token(call)
+            node.register_prehook(token.begin)
+            node.register_hook(token.end)
+            call.token = weakref.ref(token)
+        if self.recording:
+            self._mark("forward end", call)
+
+    def backward_began(self, call: StepCall) -> None:
+        """The backward of a call starts, in autograd's thread."""
+        call.began = True
+        if self.recording:
+            self._mark("backward", call)
+        self.turn()
+        self.start_early(call, START)
+
+    def backward_ended(self, call: StepCall) -> None:
+        """The backward of a call is issued."""
+        call.ended = True
+        self.ended.append(call.index)
+        if self.recording:
+            self._mark("backward end", call)
+            if call.index == 0 and self.streams is not None and len(self.calls) > 1:
+                self.streams.empty_cache()  # or an optimizer's first state lies in pieces of what activations left
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether each call had its one backward, in the reverse order of the forwards."""
+        return self.ended == list(range(len(self.calls) - 1, -1, -1))
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """The graphs of its calls."""
+        return tuple(call.graph for call in self.calls)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next forward belongs to another run: backward has begun, or the forward was dropped."""
+        return self.turned or self.aborted or not self.calls or self.calls[-1].dropped
+
+    def ours_bytes(self) -> int:
+        """Device bytes that the calls hold for their backwards."""
+        return sum(call.held_bytes() for call in self.calls)
+
+    def happened(self, call: StepCall, event: Event) -> None:
+        """An event of forward: settle the copies that the schedule has settled by now."""
+        if call.schedule is not None and not self.off:
+            count = call.schedule.settle.get(event)
+            if count is not None and count > self.settled:
+                self.settle(count)
+
+    def settle(self, count: int) -> None:
+        """Let compute wait for the first `count` copies of the step, and free their sources.
+
+        One whose release has not come is settled by the event of its release, which counts it as well.
+        """
+        with LOCK:
+            copies = self.copies
+            for entry in copies[self.settled : count]:
+                if entry.state is RELEASE_PENDING:
+                    self._settle_one(entry)
+            while self.settled < min(count, len(copies)) and copies[self.settled].state is not COPYING:
+                self.settled += 1
+
+    @staticmethod
+    def _settle_one(entry: OffloadedTensor) -> None:
+        source = entry.settle()
+        COUNTERS.released(entry.layout.nbytes)
+        if ACTIVE.release is not None and source is not None and entry.id not in entry.run.inputs:
+            ACTIVE.release(source, entry.name)
+
+    def leave_plan(self) -> None:
+        """The calls are not those of the plan: nothing stays pending from now on."""
+        self.off = True
+        self.settle(len(self.copies))
+
+    def turn(self) -> None:
+        """Forward is over: everything pending is settled."""
+        if not self.turned:
+            self.turned = True
+            self.settle(len(self.copies))
+
+    def start_early(self, call: StepCall, event: Event) -> None:
+        """An event of backward: start the copies back that the schedule starts here."""
+        if call.schedule is None or self.off:
+            return
+        wanted = call.schedule.prefetch.get(event)
+        if wanted is None:
+            return
+        with LOCK:
+            for index, id in wanted:
+                entry = self.calls[index].entries.get(id) if index < len(self.calls) else None
+                if entry is None or entry.reloads:  # a second backward of a retained graph asks by itself
+                    continue
+                if entry.streams is not None and not entry.streams.capturing():
+                    reload_early(entry, STEPS.copy_back, self.ahead)
+
+    def drop(self, entry: OffloadedTensor) -> None:
+        """An early copy that nobody asked for is freed, after the stream that owns its memory has waited for it."""
+        entry.drop_prefetched()
+        if entry in self.ahead:
+            self.ahead.remove(entry)
+
+    def finish(self) -> None:
+        """Another run begins: what is pending, or came back early without being asked for, is freed."""
+        if self.watches and self.streams is not None:
+            self.watches = False
+            self.changes = allocator.stop(self.streams.index)
+        with LOCK:
+            for entry in self.copies:
+                if entry.state is RELEASE_PENDING:
+                    with contextlib.suppress(RuntimeStateError):  # of a forward that was dropped
+                        self._settle_one(entry)
+            for entry in list(self.ahead):
+                if entry.state is PREFETCHED:
+                    self.drop(entry)
+            self.ahead.clear()
+            self.copies.clear()
+
+    def _mark(self, kind: str, call: StepCall) -> None:
+        allocated = peak = 0
+        event = None
+        if self.streams is not None:
+            allocated, peak = self.streams.allocated_bytes()
+            event = self.streams.timed_event()
+        self.marks.append(Mark(kind, call.index, allocated, peak, self.ours_bytes(), event, time.time_ns() // 1000))
+
+
+def reload_early(entry: OffloadedTensor, copy: Copy, ahead: list[OffloadedTensor]) -> bool:
+    """Start an entry's copy back before backward asks for it, and list it among those `ahead`; False if that cannot be."""
+    asked, layout, host = entry.run.asked.get(entry.id), entry.layout, entry.host
+    idle = entry.state is ON_HOST and host is not None and host.buffer is not None and host.written is not None
+    if asked is None or not idle or not entry.weak or expired(entry.weak):
+        return False
+    size, stride, dtype = asked
+    if dtype != layout.dtype or not layout.returns_as_it_lies(size, stride):
+        return False
+    try:
+        y = empty(size, stride, dtype, layout.device)
+    except torch.OutOfMemoryError:
+        return False
+    entry.prefetch(y, copy)
+    ahead.append(entry)
+    COUNTERS.prefetches += 1
+    return True
+
+
+class Steps(threading.local):
+    """This thread's runs, by device, and the call whose forward is running.
+
+    copy_back: `copy_back(y, entry)` starts a copy back to y; the ops set it, for all threads.
+    """
+
+    copy_back: Copy
+
+    def __init__(self) -> None:
+        self.runs: dict[torch.device, StepRun] = {}
+        self.call: StepCall | None = None
+
+    def of(self, device: torch.device) -> StepRun | None:
+        """The latest run on a device."""
+        return self.runs.get(device)
+
+    def start(self, device: torch.device, make: Callable[[DeviceStreams | None], StepRun]) -> StepRun:
+        """Another run on a device; the last one is finished."""
+        run = self.runs[device] = LATEST[device] = make(streams_of(device))
+        return run
+
+
+STEPS = Steps()
+LATEST: dict[torch.device, StepRun] = {}
+"""The run that began last on each device, for other threads."""

@@ -1,0 +1,110 @@
+"""A call of a planned step follows its schedule: what stays, what is waited for, and what comes back early.
+
+    forward    f0 |== x ===|           f1 |== y ===|S              x is released pending: nobody waits for its copy yet.
+                                                                   S: an event of f1 whose count covers x: compute waits for
+                                                                   x's copy, which is done by then, and x's memory is free
+    backward   b1 |... P ...|          b0 |T                       P: an event of b1 that starts x's copy back.
+                                                                   T: b0's reload takes what is there
+
+The runtime acts only where an op runs, or a backward starts. The schedule is made for these events (planner/step/events.py). A
+call that the plan does not expect puts the run off its plan: everything pending is waited for, and from then on each release
+waits for its own copy. That costs time, never a gradient. What stays is as in the schedule, or without one as far as there is
+plenty of memory.
+
+Sources that are pending are safe since nothing inside a linked graph reuses their memory (decision 6). Memory is freed only
+after the stream that owns it waits for the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from graphoffload.runtime.counters import COUNTERS
+from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, PREFETCHED, OffloadedTensor
+from graphoffload.runtime.step.calls import STEPS, StepCall
+
+
+def enter(entry: OffloadedTensor) -> bool:
+    """Make an offload part of the call that runs; False where no call was announced for its plan."""
+    call = STEPS.call
+    if call is None or call.key != entry.run.key or entry.id in call.seen:
+        return False
+    call.seen.add(entry.id)
+    call.entries[entry.id] = entry
+    entry.call = call
+    return True
+
+
+def stays(entry: OffloadedTensor, call: StepCall) -> bool:
+    """Whether an offload is skipped: the schedule says so, or nothing is planned and memory is plenty."""
+    streams, source = entry.streams, entry.source
+    if streams is None or not entry.run.linked or streams.capturing() or source is None:
+        return False
+    nbytes = entry.layout.nbytes
+    if source.untyped_storage().nbytes() != nbytes:  # a part would hold more than is counted
+        return False
+    run, schedule = call.run, call.schedule
+    if schedule is not None:
+        if entry.id in schedule.goes:
+            return False
+    elif entry.id in entry.run.inputs:
+        pass  # an unplanned call leaves its inputs where they are
+    elif not call.is_variant or run.resident_bytes + nbytes > run.room_bytes:
+        return False
+    else:
+        run.resident_bytes += nbytes
+    entry.let_stay(streams.compute())
+    return True
+
+
+def offloaded(entry: OffloadedTensor, call: StepCall) -> None:
+    """A copy to the host has started, or the tensor stays."""
+    if entry.state is COPYING:
+        call.run.copies.append(entry)
+    call.run.happened(call, ("offload", entry.id))
+
+
+def defers(entry: OffloadedTensor, call: StepCall) -> bool:
+    """Leave a release pending; False where the op has to wait for the copy itself."""
+    run, streams = call.run, entry.streams
+    if call.schedule is None or run.off or run.turned or streams is None or entry.host is None or entry.host.written is None:
+        return False
+    with LOCK:
+        entry.leave_release_pending(streams.compute())
+        COUNTERS.deferred += 1
+        run.happened(call, ("release", entry.id))
+    return True
+
+
+def take(
+    entry: OffloadedTensor, call: StepCall, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The tensor that came back early, if backward asks for it in this form and on this stream."""
+    return take_early(entry, call.run.ahead, call.run.drop, size, stride, dtype)
+
+
+def take_early(
+    entry: OffloadedTensor,
+    ahead: list[OffloadedTensor],
+    drop: Callable[[OffloadedTensor], None],
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Take what came back early off the list of those `ahead`; `drop` it if backward asks for another form or stream."""
+    streams = entry.streams
+    with LOCK:
+        y = entry.target
+        if entry.state is not PREFETCHED or y is None:
+            return None
+        fits = tuple(y.shape) == tuple(size) and y.stride() == tuple(stride) and y.dtype == dtype
+        if not fits or streams is None or streams.compute() is not entry.stream or streams.capturing():
+            drop(entry)
+            return None
+        if entry in ahead:
+            ahead.remove(entry)
+        entry.take_prefetched()
+    COUNTERS.prefetch_hits += 1
+    return y

@@ -1,0 +1,87 @@
+"""torch's CUDA allocator: what it did, allocation by allocation; when it fails; and how it gets memory from the driver.
+
+What it did is the only way to learn the peak of a part of a step without resetting the peak that users read.
+
+Seen in torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+_MOST = 2_000_000  # entries; a step of an 80-block model makes some 50,000
+
+
+def observe_failures(observer: Callable[[int, int, int, int], None]) -> None:
+    """Call `observer(device, bytes asked for, allocated, free)` before torch raises an out-of-memory error.
+
+    Without it: an error in eager code says nothing of the plan, and the next step is planned as before.
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(observer)
+
+
+class Change(NamedTuple):
+    """One allocation (bytes above 0) or one free, and when it was, in microseconds of the wall clock."""
+
+    time_us: int
+    nbytes: int
+
+
+def maps_by_pages() -> bool:
+    """Whether the user asked for expandable segments, or `map_by_pages` did."""
+    return bool(_asked) or "expandable_segments:true" in _settings().lower().replace(" ", "")
+
+
+def map_by_pages() -> bool:
+    """From now on, map device memory page by page; False where the user has said how, or torch cannot.
+
+    Freed blocks of different sizes then join, whatever they were cut from. Without it: tensors that are kept for backward cut
+    up what larger ones have left, and a loss finds no block in one piece where enough is free in all.
+    """
+    given = _settings()
+    if _asked or "expandable_segments" in given or torch.cuda.memory.get_allocator_backend() != "native":
+        return False
+    try:
+        torch.cuda.memory._set_allocator_settings(",".join(filter(None, (given, "expandable_segments:True"))))
+    except (RuntimeError, AttributeError):
+        return False
+    _asked.append(True)
+    return True
+
+
+_asked: list[bool] = []
+
+
+def _settings() -> str:
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") or os.environ.get("PYTORCH_ALLOC_CONF", "")
+
+
+def start() -> bool:
+    """Begin to record; False where somebody else records already, or torch cannot."""
+    enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    if enabled is None or not torch.cuda.is_available() or enabled():
+        return False
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=_MOST)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def stop(index: int) -> list[Change]:
+    """End recording; what was recorded of a device, oldest first."""
+    try:
+        traces = torch._C._cuda_memorySnapshot(None)["device_traces"]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    entries = traces[index] if index < len(traces) else []
+    signs = {"alloc": 1, "free_requested": -1}
+    return [Change(e["time_us"], signs[e["action"]] * e["size"]) for e in entries if e["action"] in signs]

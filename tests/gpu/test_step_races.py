@@ -1,0 +1,147 @@
+"""A planned step with copies delayed, compute lagging and freed memory overwritten: equal to the bit to the same schedule with
+synchronous copies; and with a wait left out on purpose, not equal."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu.races import AFTER, BEFORE, RANDOM, Disturbance, disturbances
+from torch import Tensor, nn
+
+import graphoffload
+from graphoffload.compiler.step_runs import OVERRIDE
+from graphoffload.errors import BudgetError
+from graphoffload.runtime import twin_copies
+from graphoffload.runtime.offloaded_tensors import OffloadedTensor
+from graphoffload.runtime.step.calls import STEPS
+
+DEVICE, BLOCKS, WIDTH, ROWS = "cuda", 6, 512, 2048
+REPEATS = 6
+SLOW_COPIES = Disturbance("slow copies", before_ms=5.0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def step(model: Model, seed: int) -> list[Tensor]:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def compiled(inner: str, budget: int | str) -> Model:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model().to(DEVICE)
+    options = {"device_budget": budget, "reserve": 0, "inner": inner, "min_tensor_bytes": 1, "hardware": "h200-sxm"}
+    for layer in model.layers:
+        layer.compile(backend="graphoffload", options=options)
+    return model
+
+
+def planned(inner: str) -> Model:
+    """A model whose step copies: at the least budget that an error names, and a little more."""
+    model = compiled(inner, torch.cuda.memory_allocated() + 2**20)
+    for seed in range(2):
+        step(model, seed)
+    with pytest.raises(BudgetError) as caught:
+        step(model, 2)
+    least = caught.value.least_bytes
+    assert least is not None
+    del caught  # its frames hold what the step computed
+    gc.collect()
+    graphoffload.set_budget(int(least * 1.02))
+    for seed in range(3):
+        step(model, seed)
+    run = STEPS.of(torch.device(DEVICE, torch.cuda.current_device()))
+    assert run is not None
+    assert run.plan is not None
+    assert any(call.schedule.goes for call in run.calls if call.schedule is not None), "the plan copies"
+    return model
+
+
+@pytest.fixture(autouse=True)
+def as_compiled() -> Iterator[None]:
+    """What one test sets is not for the next."""
+    yield
+    OVERRIDE.options, OVERRIDE.configs = {}, frozenset()
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_planned_step(inner: str) -> None:
+    model = planned(inner)
+    with twin_copies():
+        references = [step(model, seed) for seed in (0, 1)]
+    graphoffload.reset_stats()
+    for disturbance in (BEFORE, AFTER, RANDOM, SLOW_COPIES):
+        for repeat in range(REPEATS):
+            differ = disturbed(model, disturbance, repeat, references)
+            assert not differ, f"{disturbance.name}, repeat {repeat}: gradients {differ} differ"
+    stats = graphoffload.stats()
+    assert stats["deferred"] > 0
+    assert stats["offloads"] > 0
+
+
+def disturbed(model: Model, disturbance: Disturbance, repeat: int, references: list[list[Tensor]]) -> list[int]:
+    """Gradients that differ from the twin's."""
+    with disturbances(disturbance, seed=repeat):
+        found = step(model, repeat % 2)
+        torch.cuda.synchronize()
+    pairs = zip(found, references[repeat % 2], strict=True)
+    return [at for at, (got, expected) in enumerate(pairs) if not torch.equal(got, expected)]
+
+
+@contextlib.contextmanager
+def without(event: str) -> Iterator[None]:
+    """One event of offloaded tensors does not wait for its copy."""
+    original = getattr(OffloadedTensor, event)
+
+    def careless(self: OffloadedTensor, *args: object, **kwargs: object) -> object:
+        host, self.host = self.host, None
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.host = host
+
+    with mock.patch.object(OffloadedTensor, event, careless):
+        yield
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("event", ["settle", "wait"])
+def test_a_planned_step_that_does_not_wait_shows(event: str) -> None:
+    model = planned("aot_eager")
+    with twin_copies():
+        references = [step(model, seed) for seed in (0, 1)]
+    assert not disturbed(model, SLOW_COPIES, 0, references)
+    with without(event):
+        assert any(disturbed(model, SLOW_COPIES, repeat, references) for repeat in range(REPEATS)), f"nothing noticed {event}"
+    torch.cuda.synchronize()
+    assert not disturbed(model, SLOW_COPIES, 0, references)
