@@ -99,14 +99,14 @@ _TENSORS: dict[str, Callable[[Tensor], int]] = {
 }
 
 
-def unmade_state_bytes() -> int:
-    """Device bytes of state that the optimizers of this process are still to make."""
+def unmade_state_bytes(device: torch.device) -> int:
+    """Bytes of state that the optimizers of this process are still to make on a device."""
     return sum(
         _bytes_by(optimizer, group, parameter)
         for optimizer in _optimizers()
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.requires_grad
+        if parameter.requires_grad and parameter.device == device
     )
 
 

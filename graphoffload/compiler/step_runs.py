@@ -244,7 +244,8 @@ def _config(graph: Dispatched) -> OffloadConfig:
 def _asked(graph: Dispatched, known: _Known) -> tuple[Asked, Limits]:
     config = _config(graph)
     limits = resolve_limits(config, graph.graph.inputs)
-    reserve = unmade_state_bytes() if config.reserve == "auto" else limits.reserve_bytes
+    counts = config.reserve == "auto" and graph.device.type == "cuda"
+    reserve = unmade_state_bytes(graph.device) if counts else limits.reserve_bytes
     budget = limits.device_budget_bytes
     if not limits.explicit and graph.device.type == "cuda":
         budget = device_budget_now(graph.device, reserve, of_a_step=True)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import graphoffload
 from graphoffload.compiler import compile_variant
 from graphoffload.compiler import device_limits as limits
-from graphoffload.compiler.optimizer_state import state_bytes
+from graphoffload.compiler.optimizer_state import state_bytes, unmade_state_bytes
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.session import CompileSession
 from graphoffload.facts.limits import Limits
@@ -311,3 +311,14 @@ def test_explain_says_what_it_leaves_out() -> None:
     del optimizer
     assert "not counted" not in str(graphoffload.explain(model, backend(reserve=0).config)(x))
     assert "not counted" not in str(graphoffload.explain(model, backend(hardware="cpu").config)(x)), "nothing to fit"
+
+
+def test_state_on_another_device_is_not_to_come_here() -> None:
+    here, there = torch.nn.Parameter(torch.zeros(1024)), torch.nn.Parameter(torch.zeros(4096, device="meta"))
+    optimizer = torch.optim.AdamW([here, there])
+    before = unmade_state_bytes(torch.device("cpu"))
+    assert before >= 2 * 4096
+    assert unmade_state_bytes(torch.device("meta")) >= 2 * 4 * 4096
+    here.grad = torch.ones_like(here)
+    optimizer.step()
+    assert before - unmade_state_bytes(torch.device("cpu")) >= 2 * 4096, "it is there now"
