@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphoffload.compiler.dispatch import GRAPHS
-from graphoffload.compiler.step_runs import OVERRIDE
+from graphoffload.compiler.override import OVERRIDE
 from graphoffload.errors import ConfigError
 from graphoffload.log import say
 from graphoffload.options.config import OffloadConfig

@@ -92,7 +92,8 @@ def untrained(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCon
 def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
     """Compile a graph; `recipe`: None for a plan of its own."""
     config, limits = graph.config, graph.limits
-    extra = f"{limits.quantised()} {graph.device_name} {'' if recipe is None else recipe.identity}"
+    variant = "" if recipe is None else f"{recipe.identity} {graph.activations}"
+    extra = f"{limits.quantised()} {graph.device_name} {variant}"
     base = graph_key(graph.module, config, extra=extra)
     known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
     session = graph.session(known.key if known is not None else new_key(base), "run", recipe)

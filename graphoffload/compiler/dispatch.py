@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, traced_only
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.optimizer_state import share_of_trained
+from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.pipeline import analyse
 from graphoffload.compiler.recipes import variants_of
 from graphoffload.compiler.request import Request
@@ -34,7 +35,7 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
 from graphoffload.runtime.step.calls import STEPS, StepRun
-from graphoffload.torch_internals import partitioning
+from graphoffload.torch_internals import partitioning, storages
 from graphoffload.torch_internals.dynamo import Retraceable
 from graphoffload.torch_internals.partitioning import CustomPartitionerFn
 
@@ -68,6 +69,7 @@ class Dispatched:
         self.graph = replace(graph, module=again.graph, inputs=again.inputs)  # real inputs would live on
         self.again, self.first = again, first
         self.number = next(_numbers)
+        self.version = OVERRIDE.version  # what was asked for before is not news to this graph
         self.device = _device(again.inputs)
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
@@ -140,7 +142,7 @@ class Dispatched:
         call.is_variant = compiled.plan is not None and bool(compiled.plan.variant)
         if run.recording:
             given = args[0] if len(args) == 1 and isinstance(args[0], list) else args
-            call.inputs = tuple(given[at].data_ptr() for at in self.graph.activations)
+            call.inputs = tuple(storages.lasting(given[at].untyped_storage()) for at in self.graph.activations)
         before, STEPS.call = STEPS.call, call
         try:
             outputs = compiled.function(*args)

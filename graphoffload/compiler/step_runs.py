@@ -25,6 +25,7 @@ import torch
 from graphoffload.compiler.device_limits import device_budget_now, resolve_limits
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.optimizer_state import unmade_state_bytes
+from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, shifted
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
@@ -50,22 +51,6 @@ _RETRIED = 3  # runs in a row: the first ones after a plan find the memory of ot
 _SEQUENCES = 64  # that are remembered, the latest
 _WINDOW = 64  # runs; a warning, if more than half of them were not the sequence that was planned
 _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
-
-
-class Override:
-    """What graphoffload.set_budget or set_slowdown asked for, instead of what was compiled with; `version` counts them.
-
-    configs: digests of the configurations that it stands for, those of all graphs at that time. A model that is compiled later
-    with other options keeps to those.
-    """
-
-    def __init__(self) -> None:
-        self.options: dict[str, Any] = {}
-        self.configs: frozenset[str] = frozenset()
-        self.version = 0
-
-
-OVERRIDE = Override()
 
 
 @dataclass(slots=True)
@@ -179,7 +164,7 @@ def _learn(device: torch.device, run: StepRun) -> None:
     _PLANNER.last[device] = sequence
     for key in [key for key in _PLANNER.known if any(number not in GRAPHS for number in key[1])]:
         del _PLANNER.known[key]  # its model is gone
-    known = _PLANNER.known.setdefault((device, sequence), _Known(sequence))
+    known = _PLANNER.known.setdefault((device, sequence), _Known(sequence, version=min(GRAPHS[n].version for n in sequence)))
     _PLANNER.known.move_to_end((device, sequence))
     if len(_PLANNER.known) > _SEQUENCES:
         _PLANNER.known.popitem(last=False)

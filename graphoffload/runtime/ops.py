@@ -159,8 +159,10 @@ def release(x: torch.Tensor, handle: torch.Tensor, plan: str, id: int) -> None:
         return
     if entry.call is not None and between.defers(entry):
         return
-    entry.release()
-    COUNTERS.released(nbytes)
+    try:
+        entry.release()
+    finally:
+        COUNTERS.released(nbytes)
     if entry.call is not None:
         between.released(entry)
     if ACTIVE.release is not None and id not in entry.run.inputs:

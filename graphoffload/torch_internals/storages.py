@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -26,3 +27,11 @@ free_weak_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 owners: Callable[[int], int] = torch._C._storage_Use_Count
 """How many own the storage with this identity. Without it: memory that stayed on the device is copied, not handed back."""
+
+
+def lasting(storage: torch.UntypedStorage) -> Any:
+    """What a storage is known by, also when it is gone: no other one is equal to it. Without it: an address that is used again
+    is taken for the same memory."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(storage)

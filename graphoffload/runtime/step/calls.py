@@ -72,7 +72,7 @@ class StepCall:
 
     index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
     without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
-    tensors that live, by id. inputs: addresses of the inputs that other graphs computed, in a recorded run. schedule: None
+    tensors that live, by id. inputs: memory of the inputs that other graphs computed, in a recorded run. schedule: None
     where nothing is planned for it.
     """
 
@@ -88,7 +88,7 @@ class StepCall:
         self.key = ""
         self.variant = 0
         self.kept_bytes = 0
-        self.inputs: tuple[int, ...] = ()
+        self.inputs: tuple[Any, ...] = ()
         self.schedule: Schedule | None = None
         self.entries: dict[int, OffloadedTensor] = {}
         self.seen: set[int] = set()
@@ -245,8 +245,10 @@ class StepRun:
 
     @staticmethod
     def _settle_one(entry: OffloadedTensor) -> None:
-        source = entry.settle()
-        COUNTERS.released(entry.layout.nbytes)
+        try:
+            source = entry.settle()
+        finally:
+            COUNTERS.released(entry.layout.nbytes)
         if ACTIVE.release is not None and source is not None and entry.id not in entry.run.inputs:
             ACTIVE.release(source, entry.name)
 
