@@ -110,7 +110,8 @@ def next_run(graph: Dispatched) -> StepRun:
     device, last = graph.device, STEPS.of(graph.device)
     watch()
     shortage = shortage_of(device)
-    if last is not None:
+    if last is not None and not last.learnt:  # an error of planning below comes back here with the same run
+        last.learnt = True
         last.finish()
         if shortage is not None and last.plan is not None:
             _learn_shortage(device, last, shortage)

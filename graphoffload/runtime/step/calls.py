@@ -81,8 +81,6 @@ class StepCall:
         "schedule", "seen", "token", "variant",
     )  # fmt: skip
 
-    planned = True
-
     def __init__(self, run: StepRun, index: int, graph: int) -> None:
         self.run, self.index, self.graph = run, index, graph
         self.key = ""
@@ -144,12 +142,12 @@ class StepRun:
     allocator does is recorded as well; `changes` are found at the run's end.
     copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
-    aborted: an error ended it.
+    aborted: an error ended it. learnt: it is over, and what it taught is known.
     """
 
     __slots__ = (
-        "aborted", "ahead", "calls", "changes", "copies", "ended", "marks", "off", "plan", "recording", "resident_bytes",
-        "room_bytes", "settled", "streams", "turned", "watches",
+        "aborted", "ahead", "calls", "changes", "copies", "ended", "learnt", "marks", "off", "plan", "recording",
+        "resident_bytes", "room_bytes", "settled", "streams", "turned", "watches",
     )  # fmt: skip
 
     def __init__(
@@ -166,7 +164,7 @@ class StepRun:
         self.ahead: list[OffloadedTensor] = []
         self.ended: list[int] = []
         self.settled = self.resident_bytes = self.room_bytes = 0
-        self.turned = self.off = self.aborted = False
+        self.turned = self.off = self.aborted = self.learnt = False
 
     def begin(self, graph: int) -> StepCall:
         """A forward of `graph` starts."""
@@ -345,7 +343,7 @@ class Steps(threading.local):
         return self.runs.get(device)
 
     def start(self, device: torch.device, make: Callable[[DeviceStreams | None], StepRun]) -> StepRun:
-        """Another run on a device; the last one is finished."""
+        """Another run on a device; whoever starts it has finished the last one."""
         run = self.runs[device] = LATEST[device] = make(streams_of(device))
         return run
 
