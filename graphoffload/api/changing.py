@@ -49,7 +49,7 @@ def set_slowdown(max_slowdown: float) -> None:
 def _set(**options: Any) -> None:
     OffloadConfig().with_options(**options)  # says what is wrong with a number at once
     if not GRAPHS:
-        alone = "what is compiled was planned as one graph, and one graph is not planned again" if registry.last_plans() else ""
+        alone = "what is compiled cannot be planned again, such as graphs under CUDA graphs" if registry.last_plans() else ""
         raise ConfigError(
             f"nothing can be planned for {options} yet: {alone or 'no graph was compiled by graphoffload so far'}. Give the "
             'number where the model is compiled, as in model.compile(backend="graphoffload", options={"device_budget": ...}).'

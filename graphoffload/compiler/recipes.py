@@ -100,10 +100,10 @@ def variants_of(work: Work) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Pr
     """The family of a graph, least recomputation first; the recipe of each; keep-all with its recompute chains, whose LP
     relaxation bounds every choice; and the bytes of each variant's activations that are inputs."""
     keep = instance_of(work)
-    recipes = [EVERYTHING_KEPT, *_between(work, keep), replace(SMALLEST)]
+    recipes = [EVERYTHING_KEPT, *_between(work, keep), SMALLEST]
     variants, chosen, inputs, seen = [], [], [], set()
     for recipe in recipes:
-        again = replace(work, notes=[*work.notes], table=work.table, chains=dict(work.chains))
+        again = replace(work, notes=[*work.notes])
         first = _first_actions(again, recipe)
         recomputes = frozenset(name for name, action in first.items() if action == "recompute")
         if recomputes in seen:
