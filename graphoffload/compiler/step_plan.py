@@ -70,12 +70,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a step is planned for. budget_bytes: as the user gave it; None: what fits."""
+    """What a step is planned for. budget_bytes: as the user gave it; None: what fits. or_least: where nothing meets the goal,
+    the plan that takes least is as good."""
 
     goal: Goal
     reserve_bytes: int = 0
     host_budget_bytes: int | None = None
     budget_bytes: int | None = None
+    or_least: bool = False
 
 
 def make_step_plan(
@@ -87,7 +89,7 @@ def make_step_plan(
         graphs: in the order of `facts.graphs`. runs: the plan is to run, so that host memory is taken for it; else only shown.
 
     Raises:
-        BudgetError: no plan of the step meets the budget.
+        BudgetError: no plan of the step meets the budget, and the least one is not as good.
         ShapeGuardError: a variant would hold for fewer sizes than its graph is called with.
     """
     begun = time.perf_counter()
@@ -99,6 +101,7 @@ def make_step_plan(
         reserve_bytes=asked.reserve_bytes,
         host_budget_bytes=asked.host_budget_bytes,
         patience=Patience("step"),
+        or_least=asked.or_least,
     )
     planned_s = time.perf_counter() - begun
     if runs:

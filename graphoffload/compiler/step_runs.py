@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ from graphoffload.compiler.device_limits import device_budget_now, resolve_limit
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.optimizer_state import unmade_state_bytes
 from graphoffload.compiler.override import OVERRIDE
+from graphoffload.compiler.step_again import GOAL_WAS_SET, Known, learn_shortage, why_again
 from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, shifted
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.log import say
-from graphoffload.monitor.step_memory import Shortage, shortage_of, watch
+from graphoffload.monitor.step_memory import shortage_of, watch
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts
 from graphoffload.runtime.step.calls import STEPS, StepRun
@@ -41,49 +42,10 @@ from graphoffload.torch_internals.dynamo import ShapeGuardError
 from graphoffload.units import format_bytes
 
 _RECORDED = 2  # runs of a sequence before it is planned: the first one compiles and warms up
-_SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory outside may differ from what was planned with
-_FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with less to be given up
 _ROOMY = 0.9  # of the memory: what needs no more has no trouble with memory in pieces
-_FREED_RUNS = 8  # in a row: between the microbatches of one step, gradients come and go
-_WARM = 2  # runs of a plan that compile its backwards
-_EXCESS_BYTES = 64 * 2**20
-_RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
 _SEQUENCES = 64  # that are remembered, the latest
 _WINDOW = 64  # runs; a warning, if more than half of them were not the sequence that was planned
 _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
-
-
-@dataclass(slots=True)
-class _Known:
-    """What is known of one sequence.
-
-    sequence: its graphs. after: the sequence that followed it last time. runs: recorded, until they are `facts`. plan: once
-    there is one. asked: what the plan is for.
-    fixed: nothing is planned until something else is asked for. alone: it is one call of a graph that has a plan of its own.
-    version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
-    start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
-    retries: how often the allocator had to give memory back to serve an allocation; retried: runs in a row that it had to.
-    peak_bytes: torch's, at the last start of a run; followed: runs under the present plan.
-    freed: runs in a row with much less outside than it was planned with.
-    """
-
-    sequence: tuple[int, ...]
-    after: tuple[int, ...] = ()
-    runs: list[StepRun] = field(default_factory=list)
-    facts: StepFacts | None = None
-    plan: StepPlan | None = None
-    asked: Asked | None = None
-    fixed: bool = False
-    alone: bool = False
-    version: int = 0
-    taken_bytes: int = 0
-    start_bytes: int = 0
-    planned_bytes: int = 0
-    retries: int = 0
-    retried: int = 0
-    peak_bytes: int = 0
-    followed: int = 0
-    freed: int = 0
 
 
 class _Planner(threading.local):
@@ -91,7 +53,7 @@ class _Planner(threading.local):
     of the latest runs went by a plan; irregular runs in a row."""
 
     def __init__(self) -> None:
-        self.known: OrderedDict[tuple[torch.device, tuple[int, ...]], _Known] = OrderedDict()
+        self.known: OrderedDict[tuple[torch.device, tuple[int, ...]], Known] = OrderedDict()
         self.went_as_planned: deque[bool] = deque(maxlen=_WINDOW)
         self.last: dict[torch.device, tuple[int, ...]] = {}
         self.irregular = 0
@@ -114,7 +76,8 @@ def next_run(graph: Dispatched) -> StepRun:
         last.learnt = True
         last.finish()
         if shortage is not None and last.plan is not None:
-            _learn_shortage(device, last, shortage)
+            for short in [known for known in _PLANNER.known.values() if known.plan is last.plan]:
+                learn_shortage(short, shortage.lacking_bytes)
         elif last.turned:
             _learn(device, last)
     known = _expected(device, graph.number)
@@ -126,10 +89,10 @@ def next_run(graph: Dispatched) -> StepRun:
             known.fixed = False
     if known is not None and not known.fixed:
         if known.plan is None and known.facts is not None:
-            _plan(known, device, "another goal was set")
+            _plan(known, device, GOAL_WAS_SET)
         elif known.plan is None and len(known.runs) >= _RECORDED:
             _plan(known, device, "")
-        elif known.plan is not None and (why := _why_again(known, device)):
+        elif known.plan is not None and (why := why_again(known, device, last)):
             _plan(known, device, why)
     plan = None if known is None else known.plan
     recording = known is None or (known.plan is None and not known.fixed)
@@ -139,7 +102,7 @@ def next_run(graph: Dispatched) -> StepRun:
     return run
 
 
-def _expected(device: torch.device, number: int) -> _Known | None:
+def _expected(device: torch.device, number: int) -> Known | None:
     """The sequence that is expected to begin with this graph: what followed the last one the time before, the last one again,
     or the latest."""
     last = _PLANNER.last.get(device, ())
@@ -165,7 +128,7 @@ def _learn(device: torch.device, run: StepRun) -> None:
     _PLANNER.last[device] = sequence
     for key in [key for key in _PLANNER.known if any(number not in GRAPHS for number in key[1])]:
         del _PLANNER.known[key]  # its model is gone
-    known = _PLANNER.known.setdefault((device, sequence), _Known(sequence, version=min(GRAPHS[n].version for n in sequence)))
+    known = _PLANNER.known.setdefault((device, sequence), Known(sequence, version=min(GRAPHS[n].version for n in sequence)))
     _PLANNER.known.move_to_end((device, sequence))
     if len(_PLANNER.known) > _SEQUENCES:
         _PLANNER.known.popitem(last=False)
@@ -208,14 +171,6 @@ def _count_irregular(run: StepRun) -> None:
     )
 
 
-def _learn_shortage(device: torch.device, run: StepRun, shortage: Shortage) -> None:
-    """A planned run had too little memory: the next one is planned with less."""
-    known = next((k for k in _PLANNER.known.values() if k.plan is run.plan), None)
-    if known is not None:
-        known.taken_bytes += shortage.lacking_bytes
-        known.version = -1
-
-
 def _graphs(sequence: Sequence[int]) -> list[Dispatched]:
     """The graphs of a sequence, each once, in the order of their first calls."""
     return [GRAPHS[number] for number in dict.fromkeys(sequence)]
@@ -227,7 +182,7 @@ def _config(graph: Dispatched) -> OffloadConfig:
     return config.with_options(**OVERRIDE.options) if config.digest() in OVERRIDE.configs else config
 
 
-def _asked(graph: Dispatched, known: _Known) -> tuple[Asked, Limits]:
+def _asked(graph: Dispatched, known: Known) -> tuple[Asked, Limits]:
     config = _config(graph)
     limits = resolve_limits(config, graph.graph.inputs)
     counts = config.reserve == "auto" and graph.device.type == "cuda"
@@ -243,59 +198,6 @@ def _asked(graph: Dispatched, known: _Known) -> tuple[Asked, Limits]:
     elif limits.explicit and budget is not None:
         goal = MeetBudget(budget)
     return Asked(goal, reserve, limits.host_budget_bytes, limits.device_budget_bytes if limits.explicit else None), limits
-
-
-def _why_again(known: _Known, device: torch.device) -> str:
-    """What changed since a step was planned, in words; "" if it is as it was."""
-    plan, asked, streams = known.plan, known.asked, _streams(device)
-    assert plan is not None
-    assert asked is not None
-    if known.version != OVERRIDE.version:
-        return "less memory after an error" if known.version < 0 else "another goal was set"
-    if streams is None:
-        return ""
-    (allocated, peak_bytes), retries = streams.allocated_bytes(), streams.retries()
-    more = allocated - known.planned_bytes
-    grown, known.peak_bytes, known.followed = peak_bytes > known.peak_bytes, peak_bytes, known.followed + 1
-    known.retried = known.retried + 1 if retries > known.retries else 0
-    if asked.budget_bytes is None and known.retried >= _RETRIED:
-        known.retries, known.retried = retries, 0
-        known.taken_bytes += int(_SAME_SHARE * (asked.goal.device_budget_bytes or 0))
-        return "the allocator had to give back what it caches in the middle of a step"
-    known.retries = retries
-    if asked.goal.device_budget_bytes is None:
-        return ""
-    excess = peak_bytes - asked.goal.device_budget_bytes
-    if grown and known.followed > _WARM and excess > _EXCESS_BYTES:  # else it was another step's, or of compiling
-        known.taken_bytes += excess
-        return _exceeded(asked, plan, excess)
-    budget = asked.goal.device_budget_bytes
-    if asked.budget_bytes is None and device.type == "cuda":
-        budget = min(budget, device_budget_now(device, of_a_step=True) - known.taken_bytes)
-    same = max(_SAME_BYTES, int(_SAME_SHARE * budget))
-    peak = plan.solution.timeline.peak_bytes + more
-    if more > same and peak > budget:
-        return f"{format_bytes(more)} more are allocated outside"
-    if peak > budget + same:
-        return f"{format_bytes(peak - budget)} less are free on the device"
-    known.freed = known.freed + 1 if -more > max(same, _FREED_SHARE * budget) else 0
-    if known.freed >= _FREED_RUNS and plan.solution.slowdown > UNMEASURABLE:
-        return f"{format_bytes(-more)} less are allocated outside"
-    return ""
-
-
-def _exceeded(asked: Asked, plan: StepPlan, excess_bytes: int) -> str:
-    """Why a step above its budget is planned again; with a warning where the budget was given."""
-    if asked.budget_bytes is not None:
-        predicted = format_bytes(plan.solution.timeline.peak_bytes)
-        warn(
-            BudgetExceededWarning,
-            f"device_budget={format_bytes(asked.budget_bytes)} was exceeded by {format_bytes(excess_bytes)} in the last step, "
-            f"whose peak was predicted to be {predicted}. The step is planned again with that much less. Nothing has to be "
-            "done unless this comes again; then give a budget that is smaller by it.",
-            stacklevel=6,
-        )
-    return f"the last step took {format_bytes(excess_bytes)} more than its budget"
 
 
 def _is_tight(facts: StepFacts, asked: Asked, device: torch.device) -> bool:
@@ -315,7 +217,7 @@ def _streams(device: torch.device) -> Any:
     return None if run is None else run.streams
 
 
-def _found_facts(known: _Known, graphs: list[Dispatched], limits: Limits) -> bool:
+def _found_facts(known: Known, graphs: list[Dispatched], limits: Limits) -> bool:
     """Make facts of what was recorded; False where a graph cannot be traced again."""
     try:
         drop_shared_inputs(known.runs[-1], graphs)
@@ -328,7 +230,7 @@ def _found_facts(known: _Known, graphs: list[Dispatched], limits: Limits) -> boo
     return True
 
 
-def _give_up(known: _Known, error: Exception) -> None:
+def _give_up(known: Known, error: Exception) -> None:
     """A graph of the step cannot be compiled again: it goes on as it was compiled first."""
     known.plan, known.fixed, known.runs = None, True, []
     remedy = " Compile with dynamic=False." if isinstance(error, ShapeGuardError) else ""
@@ -336,10 +238,11 @@ def _give_up(known: _Known, error: Exception) -> None:
     warn(StepNotPlannedWarning, text, stacklevel=5)
 
 
-def _plan(known: _Known, device: torch.device, why: str) -> None:
+def _plan(known: Known, device: torch.device, why: str) -> None:
     """Plan a step from what is known of it; `why` it is planned again."""
     graphs = _graphs(known.sequence)
     asked, limits = _asked(graphs[0], known)
+    may_exceed = why not in ("", GOAL_WAS_SET)  # training goes on: what was met once is no error later
     if known.facts is None and not _found_facts(known, graphs, limits):
         return
     assert known.facts is not None
@@ -355,7 +258,7 @@ def _plan(known: _Known, device: torch.device, why: str) -> None:
         asked, limits = _asked(graphs[0], known)
         known.asked = asked
     try:
-        known.plan = make_step_plan(known.sequence, graphs, facts, asked)
+        known.plan = make_step_plan(known.sequence, graphs, facts, replace(asked, or_least=may_exceed))
     except BudgetError as error:
         known.plan, known.fixed = None, True
         if limits.explicit:
@@ -368,3 +271,22 @@ def _plan(known: _Known, device: torch.device, why: str) -> None:
     if streams is not None and (before is None or before.calls != known.plan.calls):
         streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones
     say(known.plan.summary + (f"; planned again: {why}" if why else ""))
+    if may_exceed:
+        _warn_of_excess(known.plan, asked, why)
+
+
+def _warn_of_excess(plan: StepPlan, asked: Asked, why: str) -> None:
+    """Name what is missing where a plan that is made again takes more than its budget."""
+    budget, least_bytes = asked.goal.device_budget_bytes, plan.solution.timeline.peak_bytes + asked.reserve_bytes
+    if budget is None or isinstance(asked.goal, WithinSlowdown) or least_bytes <= budget:
+        return
+    missing = least_bytes - budget
+    given = f"device_budget={format_bytes(asked.budget_bytes)}" if asked.budget_bytes is not None else "what the device has"
+    remedy = "Free memory outside" if asked.budget_bytes is None else f"Give {format_bytes(asked.budget_bytes + missing)}"
+    warn(
+        BudgetExceededWarning,
+        f"no plan of the training step meets {given} any more, since {why}. The step goes on by the plan that takes least, "
+        f"whose peak is {format_bytes(least_bytes)}: {format_bytes(missing)} too much. {remedy}, or make the batch or sequence "
+        "smaller.",
+        stacklevel=4,
+    )

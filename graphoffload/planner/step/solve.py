@@ -84,12 +84,13 @@ def plan_step(
     reserve_bytes: int = 0,
     host_budget_bytes: int | None = None,
     patience: Patience | None = None,
+    or_least: bool = False,
 ) -> StepSolution:
     """The best plan found for the step; the best until `patience` ends.
 
     Args:
         goal: KeepIfFits without bytes keeps everything; with bytes it is as MeetBudget.
-        reserve_bytes: come off a budget.
+        reserve_bytes: come off a budget. or_least: where no plan is within the budget, the one that takes least is returned.
 
     Raises:
         BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
@@ -104,7 +105,7 @@ def plan_step(
         best = min((best, keep), key=runs.score)
     elif runs.score(best)[0] > 0.0:
         best = runs.least([choose(facts, mixes) for mixes in uniform(facts)])
-        if runs.score(best)[0] > 0.0:
+        if runs.score(best)[0] > 0.0 and not or_least:
             raise step_infeasible(runs, best)
     return _solution(runs, best)
 
