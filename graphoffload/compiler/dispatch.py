@@ -73,6 +73,7 @@ class Dispatched:
         self.device = _device(again.inputs)
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
+        self._lacking_bytes = 0
         GRAPHS[self.number] = self
 
     @property
@@ -107,14 +108,20 @@ class Dispatched:
             self._compiled[recipe.identity] = compiled
         return compiled
 
-    def plan_alone(self, config: OffloadConfig) -> None:
+    def plan_alone(self, config: OffloadConfig, lacking_bytes: int = 0) -> None:
         """Run under a plan of its own for another configuration, from now on: as it was compiled before, or now.
+
+        Args:
+            lacking_bytes: device memory that was missing, and is left free by this plan and those after it.
 
         Raises:
             BudgetError: no plan meets the budget.
         """
+        self._lacking_bytes += lacking_bytes
         limits = resolve_limits(config, self.again.inputs)
         limits = replace(limits, downstream=self.graph.limits.downstream)
+        if limits.device_budget_bytes is not None:
+            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - self._lacking_bytes)
         name = f"alone {config.digest()} {limits.quantised()}"
         compiled = self._compiled.get(name)
         if compiled is None:

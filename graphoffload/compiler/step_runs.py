@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from graphoffload.compiler.device_limits import device_budget_now, resolve_limits
+from graphoffload.compiler.device_limits import device_budget_now, map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.optimizer_state import unmade_state_bytes
 from graphoffload.compiler.override import OVERRIDE
@@ -37,12 +37,10 @@ from graphoffload.monitor.step_memory import shortage_of, watch
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts
 from graphoffload.runtime.step.calls import STEPS, StepRun
-from graphoffload.torch_internals import allocator
 from graphoffload.torch_internals.dynamo import ShapeGuardError
 from graphoffload.units import format_bytes
 
 _RECORDED = 2  # runs of a sequence before it is planned: the first one compiles and warms up
-_ROOMY = 0.9  # of the memory: what needs no more has no trouble with memory in pieces
 _SEQUENCES = 64  # that are remembered, the latest
 _WINDOW = 64  # runs; a warning, if more than half of them were not the sequence that was planned
 _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
@@ -72,12 +70,15 @@ def next_run(graph: Dispatched) -> StepRun:
     device, last = graph.device, STEPS.of(graph.device)
     watch()
     shortage = shortage_of(device)
+    lacking = 0 if shortage is None else shortage.lacking_bytes
     if last is not None and not last.learnt:  # an error of planning below comes back here with the same run
         last.learnt = True
         last.finish()
-        if shortage is not None and last.plan is not None:
+        if lacking and last.plan is not None:
             for short in [known for known in _PLANNER.known.values() if known.plan is last.plan]:
-                learn_shortage(short, shortage.lacking_bytes)
+                learn_shortage(short, lacking)
+        elif lacking and [call.graph for call in last.calls] == [graph.number] and not graph.is_variant:
+            _plan_alone_with_less(graph, lacking)
         elif last.turned:
             _learn(device, last)
     known = _expected(device, graph.number)
@@ -171,6 +172,14 @@ def _count_irregular(run: StepRun) -> None:
     )
 
 
+def _plan_alone_with_less(graph: Dispatched, lacking_bytes: int) -> None:
+    """A graph with a plan of its own had too little memory: its next run is planned with less, if there is such a plan."""
+    try:
+        graph.plan_alone(_config(graph), lacking_bytes)
+    except (BudgetError, ShapeGuardError, PlanError) as error:
+        warn(StepNotPlannedWarning, f"{error} After this allocation failed, {graph.graph.name} runs on as it is.", stacklevel=4)
+
+
 def _graphs(sequence: Sequence[int]) -> list[Dispatched]:
     """The graphs of a sequence, each once, in the order of their first calls."""
     return [GRAPHS[number] for number in dict.fromkeys(sequence)]
@@ -200,16 +209,13 @@ def _asked(graph: Dispatched, known: Known) -> tuple[Asked, Limits]:
     return Asked(goal, reserve, limits.host_budget_bytes, limits.device_budget_bytes if limits.explicit else None), limits
 
 
-def _is_tight(facts: StepFacts, asked: Asked, device: torch.device) -> bool:
-    """Whether the step is planned for nearly all of a GPU's memory, and would not fit without a plan."""
-    budget = asked.goal.device_budget_bytes
-    if device.type != "cuda" or budget is None or budget < _ROOMY * device_budget_now(device, of_a_step=True):
-        return False
+def _keep_all_bytes(facts: StepFacts, asked: Asked) -> int:
+    """What the step would take with everything kept, at most."""
     saved = sum(sum(c.nbytes for c in facts.graphs[call.graph][0].program.candidates) for call in facts.calls)
     outside = max(
         max(c.forward_outside_bytes, c.backward_outside_bytes, c.before_backward.outside_peak_bytes) for c in facts.calls
     )
-    return saved + outside + asked.reserve_bytes > budget * _ROOMY
+    return saved + outside + asked.reserve_bytes
 
 
 def _streams(device: torch.device) -> Any:
@@ -252,9 +258,8 @@ def _plan(known: Known, device: torch.device, why: str) -> None:
     known.freed = 0
     facts = shifted(known.facts, known.planned_bytes - known.start_bytes)
     before = known.plan
-    if before is None and _is_tight(facts, asked, device) and allocator.map_by_pages():
-        streams.empty_cache()
-        say("device memory is mapped page by page from now on (expandable_segments): in pieces it would not do for this step")
+    wanted, budget = _keep_all_bytes(facts, asked), asked.goal.device_budget_bytes
+    if before is None and map_by_pages_if_tight(device, wanted, budget, of_a_step=True):
         asked, limits = _asked(graphs[0], known)
         known.asked = asked
     try:

@@ -21,7 +21,7 @@ _LEAST_SHARE, _MOST_SHARE = 0.02, 0.1  # of the device, by which the next plan h
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """An allocation that failed: where in the step, and how much less the next plan may use."""
+    """An allocation that failed: where in the step, and how much less the next plan may use; 0 where no activation lived."""
 
     where: str
     lacking_bytes: int
@@ -64,12 +64,14 @@ def _failed(index: int, asked_bytes: int, _allocated_bytes: int, free_bytes: int
         return
     whole = torch.cuda.get_device_properties(index).total_memory
     lacking = int(min(max(0, asked_bytes - free_bytes) + _LEAST_SHARE * whole, _MOST_SHARE * whole))
-    where = where_in(run)
-    _FAILED[device] = Shortage(where, lacking)
+    where, idle = where_in(run), run.turned and all(call.ended for call in run.calls)
+    _FAILED[device] = Shortage(where, 0 if idle else lacking)
     run.aborted = True
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     predicted = ""
-    if run.plan is not None:
+    if idle:
+        predicted = " No activations live there, so no other plan of the step helps: free memory, or make the model smaller."
+    elif run.plan is not None:
         peak = run.plan.solution.timeline.peak_bytes
         predicted = (
             f" The step's predicted peak is {format_bytes(peak)}. The next step is planned for {format_bytes(lacking)} less."
