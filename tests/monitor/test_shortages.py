@@ -156,6 +156,22 @@ def test_what_the_observer_notes(
     else:
         assert shortage.lacking_bytes == 3 * GIB
         assert "out of memory in eager code after the forward of call 3" in text
+        assert "Activations of compiled graphs are" in text
+        assert "no plan fits" not in text
+
+
+def test_what_no_plan_would_fit(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is needed without any activation is named."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 90 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 95 * GIB)
+    loss = loss_of(compiled(fresh(), PLENTY), batch())
+    run = STEPS.of(CPU)
+    assert run is not None
+    LATEST[CUDA] = run
+    step_memory._failed(0, 11 * GIB, 0, 2 * GIB)
+    del loss
+    assert "Without any of them 101.0 GiB are needed at this point, and the device has 100.0 GiB" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
