@@ -60,7 +60,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Work:
+class GraphAnalysis:
     """What is known about one joint graph while it is planned."""
 
     request: Request
