@@ -229,7 +229,7 @@ class _Looking(CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
             return partitioning.min_cut(gm, joint_inputs, kwargs)
-        parameters = partitioning.parameters_among(gm.graph, self.session.parameters)
+        parameters = partitioning.must_be_parameters(gm.graph, self.session.parameters)
         analysis = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
         self.found = Family(*variants_of(analysis))
         return analysis.pair.forward, analysis.pair.backward
