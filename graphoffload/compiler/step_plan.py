@@ -1,6 +1,6 @@
 """The plan of a step: solved from its facts, compiled, and given to each call by its index.
 
-    facts ──plan_step──▶ solution: variant, actions and events of each call ──compile──▶ StepPlan: compiled code and ids
+facts ──plan_step──▶ solution: variant, actions and events of each call ──compile──▶ StepPlan: compiled code and ids
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphoffload.facts.recipe import Recipe
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log
 from graphoffload.patience import Patience
-from graphoffload.planner.step.facts import StepFacts
+from graphoffload.planner.step.facts import StepFacts, StepProblem
 from graphoffload.planner.step.solve import StepSolution, plan_step
 from graphoffload.report.step_line import line_of_step
 from graphoffload.runtime import registry
@@ -92,14 +92,8 @@ def make_step_plan(
     """
     begun = time.perf_counter()
     hardware = resolve_hardware(graphs[0].graph.config.hardware, str(graphs[0].device))
-    solution = plan_step(
-        facts,
-        hardware,
-        asked.goal,
-        reserve_bytes=asked.reserve_bytes,
-        host_budget_bytes=asked.host_budget_bytes,
-        patience=Patience("step"),
-    )
+    problem = StepProblem(facts, hardware, asked.goal, asked.reserve_bytes, asked.host_budget_bytes, Patience("step"))
+    solution = plan_step(problem)
     planned_s = time.perf_counter() - begun
     if runs:
         _prepare_host(solution, graphs)

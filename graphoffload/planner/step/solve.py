@@ -19,14 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from graphoffload.facts.goals import Goal, WithinSlowdown
+from graphoffload.facts.goals import WithinSlowdown
 from graphoffload.facts.plan import Action
-from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.patience import Patience
 from graphoffload.planner.simulator import Timeline
 from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
-from graphoffload.planner.step.facts import StepFacts, Variant
+from graphoffload.planner.step.facts import StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Run, Runs
@@ -76,26 +74,14 @@ class StepSolution:
         return self.timeline.slowdown
 
 
-def plan_step(
-    facts: StepFacts,
-    hardware: HardwareProfile,
-    goal: Goal,
-    *,
-    reserve_bytes: int = 0,
-    host_budget_bytes: int | None = None,
-    patience: Patience | None = None,
-) -> StepSolution:
-    """The best plan found for the step; the best until `patience` ends.
-
-    Args:
-        goal: KeepIfFits without bytes keeps everything; with bytes it is as MeetBudget.
-        reserve_bytes: come off a budget.
+def plan_step(problem: StepProblem) -> StepSolution:
+    """The best plan found for the step; the best until the problem's patience ends.
 
     Raises:
         BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
     """
-    runs = Runs(facts, hardware, goal, reserve_bytes, host_budget_bytes, patience)
-    keep = runs.keep
+    runs = Runs(problem)
+    facts, goal, keep = problem.facts, problem.goal, runs.keep
     fits = not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0)
     if fits or not facts.calls:
         return _solution(runs, keep)
@@ -111,7 +97,7 @@ def plan_step(
 
 def _search(runs: Runs) -> Run | None:
     """The best run: mixes by their bound, the best few as runs, then counts around the best. None: bounds exclude all mixes."""
-    facts = runs.facts
+    facts = runs.problem.facts
     search = MixSearch(facts, runs.bound, most=runs.counts(runs.keep.joined, _VALUES), over=runs.over)
     order = search.best()
     if not order:
@@ -139,9 +125,7 @@ def _search(runs: Runs) -> Run | None:
     return min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
 
 
-def _best_first(
-    runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int
-) -> Mixes:
+def _best_first(runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int) -> Mixes:
     """The mixes with the best of at most so many runs: a few that differ, then by their bounds, while one may be better."""
     mixes = order[0]
     best = runs.score(run(mixes))
@@ -167,11 +151,11 @@ def _distinct(order: Sequence[Mixes]) -> list[Mixes]:
 
 
 def _solution(runs: Runs, run: Run) -> StepSolution:
-    actions: list[list[Action]] = [[] for _ in runs.facts.calls]
+    actions: list[list[Action]] = [[] for _ in runs.problem.facts.calls]
     for (call, _), action in zip(run.joined.of, run.actions, strict=True):
         actions[call].append(action)
     time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
-    slowdown = isinstance(runs.goal, WithinSlowdown)
+    slowdown = isinstance(runs.problem.goal, WithinSlowdown)
     bound = time_s if run is runs.keep and not slowdown else _bound(runs)
     again_s = max(0.0, run.timeline.keep_time_s - keep_s)
     return StepSolution(
@@ -191,7 +175,7 @@ def _solution(runs: Runs, run: Run) -> StepSolution:
 
 def _bound(runs: Runs) -> float | None:
     """The LP relaxation of keep-all's programs with their chains, which allows what any mix of variants does."""
-    facts = runs.facts
+    facts = runs.problem.facts
     if not facts.bounds:
         return None
     saved = [min(variant.saved_input_bytes for variant in variants) for variants in facts.graphs]
