@@ -16,7 +16,6 @@ import torch
 from graphoffload.compiler.compile_variant import Compiled, Graph
 from graphoffload.compiler.dispatch import Family
 from graphoffload.facts.goals import Goal
-from graphoffload.facts.plan import Prediction
 from graphoffload.facts.recipe import Recipe
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log
@@ -158,19 +157,7 @@ def _ids(compiled: Compiled) -> dict[str, int]:
 
 def _tell(plan: StepPlan, reserve_bytes: int) -> None:
     """The prediction of the step in the plans of its variants: a report of one of them speaks of the step."""
-    solution = plan.solution
-    timeline, keep = solution.timeline, solution.keep_timeline
-    prediction = Prediction(
-        keep_peak_bytes=keep.peak_bytes,
-        predicted_peak_bytes=timeline.peak_bytes,
-        keep_time_s=keep.time_s,
-        predicted_time_s=timeline.time_s,
-        lower_bound_time_s=None if solution.lower_bound_s is None else min(solution.lower_bound_s, timeline.time_s),
-        host_bytes=timeline.host_bytes,
-        stall_s=timeline.stall_s,
-        lower_bound_peak_bytes=solution.lower_bound_peak_bytes,
-        reserve_bytes=reserve_bytes,
-    )
+    prediction = plan.solution.prediction(reserve_bytes)
     told = dict.fromkeys(call[0] for call in plan.calls)
     for compiled in told:
         assert compiled.plan is not None

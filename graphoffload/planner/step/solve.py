@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from graphoffload.facts.goals import WithinSlowdown
-from graphoffload.facts.plan import Action
+from graphoffload.facts.plan import Action, Prediction
+from graphoffload.planner.predicted import prediction_of
 from graphoffload.planner.simulator import Timeline
 from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
@@ -72,6 +73,16 @@ class StepSolution:
     def slowdown(self) -> float:
         """Extra time relative to variant 0 with everything kept: 0.02 is 2 %."""
         return self.timeline.slowdown
+
+    def prediction(self, reserve_bytes: int) -> Prediction:
+        """The figures of the step, for a budget from which so much came off."""
+        return prediction_of(
+            self.timeline,
+            self.keep_timeline,
+            reserve_bytes=reserve_bytes,
+            lower_bound_s=self.lower_bound_s,
+            lower_bound_peak_bytes=self.lower_bound_peak_bytes,
+        )
 
 
 def plan_step(problem: StepProblem) -> StepSolution:
