@@ -88,7 +88,7 @@ class LazyStreams(CaptureStreams):
         self.for_captures = for_captures
         self.queues: dict[str, list[LazyEvent]] = {"d2h": [], "h2d": []}
         self.stream: Any = "compute"
-        self.headroom = 2**40
+        self.headroom = 10**12
         self.allocated = 0, 0
         self.captures = False
         self.refuses: Exception | None = None
