@@ -163,7 +163,7 @@ class ChunkedLoss(nn.Module):
         hidden = self.model.base_model(input_ids=input_ids, **options).last_hidden_state
         targets = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
         parts = zip(hidden.split(self.chunk, dim=1), targets.split(self.chunk, dim=1), strict=True)
-        total = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
+        total: Any = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
         result: Tensor = total / labels[:, 1:].numel()
         return result
 
