@@ -34,6 +34,7 @@ from typing import Any
 
 from graphoffload.bench.figure import draw, points_of
 from graphoffload.bench.results import Result, load, newest_rows
+from graphoffload.bench.table import gb, number
 from graphoffload.errors import ConfigError
 from graphoffload.units import parse_size
 
@@ -89,14 +90,6 @@ def _escaped(pattern: str) -> str:
 # Cells
 
 
-def _gb(nbytes: float | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / 1e9:.3f}"
-
-
-def _form(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def _ratio(row: dict[str, Any]) -> str:
     if row.get("ratio") is None:
         return str(row["status"])
@@ -135,9 +128,9 @@ def _rows_table(source: Source, rows: Rows, subject: str) -> list[str]:
     lines = []
     for row, result in rows:
         cells = [
-            f"`{row['variant']}`", _gb(row.get("peak_bytes")), _gb(row.get("predicted_peak_bytes")),
-            _form(row.get("steps"), "d"), _form(row.get("step_ms"), ".1f"), _form(row.get("predicted_ms"), ".1f"), _ratio(row),
-            _form(row.get("bound_ratio"), ".4f"), _form(row.get("gradient_error"), ".2g"), source.link(result),
+            f"`{row['variant']}`", gb(row.get("peak_bytes")), gb(row.get("predicted_peak_bytes")),
+            number(row.get("steps"), "d"), number(row.get("step_ms"), ".1f"), number(row.get("predicted_ms"), ".1f"),
+            _ratio(row), number(row.get("bound_ratio"), ".4f"), number(row.get("gradient_error"), ".2g"), source.link(result),
         ]  # fmt: skip
         lines.append([result.subject, *cells] if subject else cells)
     return _table([subject, *header] if subject else header, lines, left=2 if subject else 1)
@@ -153,8 +146,8 @@ def peers(source: Source, *subjects: str) -> list[str]:
         keep = ours.get("keep_ms") or other.get("keep_ms")
         files = map(source.link, _unique(from_other, from_ours))
         lines.append([
-            subject, _form(keep, ".1f"), _ratio(other), _gb(other.get("peak_bytes")), f"**{_ratio(ours)}**",
-            _gb(ours.get("peak_bytes")), _gb(ours.get("predicted_peak_bytes")), " ".join(files),
+            subject, number(keep, ".1f"), _ratio(other), gb(other.get("peak_bytes")), f"**{_ratio(ours)}**",
+            gb(ours.get("peak_bytes")), gb(ours.get("predicted_peak_bytes")), " ".join(files),
         ])  # fmt: skip
     header = ("model", "keep-all ms", "checkpointing, compiled", "GB", "graphoffload", "GB", "predicted GB", "file")
     return _table(header, lines)
@@ -226,7 +219,7 @@ def op_cost(source: Source, *subjects: str) -> list[str]:
     """Microseconds of host time."""
     names = ("offload_us", "release_us", "reload_us", "wait_us", "median_us", "mean_us")
     lines = [
-        [row["variant"], *(_form(row.get(name), ".1f") for name in names), source.link(result)]
+        [row["variant"], *(number(row.get(name), ".1f") for name in names), source.link(result)]
         for subject, _, pattern in (text.partition("@") for text in subjects)
         for row, result in source.rows(subject, pattern or "*", kind="op-cost")
     ]

@@ -34,7 +34,7 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
 
     Args:
         tensors: real ones, or fake ones that stand for them.
-        parameters: the trained ones, if `tensors` cannot tell; None: leaves that require a gradient.
+        parameters: those that may be trained, if `tensors` cannot tell; None: leaves that require a gradient.
     """
     inputs = [value for value in tensors if isinstance(value, torch.Tensor)]
     device = next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))

@@ -236,10 +236,10 @@ class _Looking(CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
             return partitioning.min_cut(gm, joint_inputs, kwargs)
-        parameters = partitioning.parameters_among(gm.graph, self.session.parameters)
-        work = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
-        self.found = Family(*variants_of(work))
-        return work.pair.forward, work.pair.backward
+        parameters = partitioning.must_be_parameters(gm.graph, self.session.parameters)
+        analysis = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
+        self.found = Family(*variants_of(analysis))
+        return analysis.pair.forward, analysis.pair.backward
 
     def uuid(self) -> str:
         """Never the same: what it finds is not in a cache."""

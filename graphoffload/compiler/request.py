@@ -40,7 +40,7 @@ class Request:
     @property
     def activations(self) -> frozenset[str]:
         """Inputs that other graphs computed, and that nothing in this one writes to."""
-        named = partitioning.parameters_among(self.joint.graph, self.session.activations)
+        named = partitioning.placeholders_at(self.joint.graph, self.session.activations)
         return named - {node.name for node in partitioning.mutated_inputs(self.joint.graph)}
 
     @property
@@ -60,7 +60,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Work:
+class GraphAnalysis:
     """What is known about one joint graph while it is planned."""
 
     request: Request

@@ -1,6 +1,6 @@
 """The plan of a step: solved from its facts, compiled, and given to each call by its index.
 
-    facts ──plan_step──▶ solution: variant, actions and events of each call ──compile──▶ StepPlan: compiled code and ids
+facts ──plan_step──▶ solution: variant, actions and events of each call ──compile──▶ StepPlan: compiled code and ids
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import torch
 from graphoffload.compiler.compile_variant import Compiled, Graph
 from graphoffload.compiler.dispatch import Family
 from graphoffload.facts.goals import Goal
-from graphoffload.facts.plan import Prediction
 from graphoffload.facts.recipe import Recipe
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log
 from graphoffload.patience import Patience
-from graphoffload.planner.step.facts import StepFacts
+from graphoffload.planner.step.facts import StepFacts, StepProblem
 from graphoffload.planner.step.solve import StepSolution, plan_step
 from graphoffload.report.step_line import line_of_step
 from graphoffload.runtime import registry
@@ -94,15 +93,9 @@ def make_step_plan(
     """
     begun = time.perf_counter()
     hardware = resolve_hardware(graphs[0].graph.config.hardware, str(graphs[0].device))
-    solution = plan_step(
-        facts,
-        hardware,
-        asked.goal,
-        reserve_bytes=asked.reserve_bytes,
-        host_budget_bytes=asked.host_budget_bytes,
-        patience=Patience("step"),
-        or_least=asked.or_least,
-    )
+    patience, host = Patience("step"), asked.host_budget_bytes
+    problem = StepProblem(facts, hardware, asked.goal, asked.reserve_bytes, host, patience, asked.or_least)
+    solution = plan_step(problem)
     planned_s = time.perf_counter() - begun
     if runs:
         _prepare_host(solution, graphs)
@@ -167,19 +160,7 @@ def _ids(compiled: Compiled) -> dict[str, int]:
 
 def _tell(plan: StepPlan, reserve_bytes: int) -> None:
     """The prediction of the step in the plans of its variants: a report of one of them speaks of the step."""
-    solution = plan.solution
-    timeline, keep = solution.timeline, solution.keep_timeline
-    prediction = Prediction(
-        keep_peak_bytes=keep.peak_bytes,
-        predicted_peak_bytes=timeline.peak_bytes,
-        keep_time_s=keep.time_s,
-        predicted_time_s=timeline.time_s,
-        lower_bound_time_s=None if solution.lower_bound_s is None else min(solution.lower_bound_s, timeline.time_s),
-        host_bytes=timeline.host_bytes,
-        stall_s=timeline.stall_s,
-        lower_bound_peak_bytes=solution.lower_bound_peak_bytes,
-        reserve_bytes=reserve_bytes,
-    )
+    prediction = plan.solution.prediction(reserve_bytes)
     told = dict.fromkeys(call[0] for call in plan.calls)
     for compiled in told:
         assert compiled.plan is not None

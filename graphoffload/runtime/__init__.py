@@ -5,7 +5,7 @@ offloaded_tensors.py    the states of an offloaded tensor       handles.py    ha
 registry.py             plans by key                            layouts.py    how a tensor is laid out in memory
 counters.py             bytes and calls so far                  checksum.py   digests on the device
 hooks.py                switches for tests
-streams/                side streams and events of a device; a copy and its events as one call; stalls of compute
+streams/                side streams and events of a device, and the protocol of both; a copy and its events as one call; stalls
 pinned/                 page-locked slabs, buffers of exact size cut from them, memory allocated while a plan compiles
 step/                   across graphs: copies that outlive their graph, tensors that stay under a shared budget
 """

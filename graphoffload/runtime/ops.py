@@ -43,7 +43,8 @@ from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.step.calls import Steps
-from graphoffload.runtime.streams.copy_streams import Block, streams_of
+from graphoffload.runtime.streams.copy_streams import streams_of
+from graphoffload.runtime.streams.protocol import Block
 from graphoffload.torch_internals import autograd, storages
 
 HANDLE_DTYPE = torch.int64

@@ -88,7 +88,8 @@ def choosing(handler: Any) -> contextlib.AbstractContextManager[Any]:
     """A context in which `handler` decides, a subclass of the class of `choices()`."""
     from torch._inductor.virtualized import V
 
-    return V.set_choices_handler(handler)  # type: ignore[no-any-return]
+    context: contextlib.AbstractContextManager[Any] = V.set_choices_handler(handler)
+    return context
 
 
 @contextlib.contextmanager

@@ -53,8 +53,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, float | Non
     seen: list[tuple[int | None, float | None, float]] = []
     trial = trials.make_trial
 
-    def noting(work: Any, program: Any, goal: Goal) -> Any:
-        made = trial(work, program, goal)
+    def noting(analysis: Any, program: Any, goal: Goal) -> Any:
+        made = trial(analysis, program, goal)
         seen.append((goal.device_budget_bytes, getattr(goal, "max_slowdown", None), made.excess))
         return made
 
@@ -99,10 +99,10 @@ def test_what_torch_saves_all_the_same_is_noted_as_what_becomes_of_it(monkeypatc
     """Saved though it was to be recomputed, it may still be offloaded: no note may say that it is kept then."""
     budget, decide, chosen = int(0.65 * explained(policy="keep").keep_peak_bytes), trials.decide_actions, []
 
-    def recomputes(work: Any, *rest: Any) -> Any:
-        decided = decide(work, *rest)
+    def recomputes(analysis: Any, *rest: Any) -> Any:
+        decided = decide(analysis, *rest)
         actions = tuple("recompute" if action == "offload" else action for action in decided.actions)
-        pairs = zip(work.table.tensors, actions, strict=True)
+        pairs = zip(analysis.table.tensors, actions, strict=True)
         chosen.append([tensor.name for tensor, action in pairs if action == "recompute"])
         return replace(decided, actions=actions)
 
@@ -340,9 +340,9 @@ def test_what_is_computed_again_where_memory_is_above_the_budget_is_not_any_more
     budget, seen, excess, barred = middle(), watch(monkeypatch), trials.excess_of, search._recomputed_where_over
     asked: list[frozenset[str]] = []
 
-    def at_a_lower_budget(work: Any, trial: Any) -> frozenset[str]:
+    def at_a_lower_budget(analysis: Any, trial: Any) -> frozenset[str]:
         goal = MeetBudget(trial.timeline.peak_bytes // 2)
-        asked.append(barred(replace(work, request=replace(work.request, goal=goal)), trial))
+        asked.append(barred(replace(analysis, request=replace(analysis.request, goal=goal)), trial))
         return asked[-1]
 
     monkeypatch.setattr(trials, "excess_of", lambda r, d, t: 1000.0 if not seen else excess(r, d, t))

@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from graphoffload.facts.goals import Goal, WithinSlowdown
-from graphoffload.facts.plan import Action
-from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.patience import Patience
+from graphoffload.facts.goals import WithinSlowdown
+from graphoffload.facts.plan import Action, Prediction
+from graphoffload.planner.predicted import prediction_of
 from graphoffload.planner.simulator import Timeline
 from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
-from graphoffload.planner.step.facts import StepFacts, Variant
+from graphoffload.planner.step.facts import StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Run, Runs
@@ -75,28 +74,25 @@ class StepSolution:
         """Extra time relative to variant 0 with everything kept: 0.02 is 2 %."""
         return self.timeline.slowdown
 
+    def prediction(self, reserve_bytes: int) -> Prediction:
+        """The figures of the step, for a budget from which so much came off."""
+        return prediction_of(
+            self.timeline,
+            self.keep_timeline,
+            reserve_bytes=reserve_bytes,
+            lower_bound_s=self.lower_bound_s,
+            lower_bound_peak_bytes=self.lower_bound_peak_bytes,
+        )
 
-def plan_step(
-    facts: StepFacts,
-    hardware: HardwareProfile,
-    goal: Goal,
-    *,
-    reserve_bytes: int = 0,
-    host_budget_bytes: int | None = None,
-    patience: Patience | None = None,
-    or_least: bool = False,
-) -> StepSolution:
-    """The best plan found for the step; the best until `patience` ends.
 
-    Args:
-        goal: KeepIfFits without bytes keeps everything; with bytes it is as MeetBudget.
-        reserve_bytes: come off a budget. or_least: where no plan is within the budget, the one that takes least is returned.
+def plan_step(problem: StepProblem) -> StepSolution:
+    """The best plan found for the step; the best until the problem's patience ends.
 
     Raises:
         BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
     """
-    runs = Runs(facts, hardware, goal, reserve_bytes, host_budget_bytes, patience)
-    keep = runs.keep
+    runs = Runs(problem)
+    facts, goal, keep = problem.facts, problem.goal, runs.keep
     fits = not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0)
     if fits or not facts.calls:
         return _solution(runs, keep)
@@ -105,14 +101,14 @@ def plan_step(
         best = min((best, keep), key=runs.score)
     elif runs.score(best)[0] > 0.0:
         best = runs.least([choose(facts, mixes) for mixes in uniform(facts)])
-        if runs.score(best)[0] > 0.0 and not or_least:
+        if runs.score(best)[0] > 0.0 and not problem.or_least:
             raise step_infeasible(runs, best)
     return _solution(runs, best)
 
 
 def _search(runs: Runs) -> Run | None:
     """The best run: mixes by their bound, the best few as runs, then counts around the best. None: bounds exclude all mixes."""
-    facts = runs.facts
+    facts = runs.problem.facts
     search = MixSearch(facts, runs.bound, most=runs.counts(runs.keep.joined, _VALUES), over=runs.over)
     order = search.best()
     if not order:
@@ -140,9 +136,7 @@ def _search(runs: Runs) -> Run | None:
     return min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
 
 
-def _best_first(
-    runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int
-) -> Mixes:
+def _best_first(runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int) -> Mixes:
     """The mixes with the best of at most so many runs: a few that differ, then by their bounds, while one may be better."""
     mixes = order[0]
     best = runs.score(run(mixes))
@@ -168,11 +162,11 @@ def _distinct(order: Sequence[Mixes]) -> list[Mixes]:
 
 
 def _solution(runs: Runs, run: Run) -> StepSolution:
-    actions: list[list[Action]] = [[] for _ in runs.facts.calls]
+    actions: list[list[Action]] = [[] for _ in runs.problem.facts.calls]
     for (call, _), action in zip(run.joined.of, run.actions, strict=True):
         actions[call].append(action)
     time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
-    slowdown = isinstance(runs.goal, WithinSlowdown)
+    slowdown = isinstance(runs.problem.goal, WithinSlowdown)
     bound = time_s if run is runs.keep and not slowdown else _bound(runs)
     again_s = max(0.0, run.timeline.keep_time_s - keep_s)
     return StepSolution(
@@ -192,7 +186,7 @@ def _solution(runs: Runs, run: Run) -> StepSolution:
 
 def _bound(runs: Runs) -> float | None:
     """The LP relaxation of keep-all's programs with their chains, which allows what any mix of variants does."""
-    facts = runs.facts
+    facts = runs.problem.facts
     if not facts.bounds:
         return None
     saved = [min(variant.saved_input_bytes for variant in variants) for variants in facts.graphs]

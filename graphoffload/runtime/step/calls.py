@@ -27,7 +27,8 @@ from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
-from graphoffload.runtime.streams.copy_streams import DeviceStreams, streams_of
+from graphoffload.runtime.streams.copy_streams import streams_of
+from graphoffload.runtime.streams.protocol import CopyStreams
 from graphoffload.torch_internals import allocator, autograd
 from graphoffload.torch_internals.storages import expired
 
@@ -153,7 +154,7 @@ class StepRun:
     )  # fmt: skip
 
     def __init__(
-        self, streams: DeviceStreams | None, *, recording: bool, watching: bool = False, plan: Any = None
+        self, streams: CopyStreams | None, *, recording: bool, watching: bool = False, plan: Any = None
     ) -> None:
         self.streams = streams
         self.watches = watching and streams is not None and allocator.start()
@@ -351,7 +352,7 @@ class Steps(threading.local):
         """The latest run on a device."""
         return self.runs.get(device)
 
-    def start(self, device: torch.device, make: Callable[[DeviceStreams | None], StepRun]) -> StepRun:
+    def start(self, device: torch.device, make: Callable[[CopyStreams | None], StepRun]) -> StepRun:
         """Another run on a device; whoever starts it has finished the last one."""
         run = self.runs[device] = LATEST[device] = make(streams_of(device))
         return run
