@@ -1,0 +1,94 @@
+"""The soak of planned steps with streams and real memory: 20 changes of the goal, five shapes, evaluations and exceptions.
+
+Losses are equal to the bit to those of synchronous copies, and device memory, host memory and what the runtime keeps books of
+are flat after the first quarter. SOAK_STEPS shortens or lengthens it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from gpu.races import Disturbance, disturbances
+from lazy import forget_steps
+from soaking import EVENTS, PLENTY, Course, Log, Model, assert_flat, build, run
+
+import graphoffload
+from graphoffload.compiler import step_runs
+from graphoffload.runtime import twin_copies
+from graphoffload.runtime.offloaded_tensors import OffloadedTensor
+
+STEPS = int(os.environ.get("SOAK_STEPS", "2000"))
+ROWS = (1024, 1280, 1536, 1792, 2048)
+COURSE = Course(
+    STEPS, ROWS, shares=(0.02, 0.3, 0.7), rounds=4, every=10, looks=max(1, STEPS // 80), blocks=6, width=512, device="cuda"
+)
+SHORT = Course(24, ROWS[-1:], shares=(0.05,), rounds=1, every=10, blocks=6, width=512, device="cuda")
+SLOW_COPIES = Disturbance("slow copies", before_ms=5.0)
+RESIDENT_BYTES = 128 * 2**20  # of the process: what torch and Python keep
+
+
+@pytest.fixture(autouse=True)
+def nothing_before() -> Iterator[None]:
+    """Steps and goals of one test are not those of the next."""
+    torch._dynamo.reset()
+    forget_steps()
+    gc.collect()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    forget_steps()
+
+
+def compiled(course: Course) -> Model:
+    options = {"device_budget": PLENTY, "reserve": 0, "inner": "aot_eager", "hardware": "h200-sxm", "min_tensor_bytes": 1}
+    return build(course, backend="graphoffload", options=options)
+
+
+def timed(model: Model, course: Course, what: str, *, books: bool) -> Log:
+    graphoffload.reset_stats()
+    start = time.perf_counter()
+    log = run(model, course, books=books)
+    torch.cuda.synchronize()
+    stats = {name: count for name, count in graphoffload.stats().items() if count}
+    print(f"{what}: {course.steps} steps in {time.perf_counter() - start:.0f} s; {dict(log.happened)}; {stats}")
+    print(f"budgets refused at the start of a step: {log.refused}")
+    return log
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("deterministic")
+def test_a_long_run() -> None:
+    model = compiled(COURSE)
+    log = timed(model, COURSE, "copies beside compute", books=True)
+    stats = graphoffload.stats()
+    assert log.happened["goal"] == 20
+    assert min(log.happened[event] for event in EVENTS) >= COURSE.steps // COURSE.every // len(EVENTS)
+    assert stats["deferred"] > COURSE.steps
+    assert stats["prefetch_hits"] > COURSE.steps
+    assert_flat(log, COURSE, slack_bytes=RESIDENT_BYTES)
+    with twin_copies(), mock.patch.object(step_runs, "_EXCESS_BYTES", PLENTY):  # clones exceed any budget
+        twin = timed(model, COURSE, "synchronous clones", books=False)
+    assert twin.losses == log.losses
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_copy_that_is_not_waited_for_shows() -> None:
+    """Copies are slow and new memory starts as NaN: a source that goes before its copy is seen in the losses."""
+    model = compiled(SHORT)
+    expected = run(model, SHORT, books=False).losses
+    with twin_copies(), mock.patch.object(step_runs, "_EXCESS_BYTES", PLENTY):
+        assert run(model, SHORT, books=False).losses == expected
+    original = OffloadedTensor.settle
+
+    def careless(entry: OffloadedTensor, *, waited: bool = False) -> torch.Tensor | None:
+        return original(entry, waited=True)
+
+    with mock.patch.object(OffloadedTensor, "settle", careless), disturbances(SLOW_COPIES):
+        found = run(model, SHORT, books=False).losses
+        torch.cuda.synchronize()
+    assert found != expected
