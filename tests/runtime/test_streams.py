@@ -434,7 +434,7 @@ def side_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     )  # fmt: skip
     monkeypatch.setattr(ops, "streams_of", lambda device: side)
     monkeypatch.setattr(entries, "streams_of", lambda device: side)
-    monkeypatch.setattr("graphoffload.runtime.pinned.slabs._page_lock", lambda raw: False)
+    monkeypatch.setattr("graphoffload.runtime.pinned.slabs._page_lock", lambda *_: False)
     return log
 
 

@@ -27,6 +27,7 @@ from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.streams.copy_streams import DeviceStreams, streams_of
 from graphoffload.torch_internals import allocator, autograd
 from graphoffload.torch_internals.storages import expired
@@ -354,6 +355,7 @@ class Steps(threading.local):
     def start(self, device: torch.device, make: Callable[[DeviceStreams | None], StepRun]) -> StepRun:
         """Another run on a device; whoever starts it has finished the last one."""
         run = self.runs[device] = LATEST[device] = make(streams_of(device))
+        POOL.turn()
         return run
 
 
