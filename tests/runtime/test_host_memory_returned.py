@@ -5,8 +5,10 @@ Page-locking and the clock are stand-ins; nothing here needs a GPU. tests/gpu/te
 
 from __future__ import annotations
 
+import gc
 import types
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,15 +17,21 @@ import torch
 from lazy import LazyStreams, lazy_steps
 
 import graphoffload
+from graphoffload.compiler.compile_variant import Compiled
+from graphoffload.compiler.dispatch import Dispatched
+from graphoffload.compiler.step_plan import StepPlan
+from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.errors import HostMemoryError, PageableMemoryWarning
 from graphoffload.hardware import host_memory
 from graphoffload.hardware.host_memory import HostRam
+from graphoffload.runtime.offloaded_tensors import OffloadedTensor
 from graphoffload.runtime.pinned import slabs, window
-from graphoffload.runtime.pinned.pool import HostPool
+from graphoffload.runtime.pinned.pool import POOL, HostPool
 from graphoffload.runtime.pinned.slabs import HostBuffer, Slab
 from graphoffload.runtime.pinned.window import TURNS, TURNS_IF_SHORT
+from graphoffload.runtime.step.calls import STEPS, StepCall, StepRun
 from tests.runtime import stepping
-from tests.runtime.stepping import PLENTY, assert_equal, batch, budget_at, compiled, fresh, kept, step
+from tests.runtime.stepping import PLENTY, assert_equal, batch, budget_at, compiled, fresh, gradients, kept, loss_of, step
 
 KIB = 1024
 
@@ -278,3 +286,68 @@ def test_a_step_that_keeps_everything_gives_memory_back(lazy: LazyStreams) -> No
     held = trained(2 * TURNS)
     assert graphoffload.stats()["host_returned_bytes"] - before >= held
     assert graphoffload.host_memory().held_bytes > 0
+
+
+ALIVE = (OffloadedTensor, StepRun, StepCall, StepPlan, Compiled, Dispatched, HostBuffer, Slab)
+
+
+def alive() -> dict[str, int]:
+    """Objects of the runtime and of compiled graphs."""
+    gc.collect()
+    counts = Counter(type(thing) for thing in gc.get_objects())
+    return {kind.__name__: counts[kind] for kind in ALIVE if counts[kind]}
+
+
+@pytest.mark.parametrize("ends", ["with its backward", "with a forward", "in a forward", "in a backward"])
+def test_what_a_deleted_model_leaves(lazy: LazyStreams, ends: str) -> None:
+    """After a reset nothing: neither memory nor plans, whatever its last step was."""
+    before = alive()
+    model = compiled(fresh(), budget_at(0.3))
+    for _ in range(4):
+        step(model, batch())
+    if ends == "with a forward":
+        model(batch())
+    elif ends == "in a forward":
+        model.order = [0, 1, 99]
+        with pytest.raises(IndexError):
+            model(batch())
+    elif ends == "in a backward":
+        model.layers[1].register_full_backward_pre_hook(stop)
+        with pytest.raises(KeyError):
+            step(model, batch())
+    del model
+    torch._dynamo.reset()
+    assert alive() == before
+    assert POOL.snapshot().held_bytes == 0
+    assert lazy.complaints == []
+
+
+def stop(*_: Any) -> None:
+    raise KeyError("stopped")
+
+
+def test_a_reset_between_forward_and_backward(lazy: LazyStreams) -> None:
+    """The backward finds its tensors; and the model trains on, compiled anew."""
+    model = fresh()
+    (expected,) = kept(model, [batch()])
+    compiled(model, budget_at(0.1))
+    for _ in range(2):
+        for _ in range(4):
+            assert_equal(step(model, batch()), expected)
+        loss = loss_of(model, batch())
+        torch._dynamo.reset()
+        assert_equal(gradients(model, loss), expected)
+
+
+def test_every_reset_is_heard(lazy: LazyStreams) -> None:
+    """A model that is compiled again after a reset, and after the next."""
+    model = compiled(fresh(), budget_at(0.05))
+    for _ in range(3):
+        for _ in range(4):
+            step(model, batch())
+        assert STEPS.runs
+        model.zero_grad()
+        torch._dynamo.reset()
+        assert not STEPS.runs
+        assert not _PLANNER.known
+        assert POOL.snapshot().held_bytes == 0

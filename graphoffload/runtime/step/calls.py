@@ -358,6 +358,15 @@ class Steps(threading.local):
         POOL.turn()
         return run
 
+    def forget(self) -> None:
+        """Nothing that this thread ran is called again: its runs end, and what they hold goes with them."""
+        for device, run in self.runs.items():
+            run.off = True  # a backward that is still to come asks for its tensors by itself
+            run.finish()
+            if LATEST.get(device) is run:
+                del LATEST[device]
+        self.runs.clear()
+
 
 STEPS = Steps()
 LATEST: dict[torch.device, StepRun] = {}
