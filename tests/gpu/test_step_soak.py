@@ -19,7 +19,7 @@ from lazy import forget_steps
 from soaking import EVENTS, PLENTY, Course, Log, Model, assert_flat, build, run
 
 import graphoffload
-from graphoffload.compiler import step_runs
+from graphoffload.compiler import step_again
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
 
@@ -71,9 +71,10 @@ def test_a_long_run() -> None:
     assert stats["deferred"] > COURSE.steps
     assert stats["prefetch_hits"] > COURSE.steps
     assert_flat(log, COURSE, slack_bytes=RESIDENT_BYTES)
-    with twin_copies(), mock.patch.object(step_runs, "_EXCESS_BYTES", PLENTY):  # clones exceed any budget
+    with twin_copies(), mock.patch.object(step_again, "_EXCESS_BYTES", PLENTY):  # clones exceed any budget
         twin = timed(model, COURSE, "synchronous clones", books=False)
     assert twin.losses == log.losses
+    assert log.refused == [], "budgets between the least and keep-all were not met"
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -81,7 +82,7 @@ def test_a_copy_that_is_not_waited_for_shows() -> None:
     """Copies are slow and new memory starts as NaN: a source that goes before its copy is seen in the losses."""
     model = compiled(SHORT)
     expected = run(model, SHORT, books=False).losses
-    with twin_copies(), mock.patch.object(step_runs, "_EXCESS_BYTES", PLENTY):
+    with twin_copies(), mock.patch.object(step_again, "_EXCESS_BYTES", PLENTY):
         assert run(model, SHORT, books=False).losses == expected
     original = OffloadedTensor.settle
 
