@@ -317,8 +317,8 @@ def run(model: Model, course: Course, *, planned: bool = True, books: bool = Tru
 def assert_flat(log: Log, course: Course, *, slack_bytes: int) -> None:
     """After the first round nothing is more than it was in it. slack_bytes: what the process itself may still take.
 
-    Host memory that goes back and is taken again is cut otherwise, and two microbatches at once may meet a goal with more copies
-    than in the first round. What leaks grows by more.
+    Host memory that goes back and is taken again is cut otherwise, and two microbatches at once may meet a goal with more
+    copies than in the first round. What leaks grows by more.
     """
     for what in log.books[0][1]:
         early = max(log.between(what, 0, course.first_round - 1))

@@ -10,18 +10,20 @@ import gc
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from gpu.races import Disturbance, disturbances
+from gpu.races import RANDOM, Disturbance, disturbances
 from lazy import forget_steps
-from soaking import EVENTS, PLENTY, Course, Log, Model, assert_flat, build, run
+from soaking import EVENTS, PLENTY, Course, Log, Model, Run, assert_flat, build, run
 
 import graphoffload
 from graphoffload.compiler import step_again
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
+from graphoffload.runtime.pinned import pool, window
 
 STEPS = int(os.environ.get("SOAK_STEPS", "2000"))
 ROWS = (1024, 1280, 1536, 1792, 2048)
@@ -93,3 +95,46 @@ def test_a_copy_that_is_not_waited_for_shows() -> None:
         found = run(model, SHORT, books=False).losses
         torch.cuda.synchronize()
     assert found != expected
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_host_memory_that_goes_back_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locking is undone beside copies that are late: losses are those of synchronous copies, and the memory is the
+    system's again."""
+    for module in (window, pool):
+        monkeypatch.setattr(module, "TURNS", 2)
+    monkeypatch.setattr(window, "TURNS_IF_SHORT", 2)
+    monkeypatch.setattr(window, "_PATIENCE", 0)
+    model = compiled(SHORT)
+    before = graphoffload.host_memory().returned_bytes
+    with disturbances(RANDOM, seed=0):
+        log = run(model, SHORT, books=False)
+        torch.cuda.synchronize()
+    assert graphoffload.host_memory().returned_bytes > before
+    with twin_copies(), mock.patch.object(step_again, "_EXCESS_BYTES", PLENTY):
+        assert run(model, SHORT, books=False).losses == log.losses
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_page_locked_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a budget that needs none of it, and after a reset: the process is smaller by that much."""
+    monkeypatch.setattr(window, "_PATIENCE", 0)
+    this = Run(compiled(SHORT), SHORT, planned=True)
+    this.measure()
+    for reset in (False, True):
+        this.set_goal(0.05)
+        for seed in range(4):
+            this.step(ROWS[-1], seed)
+        held, before = graphoffload.host_memory().pinned_bytes, resident_bytes()
+        assert held > 2**26
+        if reset:
+            torch._dynamo.reset()
+        else:
+            graphoffload.set_budget(PLENTY)
+            for seed in range(2 * window.TURNS + 1):
+                this.step(ROWS[-1], seed)
+        assert graphoffload.host_memory().pinned_bytes == 0
+        assert before - resident_bytes() > 0.7 * held

@@ -1,6 +1,6 @@
 """Page-locked memory that training does not need goes back to the system: after a while, or where the system runs short.
 
-Page-locking and the clock are stand-ins; nothing here needs a GPU. tests/gpu/test_host_memory.py has the real ones.
+Page-locking and the clock are stand-ins; nothing here needs a GPU. tests/gpu/test_step_soak.py has the real ones.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor
 import graphoffload
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
+from graphoffload.runtime.pinned import pool, window
 from graphoffload.runtime.step.calls import StepRun
 
 OPTIONS: dict[str, Any] = {
@@ -72,6 +73,20 @@ def test_a_copy_that_is_not_waited_for_shows(lazy: LazyStreams) -> None:
         lazy.finish()
     assert found != expected
     lazy.complaints.clear()
+
+
+def test_host_memory_that_goes_back_all_the_time(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of few steps: what a goal does not need goes, and the next one takes it again; no copy is lost."""
+    for module in (window, pool):
+        monkeypatch.setattr(module, "TURNS", 2)
+    monkeypatch.setattr(window, "TURNS_IF_SHORT", 2)
+    expected = plain(SHORT).losses
+    before = graphoffload.host_memory()
+    log = run(build(SHORT, backend="graphoffload", options=OPTIONS), SHORT)
+    after = graphoffload.host_memory()
+    assert log.losses == expected
+    assert after.returned_bytes - before.returned_bytes > max(log.between("held", 0, SHORT.steps))
+    assert after.allocations - before.allocations > 15
 
 
 def test_runs_that_are_kept_show(lazy: LazyStreams) -> None:
