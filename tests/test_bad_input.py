@@ -27,7 +27,7 @@ from graphoffload.errors import (
 )
 from graphoffload.monitor import pattern_coverage as fragments
 from graphoffload.options.patterns import resolve
-from graphoffload.runtime.pinned import pool
+from graphoffload.runtime.pinned import slabs
 from graphoffload.testing import ZOO, assert_equal_bits, compiled, keep_all, observe, run_case, run_step
 from graphoffload.testing.structure import Selective, tag_everything
 
@@ -307,7 +307,7 @@ def test_no_host_memory_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError("refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "Slab", refuse)
+        patch.setattr(slabs, "Slab", refuse)
         with pytest.raises(HostMemoryError, match=r"No host memory for .*asked for.*host_budget"):
             run_step(module, CASE.example("cpu"))
     gc.collect()

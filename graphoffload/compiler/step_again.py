@@ -5,7 +5,8 @@
     what was asked for                           set_budget, set_slowdown
 
 A run's own peak is one that it raised between its first forward and the end of its last backward. What an optimizer takes
-between two runs is none of it: no plan of the activations lowers that.
+between two runs is none of it: no plan of the activations lowers that. Nor is the peak of a run that left its plan, such as two
+microbatches at once: a plan with less would hold for runs that need none.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
     assert budget is not None
     budget += known.taken_bytes
     excess = last.peak_bytes - budget
-    own = last.plan is plan and known.followed > _WARM and last.peak_bytes > last.start_peak_bytes
+    as_planned = last.plan is plan and not last.off and known.followed > _WARM
+    own = as_planned and last.peak_bytes > last.start_peak_bytes
     if not own or excess <= _EXCESS_BYTES or known.beyond:
         return ""
     before, known.excess = known.excess, Excess(last.peak_bytes, excess)

@@ -61,6 +61,15 @@ class _Planner(threading.local):
 _PLANNER = _Planner()
 
 
+def forget() -> None:
+    """What this thread ran is not called again: its last runs go, and what they taught."""
+    STEPS.forget()
+    _PLANNER.known.clear()
+    _PLANNER.last.clear()
+    _PLANNER.went_as_planned.clear()
+    _PLANNER.irregular = 0
+
+
 def next_run(graph: Dispatched) -> StepRun:
     """The run that begins with a call of `graph`; its step is planned first, if it is known by now, or again.
 

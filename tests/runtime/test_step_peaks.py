@@ -101,6 +101,21 @@ def test_what_an_optimizer_takes_is_no_peak_of_the_step(trained: Any, lazy: Lazy
     assert plan_now() is before
 
 
+def test_two_microbatches_at_once_are_no_peak_of_the_step(trained: Any, lazy: LazyStreams) -> None:
+    """They leave the plan, which holds for the steps after them as it did before."""
+    model, expected = trained
+    before = plan_now()
+    losses = [loss_of(model, batch()) for _ in range(2)]
+    lazy.allocated = 0, 2 * budget_at(0.5)
+    for loss in losses:
+        assert_equal(stepping.gradients(model, loss), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetExceededWarning)
+        for _ in range(QUIET):
+            assert_equal(step(model, batch()), expected)
+    assert plan_now() is before
+
+
 def test_memory_outside_that_leaves_too_little(trained: Any, lazy: LazyStreams) -> None:
     """Training goes on by the least plan, with one warning, and by a better one once the memory is free again."""
     model, expected = trained

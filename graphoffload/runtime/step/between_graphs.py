@@ -158,6 +158,15 @@ class _Tracks(threading.local):
 _TRACKS = _Tracks()
 
 
+def forget() -> None:
+    """Nothing that this thread ran is called again: what is pending or came back early is freed, after its copy."""
+    with LOCK:
+        for track in _TRACKS.of.values():
+            _settle(track, len(track.pending))
+            drop_prefetched(track)
+    _TRACKS.of.clear()
+
+
 def enter(entry: OffloadedTensor) -> None:
     """Find the call that an offload belongs to: a call offloads each id once."""
     device, run = entry.layout.device, entry.run

@@ -27,6 +27,7 @@ from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.streams.copy_streams import streams_of
 from graphoffload.runtime.streams.protocol import CopyStreams
 from graphoffload.torch_internals import allocator, autograd
@@ -355,7 +356,17 @@ class Steps(threading.local):
     def start(self, device: torch.device, make: Callable[[CopyStreams | None], StepRun]) -> StepRun:
         """Another run on a device; whoever starts it has finished the last one."""
         run = self.runs[device] = LATEST[device] = make(streams_of(device))
+        POOL.turn()
         return run
+
+    def forget(self) -> None:
+        """Nothing that this thread ran is called again: its runs end, and what they hold goes with them."""
+        for device, run in self.runs.items():
+            run.off = True  # a backward that is still to come asks for its tensors by itself
+            run.finish()
+            if LATEST.get(device) is run:
+                del LATEST[device]
+        self.runs.clear()
 
 
 STEPS = Steps()
