@@ -1,6 +1,7 @@
 """Variants of a graph: the one that a recipe describes, as a trial; and all that a step's plan may choose from, as numbers.
 
     keep ──▶ light ──▶ third ──▶ two thirds ──▶ smallest      recompute more and more: what costs least time a byte comes first
+    keep ──▶ third of light ──▶ two thirds of light ──▶ light ──▶ smallest              where nearly everything is cheap
 
 A family of variants has at most five members, nested. Each is partitioned for real, since memory follows the kernels that the
 compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the step says which
@@ -9,7 +10,7 @@ compiler makes of what is computed again. What is left is kept or offloaded, cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -31,6 +32,8 @@ _CHEAP = 0.2
 """The lightest variant computes again what takes less than this share of the time of its copy."""
 _SHARES = (("third", 1 / 3), ("two thirds", 2 / 3))
 """The next ones also compute again these shares of the other bytes."""
+_FEW = 0.1
+"""Of the bytes that may be computed again: if fewer are not cheap, there are variants lighter than the lightest instead."""
 
 
 def recipe_trial(analysis: GraphAnalysis, recipe: Recipe) -> Trial:
@@ -121,7 +124,10 @@ def variants_of(analysis: GraphAnalysis) -> tuple[tuple[Variant, ...], tuple[Rec
 
 
 def _between(analysis: GraphAnalysis, keep: Instance) -> list[Recipe]:
-    """Recipes between the two ends: what is cheap to compute again, then shares of the bytes of the rest, cheapest first."""
+    """Recipes between the two ends, cheapest first: what is cheap to compute again, and shares of the bytes of the rest.
+
+    Where nearly everything is cheap, there is no rest to share, and shares of what is cheap come before all of it.
+    """
     rate = analysis.hardware.copy_rate_bytes_per_s("d2h")
     prices = {
         candidate.name: candidate.recompute.time_s * rate / candidate.nbytes
@@ -130,14 +136,23 @@ def _between(analysis: GraphAnalysis, keep: Instance) -> list[Recipe]:
     }
     sizes = {candidate.name: candidate.nbytes for candidate in keep.program.candidates}
     order = sorted(prices, key=lambda name: (prices[name], -sizes[name]))
-    cheap = [name for name in order if prices[name] <= _CHEAP]
-    rest = order[len(cheap) :]
-    sums = list(accumulate((sizes[name] for name in rest), initial=0))
-    found = [Recipe("light", recomputes=frozenset(cheap))]
-    for name, share in _SHARES:
-        count = min(range(len(sums)), key=lambda count: abs(sums[count] - share * sums[-1]))
-        found.append(Recipe(name, recomputes=frozenset((*cheap, *rest[:count]))))
-    return found
+    sums = list(accumulate((sizes[name] for name in order), initial=0))
+    cheap = sum(price <= _CHEAP for price in prices.values())
+    of_cheap = [(f"{name} of light", _cut(sums, 0, cheap, share)) for name, share in _SHARES]
+    of_rest = [(name, _cut(sums, cheap, len(order), share)) for name, share in _SHARES]
+    few = _FEW * sums[-1]
+    cuts = [
+        *(of_cheap if sums[-1] - sums[cheap] < few else ()),
+        ("light", cheap),
+        *(of_rest if sums[-1] - sums[cheap] >= few else ()),
+    ]
+    return [Recipe(name, recomputes=frozenset(order[:count])) for name, count in cuts]
+
+
+def _cut(sums: Sequence[int], first: int, last: int, share: float) -> int:
+    """Where, between two places of an order, the bytes so far are nearest to a share of those between them."""
+    wanted = sums[first] + share * (sums[last] - sums[first])
+    return min(range(first, last + 1), key=lambda count: abs(sums[count] - wanted))
 
 
 def _with_choices(analysis: GraphAnalysis, instance: Instance, recipe: Recipe, first: Mapping[str, Action]) -> Program:
