@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from graphoffload.analysis.fusion import Fusion, Kind, fusion_of
+from graphoffload.analysis.fusion import Fusion, Kind, fusion_of, value_of
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.regions import subgraph_of
 from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, group_by_storage, size_hint, storage_id
@@ -133,8 +133,8 @@ def operation_of(node: Node) -> Operation:
     `run_with_rng_state(state, op, *args)` returns the value. For these the wrapped operation is returned.
     """
     name = getattr(node.target, "__name__", "")
-    value = node.meta.get("val")
-    if name == "run_and_save_rng_state" and isinstance(value, (tuple, list)):
+    value = value_of(node)
+    if name == "run_and_save_rng_state" and isinstance(value, (tuple, list)) and len(value) > 1:
         return Operation(node.args[0], node.args[1:], node.kwargs, value[1])
     if name == "run_with_rng_state":
         return Operation(node.args[1], node.args[2:], node.kwargs, value)
@@ -169,7 +169,7 @@ def _moved_bytes(node: Node, fusion: Fusion, sizes: dict[int, int], seen: set[in
     identities = set(fusion.read_by(node))
     identities.update(
         storage_id(value)
-        for value in tree_leaves(node.meta["val"])
+        for value in tree_leaves(value_of(node))
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
     )
     total = 0

@@ -58,10 +58,10 @@ _KERNEL_WORDS = (
     "cumprod",
 )
 # Inductor writes these into memory, at places that it learns while they run: a reader cannot compute them.
-_SCATTERS = frozenset(
-    """index_put _unsafe_index_put _unsafe_masked_index_put_accumulate index_add index_copy scatter scatter_add
-    scatter_reduce""".split()
-)
+_SCATTERS = (
+    "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add", "index_copy", "scatter",
+    "scatter_add", "scatter_reduce",
+)  # fmt: skip
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
 _INLINED_READS = 4  # Inductor stores a value that several operations read only if computing it reads more tensors than this
 FARTHEST = 20  # the greatest distance, in operations, at which two operations are fused under a plan
@@ -73,8 +73,7 @@ def kind_of(node: Node, *, fuses: bool) -> Kind:
     """The kind of a node; see the module's docstring."""
     if node.op != "call_function" or node.target is operator.getitem:
         return "none"
-    value = node.meta.get("val")
-    if not isinstance(value, (torch.Tensor, tuple, list)):
+    if not isinstance(value_of(node), (torch.Tensor, tuple, list)):
         return "none"
     if _is_view(node):
         return "view"
@@ -84,6 +83,14 @@ def kind_of(node: Node, *, fuses: bool) -> Kind:
     if packet_of(node.target) in flop_registry or any(word in name for word in _KERNEL_WORDS):
         return "kernel"
     return "kernel" if node.target.namespace not in _FUSED_NAMESPACES or falls_back(node.target) else "fused"
+
+
+def value_of(node: Node) -> object:
+    """The value that tracing left on a node; that of its results for random operations of regions, which have none."""
+    if "val" in node.meta or not getattr(node.target, "__name__", "").startswith(("run_and_save_rng", "run_with_rng")):
+        return node.meta.get("val")
+    results = sorted((user.args[1], user) for user in node.users if user.target is operator.getitem and "val" in user.meta)
+    return tuple(user.meta["val"] for _, user in results) or None
 
 
 def _is_view(node: Node) -> bool:

@@ -161,7 +161,8 @@ def partition_again(
     """
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
     while True:
-        joint = bind(tagged_copy(work.request.joint, relax=work.request.relax, notes=[]), work.binding)
+        copied = tagged_copy(work.request.joint, relax=work.request.relax, notes=[], blocks=work.request.blocks)
+        joint = bind(copied, work.binding)
         again = [name for name, action in actions.items() if action == "recompute"]
         recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}
         save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute
