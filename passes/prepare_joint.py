@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,15 +29,19 @@ def copy_graph(module: GraphModule) -> GraphModule:
         return GraphModule(module, copy.deepcopy(module.graph))
 
 
-def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str]) -> GraphModule:
+def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str], blocks: Mapping[str, int] | None = None) -> GraphModule:
     """A copy to partition, with the user's tags in the form of torch's partitioner, and with tags for what must be saved.
 
     Args:
         relax: ignore advice to recompute. notes: gets a line that says so.
+        blocks: operations that are computed again block by block, with the number of the block (analysis/blocks.py).
     """
     copied = copy_graph(joint)
     give_own_memory(copied)
     _apply_tags(copied, relax=relax, notes=notes)
+    for node in copied.graph.nodes:
+        if blocks and node.name in blocks:
+            node.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=blocks[node.name])
     _save_what_reads_mutated_inputs(copied)
     return copied
 
@@ -94,9 +99,16 @@ def bind(joint: GraphModule, binding: Binding) -> GraphModule:
         if node.name in callers.again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)
-        elif node.name in binding.decisions or node.name in unread:
+        elif node.name in binding.decisions or node.name in unread or _is_of_saved(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return joint
+
+
+def _is_of_saved(node: Node) -> bool:
+    """Whether a node of a region is a result of a MUST_SAVE operation with several results: these are what is saved."""
+    if node.target is not operator.getitem or node.meta.get("recompute") != CheckpointPolicy.PREFER_RECOMPUTE:
+        return False
+    return isinstance(node.args[0], Node) and node.args[0].meta.get("recompute") == CheckpointPolicy.MUST_SAVE
 
 
 def users_own(joint: GraphModule) -> frozenset[str]:

@@ -8,6 +8,8 @@
 Every figure is relative to that one keep-all (decision 15), so a plan that recomputes less than the regions do has a negative
 slowdown. MUST_* tags bind in all cases. Both ways are tried only if the better one is not known beforehand: plans with the
 regions as written take at least keep-all's time.
+
+A model without regions gets some for a budget that is not met otherwise, or at a high price: its blocks, computed again whole.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import replace
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graphoffload.analysis.blocks import blocks_of
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.compiler.plan_search import feasible_trial
 from graphoffload.compiler.request import GraphAnalysis, Request
@@ -31,18 +34,19 @@ from graphoffload.units import format_bytes
 _SAME = 1e-9
 
 
-def trial_of(request: Request, analyse: Callable[[Request], GraphAnalysis]) -> Trial:
+def trial_of(request: Request, analyse: Callable[..., GraphAnalysis]) -> Trial:
     """The trial to take, of those with the model's checkpoint regions as written and of those with them relaxed.
 
     Args:
-        analyse: facts about the joint graph for a request; Request.relax says whether regions are forgotten.
+        analyse: facts about the joint graph for a request; Request.relax says whether regions are forgotten. A second argument
+            is what was required of the graph before.
 
     Raises:
         BudgetError: no trial meets the budget either way.
     """
     analysis = analyse(request)
     if not any(map(_advised, request.joint.graph.nodes)):
-        return _never_larger(feasible_trial(analysis), analysis)
+        return _never_larger(feasible_trial(analysis, lambda plain: _in_blocks(plain, analyse)), analysis)
     analysis.region_hint, advice = _decided_by_regions(request.joint, analysis.table)
     analysis.notes.extend([f"{analysis.region_hint}: {advice}"] if analysis.region_hint else [])
     relaxing = replace(request, relax=True)
@@ -70,11 +74,27 @@ def trial_of(request: Request, analyse: Callable[[Request], GraphAnalysis]) -> T
         return relaxed
 
 
+def _in_blocks(analysis: GraphAnalysis, analyse: Callable[..., GraphAnalysis]) -> GraphAnalysis | None:
+    """The same graph with every block a region that is computed again; None if the model has no blocks.
+
+    What is required of any plan's partitions stays: no decision is made again, no random number is drawn again, and backward
+    reads no more of the caller's memory.
+    """
+    blocks = blocks_of(analysis.request.joint.graph)
+    if not blocks:
+        return None
+    again = analyse(replace(analysis.request, blocks=blocks), analysis.binding)
+    note = "blocks are computed again whole in backward, as torch.utils.checkpoint does; slowdowns are against keeping all"
+    return replace(again, patience=analysis.patience, notes=[*again.notes, note])
+
+
 def hint_of(trial: Trial) -> str:
     """Part of the plan's line: regions were relaxed, or they decide about most of the bytes that backward reads."""
     if trial.analysis.request.relax:
         faster = trial.timeline.time_s / trial.decided.keep_timeline.time_s - 1.0
         return f"checkpoint regions relaxed ({faster:+.1%} time against the step as written)".replace("%", " %")
+    if trial.analysis.request.blocks:
+        return "blocks computed again whole, as checkpointing does"
     return trial.analysis.region_hint
 
 

@@ -136,10 +136,14 @@ def _copies(pair: GraphPair) -> GraphPair:
     return GraphPair(copy_graph(pair.forward), copy_graph(pair.backward), pair.num_fwd_outputs)
 
 
-def analyse(request: Request) -> GraphAnalysis:
-    """What is known about a joint graph before anything is decided."""
+def analyse(request: Request, known: Binding | None = None) -> GraphAnalysis:
+    """What is known about a joint graph before anything is decided.
+
+    Args:
+        known: the requirements of the graph as plain torch partitions it, where it is partitioned in another way.
+    """
     notes: list[str] = []
-    pair, table, binding = _keep_all(request, notes)
+    pair, table, binding = _keep_all(request, notes, known)
     notes.extend(returned_by(pair).notes(table.saved_bytes))
     assert binding.callers is not None
     chains = chains_of(pair, table, binding.callers, binding.user_recomputed, binding.decisions)
@@ -158,19 +162,22 @@ def analyse(request: Request) -> GraphAnalysis:
     return GraphAnalysis(request, hardware, pair, table, chains, wanted, resolution, notes, binding)
 
 
-def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable, Binding]:
+def _keep_all(request: Request, notes: list[str], known: Binding | None) -> tuple[GraphPair, SavedTable, Binding]:
     """Torch's own partition, repeated while backward makes discrete decisions on recomputed floats; and the rules for later
     partitions."""
-    joint = tagged_copy(request.joint, relax=request.relax, notes=notes)
-    binding = Binding(user_recomputed=users_own(joint))
+    joint = tagged_copy(request.joint, relax=request.relax, notes=notes, blocks=request.blocks)
+    binding = Binding(user_recomputed=users_own(joint)) if known is None else known
+    joint = joint if known is None else bind(joint, known)
     while True:
         pair, table = partition(request, joint)
         decisions = binding.decisions.union(repeated_decisions(pair, binding.user_recomputed).inexact)
+        if decisions == binding.decisions and known is not None:
+            return pair, table, binding
         if decisions == binding.decisions:
             callers = callers_memory(pair, request.joint.graph, request.parameters)
             return pair, table, replace(binding, callers=callers)
         binding = replace(binding, decisions=decisions)
-        joint = bind(tagged_copy(request.joint, relax=request.relax, notes=[]), binding)
+        joint = bind(tagged_copy(request.joint, relax=request.relax, notes=[], blocks=request.blocks), binding)
 
 
 def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Constraint, ...]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from graphoffload.analysis.program import Instance
@@ -31,7 +31,7 @@ from graphoffload.facts.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.patience import Patience
 from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.bottleneck import describe, held_at
-from graphoffload.planner.simulator import evaluate
+from graphoffload.planner.simulator import Timeline, evaluate
 from graphoffload.units import format_bytes
 
 _ATTEMPTS = 4
@@ -40,14 +40,18 @@ _SEARCHES = 2
 _WORTH = 0.03
 _UNUSED = 0.005  # of keep-all's time, unused by a plan for a slowdown: about what unfused operations cost
 _FAR = 0.03  # of keep-all's time above the bound: beyond it, other ways and tighter budgets are tried
+_WITH_ITS_BLOCK = "computed again with its block"
 _NOTED_SLOWDOWN = 0.1  # from this slowdown on, a note names the tensors at the peak
 _RUNG = 1.02
 _RUNGS = 4
 _ERROR_BUDGETS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # an error names the first that is met, above the least found
 
 
-def feasible_trial(analysis: GraphAnalysis) -> Trial:
+def feasible_trial(analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis], GraphAnalysis | None] | None = None) -> Trial:
     """The cheapest trial for a budget, the smallest for a slowdown.
+
+    Args:
+        in_blocks: makes the analysis of the same graph with its blocks computed again whole; None where it has none.
 
     Raises:
         BudgetError: no trial meets the budget in any way. It names the least budget that is met whatever the caller does, and
@@ -56,7 +60,7 @@ def feasible_trial(analysis: GraphAnalysis) -> Trial:
     patience = Patience(analysis.request.session.name)
     analysis = replace(analysis, patience=patience)
     goal = analysis.request.goal
-    trial = _smallest(analysis, goal) if isinstance(goal, WithinSlowdown) else _for_budget(analysis)
+    trial = _smallest(analysis, goal) if isinstance(goal, WithinSlowdown) else _for_budget(analysis, in_blocks)
     if patience.ended:
         trial.analysis.notes.append(patience.note())
     return trial
@@ -87,8 +91,10 @@ class _SearchResult:
     errors: list[BudgetError]
 
 
-def _for_budget(analysis: GraphAnalysis) -> Trial:
+def _for_budget(analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis], GraphAnalysis | None] | None) -> Trial:
     found = _meets(analysis, (analysis, *_other_ways(analysis)))
+    if in_blocks is not None and (found.best is None or _is_far(found.best)) and (blocks := in_blocks(analysis)) is not None:
+        found = _or_in_blocks(analysis, found, blocks)
     if found.best is None:
         raise _refusal(analysis, found)
     trial, keep_s = found.best, found.best.decided.keep_timeline.time_s
@@ -96,6 +102,35 @@ def _for_budget(analysis: GraphAnalysis) -> Trial:
     if trial.decided.planned and slowdown >= _NOTED_SLOWDOWN:
         trial.analysis.notes.append(f"{slowdown:+.0%} time is the price of the memory {_held(trial)}")
     return trial
+
+
+def _or_in_blocks(analysis: GraphAnalysis, found: _SearchResult, blocks: GraphAnalysis) -> _SearchResult:
+    """`found`, or with blocks computed again whole if that is faster, or the only way that meets the budget.
+
+    Raises:
+        BudgetError: the budget is met in no way. It names the lower of the least budgets.
+    """
+    keep, own = keep_all(instance_of(analysis), analysis), keep_all(instance_of(blocks), blocks)
+    if found.best is not None and (own.time_s >= found.best.timeline.time_s - _FAR * keep.time_s or _over(analysis)):
+        return found
+    other = _meets(blocks, (blocks, *_other_ways(blocks)))
+    if other.best is not None and other.best.excess > 0:
+        other = _SearchResult(None, [other.best], other.errors)
+    if other.best is None and found.best is None:
+        known = [_least_known(analysis, result) for result in (found, other)]
+        if None not in known[1:] and (known[0] is None or known[1] < known[0]):  # type: ignore[operator]
+            raise _refusal(blocks, other, keep)
+        return found
+    if other.best is None:
+        return found
+    trial = against(other.best, other.best.analysis.request, keep)
+    first = found.best
+    if first is not None and first.timeline.time_s - _condition_s(first, trial.analysis) <= trial.timeline.time_s:
+        return found
+    bound_s = None if found.best is None else found.best.decided.lower_bound_s  # of plans that choose among all activations
+    reasons = {**{tensor.name: _WITH_ITS_BLOCK for tensor in analysis.table.tensors}, **trial.reasons}
+    decided = replace(trial.decided, lower_bound_s=bound_s)
+    return replace(found, best=replace(trial, original=analysis.table, reasons=reasons, decided=decided))
 
 
 def _held(trial: Trial) -> str:
@@ -166,12 +201,21 @@ def _tighter(analysis: GraphAnalysis, way: GraphAnalysis, instance: Instance) ->
             return
 
 
-def _refusal(analysis: GraphAnalysis, found: _SearchResult) -> BudgetError:
-    """The error for a budget that no trial meets. It names the least budget for which a plan was then made."""
+def _least_known(analysis: GraphAnalysis, found: _SearchResult) -> int | None:
+    """The least budget that trials or errors of a search name; None if there is none."""
+    held = [trial for trial in found.misses if trial.analysis.outputs_stay] or found.misses
+    known = [(analysis.request.goal.device_budget_bytes or 0) + int(trial.excess) for trial in held]
+    return min([*known, *(error.least_bytes for error in found.errors if error.least_bytes is not None)], default=None)
+
+
+def _refusal(analysis: GraphAnalysis, found: _SearchResult, keep: Timeline | None = None) -> BudgetError:
+    """The error for a budget that no trial meets. It names the least budget for which a plan was then made.
+
+    keep: keep-all that the error's slowdown is relative to; None: that of the trial.
+    """
     budget = analysis.request.goal.device_budget_bytes or 0
     held = [trial for trial in found.misses if trial.analysis.outputs_stay] or found.misses
-    known = [budget + int(trial.excess) for trial in held]
-    least = min([*known, *(error.least_bytes for error in found.errors if error.least_bytes is not None)], default=None)
+    least = _least_known(analysis, found)
     if least is None:
         return found.errors[0]
     ways = (analysis, *(way for way in _other_ways(analysis) if way.outputs_stay))
@@ -180,6 +224,7 @@ def _refusal(analysis: GraphAnalysis, found: _SearchResult) -> BudgetError:
         goal = analysis.request.goal.tightened(budget - asked)
         met = _meets(_at(analysis, goal), tuple(_at(way, goal) for way in ways)).best
         if met is not None:
+            met = met if keep is None else against(met, met.analysis.request, keep)
             return _error(budget, asked, met, _held(met))
         if _over(analysis):
             break

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
@@ -36,6 +37,7 @@ class Request:
     goal: Goal
     parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
     relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
+    blocks: Mapping[str, int] = field(default_factory=dict)  # computed again whole, as checkpointing does (analysis/blocks.py)
 
     @property
     def activations(self) -> frozenset[str]:

@@ -163,7 +163,8 @@ def partition_again(
     """
     members = {tensor.name: (tensor.name, *tensor.views) for tensor in analysis.table.tensors}
     while True:
-        joint = bind(tagged_copy(analysis.request.joint, relax=analysis.request.relax, notes=[]), analysis.binding)
+        copied = tagged_copy(analysis.request.joint, relax=analysis.request.relax, notes=[], blocks=analysis.request.blocks)
+        joint = bind(copied, analysis.binding)
         again = [name for name, action in actions.items() if action == "recompute"]
         recompute = {node for name in again for node in (*analysis.chains[name].nodes, *members[name])}
         save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute

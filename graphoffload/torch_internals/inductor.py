@@ -14,11 +14,12 @@ import torch
 from torch._inductor import config
 from torch.fx import GraphModule, Node
 
+from graphoffload.torch_internals.operators import OpOverload
 from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
-    "choices", "choosing", "compile_graph", "compile_inner", "config", "forget_output_strides", "is_pointwise_use",
-    "most_reads", "options_of_mode", "watching_codegen", "wrapper_imports", "written_code",
+    "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
+    "is_pointwise_use", "most_reads", "options_of_mode", "watching_codegen", "wrapper_imports", "written_code",
 ]  # fmt: skip
 
 
@@ -74,6 +75,17 @@ def most_reads(device_type: str) -> int:
         name = "realize_cpu_acc_reads_threshold" if device_type == "cpu" else "_realize_acc_reads_threshold_default"
         chosen = int(getattr(config, name))
     return chosen
+
+
+def falls_back(target: OpOverload) -> bool:
+    """Whether Inductor calls the operator's own kernel, since it has no code for it.
+
+    The set that Inductor has of such operators also names those that fall back in some cases only, once one did. Without it:
+    such an operation is predicted to cost nothing and to need no memory.
+    """
+    from torch._inductor.lowering import lowerings
+
+    return bool(getattr(lowerings.get(target), "_is_fallback_handler", False))
 
 
 def choices() -> Any:
