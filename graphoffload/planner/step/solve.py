@@ -114,13 +114,13 @@ def _faster(runs: Runs, mixes: Mixes, best: Run) -> Run:
     for shares of them, as long as the budget is met. The bound of what is tried says what cannot be faster."""
     facts, improved = runs.problem.facts, True
     tried = {best.chosen}
-    while improved and not runs.over():
+    while improved and len(tried) < _MORE and not runs.over():
         options = [*others(facts, mixes), *(near for share in _SHARES for near in neighbours(facts, mixes, share))]
         found = {choose(facts, option): option for option in options}
         values = {chosen: runs.bound(chosen) for chosen in found if chosen not in tried}
         improved = False
-        for chosen in sorted(values, key=lambda chosen: values[chosen])[:_MORE]:
-            if values[chosen] >= runs.score(best)[1] or runs.over():
+        for chosen in sorted(values, key=lambda chosen: values[chosen]):
+            if values[chosen] >= runs.score(best)[1] or len(tried) >= _MORE or runs.over():
                 break
             tried.add(chosen)
             run = runs.run(chosen, evaluations=_QUICK)
