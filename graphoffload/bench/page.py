@@ -14,6 +14,7 @@ each variant:
     longest SUBJECT ...               the longest sequences that train
     op-cost SUBJECT[@PATTERN] ...     host time of the four ops
     figure SUBJECT PATH TITLE         a picture at PATH of all rows of a model
+    training FILE                     measured training steps of several graphs, all runs of a file (training.py)
 
 Every row links its result file. A new run replaces only the rows that it measured: add its folder and run the command.
 Patterns have * and ? as in a shell; write ? for a space in a name. A SUBJECT is a model with the sizes that were changed, in
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphoffload.bench import training
 from graphoffload.bench.figure import draw, points_of
 from graphoffload.bench.results import Result, load, newest_rows
 from graphoffload.bench.table import gb, number
@@ -44,10 +46,11 @@ Rows = list[tuple[dict[str, Any], Result]]
 
 @dataclass(frozen=True)
 class Source:
-    """The input of a view: results, newest first, and the folder of the page, which links are relative to."""
+    """The input of a view: results, newest first, the page's folder, which links are relative to, and the folder of results."""
 
     results: Sequence[Result]
     folder: Path
+    kept: Path
 
     def rows(self, subject: str, *patterns: str, kind: str = "steps") -> Rows:
         """A subject's newest rows in the order of `patterns`; all of them without patterns.
@@ -70,7 +73,11 @@ class Source:
         """A short link to a result file: the commit, and whether its numbers were copied from a log."""
         assert result.path is not None
         text = result.commit + ("" if result.source == "measured" else ", copied")
-        return f"[{text}]({Path(os.path.relpath(result.path, self.folder)).as_posix()})"
+        return f"[{text}]({self.target(result.path)})"
+
+    def target(self, path: Path) -> str:
+        """A file as a link of the page names it."""
+        return Path(os.path.relpath(path, self.folder)).as_posix()
 
     def caption(self, rows: Rows) -> list[str]:
         """The device and sizes of the newest of some rows, and two gradient errors for comparison."""
@@ -238,9 +245,16 @@ def figure(source: Source, subject: str, path: str, *title: str) -> list[str]:
     return [f"![step time against peak memory: {' '.join(title)}]({path})", f"Points: {files}."]
 
 
+def trained(source: Source, file: str) -> list[str]:
+    """Every run of a file of training steps."""
+    content = training.read(source.kept / file)
+    header, lines = training.table(content, source.target(source.kept / file))
+    return [training.caption(content), "", *_table(header, lines)]
+
+
 VIEWS: dict[str, Callable[..., list[str]]] = {
     "steps": steps, "pick": pick, "peers": peers, "prediction": prediction, "longest": longest, "op-cost": op_cost,
-    "figure": figure,
+    "figure": figure, "training": trained,
 }  # fmt: skip
 
 
@@ -290,7 +304,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def start(given: argparse.Namespace) -> int:
     """Write the page where it changes."""
     folder = given.page.parent
-    source = Source(load(given.results or folder / "results"), folder)
+    kept = given.results or folder / "results"
+    source = Source(load(kept), folder, kept)
     try:
         before = given.page.read_text(encoding="utf-8")
     except OSError as error:
