@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from graphoffload.analysis.storages import example_storage_nbytes
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.device_limits import map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.inner_compile import compile_as_planned
@@ -110,12 +111,20 @@ def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
 
 
 def _computed(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of inputs that other graphs or eager code computed in this forward: they need a gradient and are no leaves."""
+    """Positions of inputs that other graphs or eager code computed in this forward: they need a gradient, are no leaves, and
+    are all of their storage, such as a convolution's output with its dimensions in another order."""
     return tuple(
         at
         for at, value in enumerate(inputs)
-        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf and value._base is None
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf and _is_whole(value)
     )
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    if value._base is None:
+        return True
+    repeats = any(stride == 0 and size != 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+    return not repeats and example_storage_nbytes(value) == value.numel() * value.element_size()
 
 
 def _kept_bytes(plan: Plan | None) -> int:
