@@ -183,15 +183,5 @@ def neighbours(facts: StepFacts, mixes: Mixes, share: float) -> list[Mixes]:
     return found
 
 
-def others(facts: StepFacts, mixes: Mixes) -> list[Mixes]:
-    """The same with another variant for all calls of one graph."""
-    return [
-        _with(mixes, graph, Mix(variant, variant, calls))
-        for graph, calls in enumerate(calls_of(facts))
-        for variant in range(len(facts.graphs[graph]))
-        if calls and (mixes[graph].low, mixes[graph].high) != (variant, variant)
-    ]
-
-
 def _with(mixes: Sequence[Mix], graph: int, mix: Mix) -> Mixes:
     return (*mixes[:graph], mix, *mixes[graph + 1 :])

@@ -8,7 +8,8 @@
         │ the best run                    └── above the budget: again, for one lower by the excess
         │ counts a little higher and lower
     solve() once more with more simulations ──▶ StepSolution
-        └─ nothing meets the budget ──▶ the run with the least peak, if that does ──▶ faster ones ──▶ or BudgetError
+        └─ nothing meets the budget ──▶ other variants for the calls with the peak
+                  └─ nor do these ──▶ the run with the least peak, if that does ──▶ or BudgetError
 
 A slowdown is relative to variant 0 with everything kept. Time, peak and memory of a solution are those of the schedule that the
 runtime gets, so all that is lost to events and to ops that calls share is in them.
@@ -27,7 +28,7 @@ from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
 from graphoffload.planner.step.facts import StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
-from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, others, uniform
+from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Run, Runs
 
 __all__ = ["StepSolution", "plan_step"]
@@ -38,6 +39,7 @@ _FINALISTS = 4
 _QUICK = 40
 _RUNS = 60
 _MORE = 12
+_REPAIRS = 8
 _SHARES = (0.12, 0.06, 0.03, 0.0)
 _NEAR_BOUND = 1.002
 
@@ -100,33 +102,38 @@ def plan_step(problem: StepProblem) -> StepSolution:
     if isinstance(goal, WithinSlowdown):
         best = min((best, keep), key=runs.score)
     elif runs.score(best)[0] > 0.0:
-        level = {choose(facts, mixes): mixes for mixes in uniform(facts)}
-        best = runs.least(level)
-        if runs.score(best)[0] <= 0.0:
-            best = _faster(runs, level[best.chosen], best)
-        elif not problem.or_least:
+        levels = [choose(facts, mixes) for mixes in uniform(facts)]
+        best = _repaired(runs, [best, *(runs.run(chosen, evaluations=_QUICK) for chosen in reversed(levels))])
+        if runs.score(best)[0] > 0.0:
+            best = runs.least(levels)
+        if runs.score(best)[0] > 0.0 and not problem.or_least:
             raise step_infeasible(runs, best)
     return _solution(runs, best)
 
 
-def _faster(runs: Runs, mixes: Mixes, best: Run) -> Run:
-    """From the run with the least peak to faster ones: one graph after the other with another variant for all its calls, then
-    for shares of them, as long as the budget is met. The bound of what is tried says what cannot be faster."""
-    facts, improved = runs.problem.facts, True
-    tried = {best.chosen}
-    while improved and len(tried) < _MORE and not runs.over():
-        options = [*others(facts, mixes), *(near for share in _SHARES for near in neighbours(facts, mixes, share))]
-        found = {choose(facts, option): option for option in options}
-        values = {chosen: runs.bound(chosen) for chosen in found if chosen not in tried}
-        improved = False
-        for chosen in sorted(values, key=lambda chosen: values[chosen]):
-            if values[chosen] >= runs.score(best)[1] or len(tried) >= _MORE or runs.over():
+def _repaired(runs: Runs, starts: Sequence[Run]) -> Run:
+    """The best of runs that are above the budget, each with another variant for the call that has the peak, again and again.
+
+    Calls of one graph differ in how much else is held when they run. The peak of a step that recomputes everything is often
+    that of one call, whose backward comes when all that the calls before it save is still there.
+    """
+    best = min(starts, key=runs.score)
+    for start in starts:
+        run = start
+        for _ in range(_REPAIRS):
+            call = run.joined.call_at(run.timeline.peak_step)
+            if runs.score(run)[0] <= 0.0 or call is None or runs.over():
                 break
-            tried.add(chosen)
-            run = runs.run(chosen, evaluations=_QUICK)
-            if runs.score(run) < runs.score(best):
-                best, mixes, improved = run, found[chosen], True
+            changed = [
+                (*run.chosen[:call], variant, *run.chosen[call + 1 :])
+                for variant in range(len(runs.problem.facts.graphs[runs.problem.facts.calls[call].graph]))
+                if variant != run.chosen[call]
+            ]
+            found = min((runs.run(chosen, evaluations=_QUICK) for chosen in changed), key=runs.score, default=run)
+            if runs.score(found) >= runs.score(run):
                 break
+            run = found
+        best = min((best, run), key=runs.score)
     return best
 
 
