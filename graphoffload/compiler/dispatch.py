@@ -34,7 +34,7 @@ from graphoffload.monitor.shared_budget import may_link
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
-from graphoffload.runtime.step.calls import STEPS, StepRun
+from graphoffload.runtime.step.calls import START, STEPS, StepRun
 from graphoffload.torch_internals import partitioning, storages
 from graphoffload.torch_internals.dynamo import Retraceable
 from graphoffload.torch_internals.partitioning import CustomPartitionerFn
@@ -152,6 +152,7 @@ class Dispatched:
             call.inputs = tuple(storages.lasting(given[at].untyped_storage()) for at in self.graph.activations)
         before, STEPS.call = STEPS.call, call
         try:
+            run.happened(call, START)
             outputs = compiled.function(*args)
         except BaseException:
             run.aborted = True  # whoever catches it begins anew

@@ -10,10 +10,16 @@ share their first blocks each run by their plan.
 
 A plan that is made again for what it was made for before costs no compile. Only what breaks the budget, or frees a good part
 of it, is a reason.
+
+Python's garbage holds device memory until it is collected, at any time: a model that was deleted is a cycle, with all its
+parameters. It is collected before the run that facts are made of and before a plan that was asked for, or that plan would
+leave room for it and refuse budgets that can be met. It counts where a step is planned again for what grew: garbage that
+comes back in each step is memory that the step needs.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -32,7 +38,7 @@ from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
-from graphoffload.log import say
+from graphoffload.log import log, say
 from graphoffload.monitor.step_memory import shortage_of, watch
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts
@@ -107,6 +113,8 @@ def next_run(graph: Dispatched) -> StepRun:
     plan = None if known is None else known.plan
     recording = known is None or (known.plan is None and not known.fixed)
     watching = recording and known is not None and len(known.runs) == _RECORDED - 1
+    if watching:
+        _collect_garbage(device)
     run = STEPS.start(device, lambda streams: StepRun(streams, recording=recording, watching=watching, plan=plan))
     run.room_bytes = graph.free_room(run)
     return run
@@ -245,6 +253,16 @@ def _found_facts(known: Known, graphs: list[Dispatched], limits: Limits) -> bool
     return True
 
 
+def _collect_garbage(device: torch.device) -> None:
+    """Free what only Python's garbage holds, or it counts as memory outside, and an optimizer in it as one that will step."""
+    streams = _streams(device)
+    before = streams.allocated_bytes()[0] if streams is not None else 0
+    gc.collect()
+    freed = before - streams.allocated_bytes()[0] if streams is not None else 0
+    if freed > 0:
+        log.info("%s of device memory were garbage that Python had not collected; they are free now", format_bytes(freed))
+
+
 def _give_up(known: Known, error: Exception) -> None:
     """A graph of the step cannot be compiled again: it goes on as it was compiled first."""
     known.plan, known.fixed, known.runs = None, True, []
@@ -256,8 +274,10 @@ def _give_up(known: Known, error: Exception) -> None:
 def _plan(known: Known, device: torch.device, why: str) -> None:
     """Plan a step from what is known of it; `why` it is planned again."""
     graphs = _graphs(known.sequence)
-    asked, limits = _asked(graphs[0], known)
     may_exceed = why not in ("", GOAL_WAS_SET)  # training goes on: what was met once is no error later
+    if not may_exceed:
+        _collect_garbage(device)
+    asked, limits = _asked(graphs[0], known)
     if known.facts is None and not _found_facts(known, graphs, limits):
         return
     assert known.facts is not None
