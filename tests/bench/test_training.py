@@ -16,7 +16,7 @@ from tests.bench.test_results import PAGE, README, ROOT
 
 STEPS = ROOT / "docs" / "steps.md"
 FILES = sorted((ROOT / "docs" / "results").glob("step-*.json"))
-MOST_LINES = 150
+MOST_LINES = 160
 BLOCK = re.compile(r"^<!-- results: .+?^<!-- /results -->$", re.M | re.S)
 
 # The page
