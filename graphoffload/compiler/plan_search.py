@@ -124,8 +124,7 @@ def _or_in_blocks(analysis: GraphAnalysis, found: _SearchResult, blocks: GraphAn
     if other.best is None:
         return found
     trial = against(other.best, other.best.analysis.request, keep)
-    first = found.best
-    if first is not None and first.timeline.time_s - _condition_s(first, trial.analysis) <= trial.timeline.time_s:
+    if (first := found.best) and first.timeline.time_s - _condition_s(first, trial.analysis) <= trial.timeline.time_s:
         return found
     bound_s = None if found.best is None else found.best.decided.lower_bound_s  # of plans that choose among all activations
     reasons = {**{tensor.name: _WITH_ITS_BLOCK for tensor in analysis.table.tensors}, **trial.reasons}
