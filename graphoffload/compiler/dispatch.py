@@ -132,10 +132,10 @@ class Dispatched:
 
     def run(self, *args: Any) -> Any:
         """One call."""
-        from graphoffload.compiler.step_runs import next_run
-
         run = STEPS.of(self.device)
         if run is None or run.is_over:
+            from graphoffload.compiler.step_runs import next_run
+
             run = next_run(self)
         call = run.begin(self.number)
         planned = run.plan.call(call) if run.plan is not None and not run.off else None
