@@ -110,7 +110,6 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
     """Why a step above its budget is planned again; with a warning where the budget was given."""
     budget = asked.goal.device_budget_bytes
     assert budget is not None
-    budget += known.taken_bytes
     excess = last.peak_bytes - budget
     as_planned = last.plan is plan and not last.off and known.followed > _WARM
     own = as_planned and last.peak_bytes > last.start_peak_bytes
@@ -142,16 +141,16 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
 
 def _other_memory(known: Known, asked: Asked, plan: StepPlan, device: torch.device, last: StepRun) -> str:
     """Whether there is more or less memory outside, or on the device, than it was planned with."""
-    budget = asked.goal.device_budget_bytes
-    assert budget is not None
+    assert asked.goal.device_budget_bytes is not None
     assert last.streams is not None
+    planned_for = budget = asked.goal.device_budget_bytes - asked.taken_bytes
     more = last.streams.allocated_bytes()[0] - known.planned_bytes
     if asked.budget_bytes is None and device.type == "cuda":
         budget = min(budget, device_budget_now(device, of_a_step=True) - known.taken_bytes)
     same = max(_SAME_BYTES, int(_SAME_SHARE * budget))
     predicted = plan.solution.timeline.peak_bytes
     peak = predicted + more
-    if predicted > (asked.goal.device_budget_bytes or 0):  # the least plan, and only more memory allows another one
+    if predicted > planned_for:  # the least plan, and only more memory allows another one
         budget = max(budget, peak)
     if more > same and peak > budget:
         return f"{format_bytes(more)} more are allocated outside"

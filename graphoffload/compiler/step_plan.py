@@ -69,13 +69,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a step is planned for. budget_bytes: as the user gave it; None: what fits. or_least: where nothing meets the goal,
-    the plan that takes least is as good."""
+    """What a step is planned for. budget_bytes: as the user gave it; None: what fits. taken_bytes: of the goal's budget, left
+    free since a step took more than predicted. or_least: where nothing meets the goal, the plan that takes least is as good."""
 
     goal: Goal
     reserve_bytes: int = 0
     host_budget_bytes: int | None = None
     budget_bytes: int | None = None
+    taken_bytes: int = 0
     or_least: bool = False
 
 
@@ -94,7 +95,8 @@ def make_step_plan(
     begun = time.perf_counter()
     hardware = resolve_hardware(graphs[0].graph.config.hardware, str(graphs[0].device))
     patience, host = Patience("step"), asked.host_budget_bytes
-    problem = StepProblem(facts, hardware, asked.goal, asked.reserve_bytes, host, patience, asked.or_least)
+    reserve = asked.reserve_bytes + asked.taken_bytes
+    problem = StepProblem(facts, hardware, asked.goal, reserve, host, patience, asked.or_least)
     solution = plan_step(problem)
     planned_s = time.perf_counter() - begun
     if runs:

@@ -216,14 +216,13 @@ def _asked(graph: Dispatched, known: Known) -> tuple[Asked, Limits]:
     budget = limits.device_budget_bytes
     if not limits.explicit and graph.device.type == "cuda":
         budget = device_budget_now(graph.device, reserve, of_a_step=True)
-    if budget is not None:
-        budget -= known.taken_bytes
     goal: Goal = KeepIfFits(budget)
     if config.max_slowdown is not None:
         goal = WithinSlowdown(max(config.max_slowdown, UNMEASURABLE), asked=config.max_slowdown)
     elif limits.explicit and budget is not None:
         goal = MeetBudget(budget)
-    return Asked(goal, reserve, limits.host_budget_bytes, limits.device_budget_bytes if limits.explicit else None), limits
+    given = limits.device_budget_bytes if limits.explicit else None
+    return Asked(goal, reserve, limits.host_budget_bytes, given, known.taken_bytes), limits
 
 
 def _keep_all_bytes(facts: StepFacts, asked: Asked) -> int:
@@ -311,7 +310,8 @@ def _plan(known: Known, device: torch.device, why: str) -> None:
 
 def _warn_of_excess(plan: StepPlan, asked: Asked, why: str) -> None:
     """Name what is missing where a plan that is made again takes more than its budget."""
-    budget, least_bytes = asked.goal.device_budget_bytes, plan.solution.timeline.peak_bytes + asked.reserve_bytes
+    budget = asked.goal.device_budget_bytes
+    least_bytes = plan.solution.timeline.peak_bytes + asked.reserve_bytes + asked.taken_bytes
     if budget is None or isinstance(asked.goal, WithinSlowdown) or least_bytes <= budget:
         return
     missing = least_bytes - budget
@@ -320,7 +320,7 @@ def _warn_of_excess(plan: StepPlan, asked: Asked, why: str) -> None:
     warn(
         BudgetExceededWarning,
         f"no plan of the training step meets {given} any more, since {why}. The step goes on by the plan that takes least, "
-        f"whose peak is {format_bytes(least_bytes)}: {format_bytes(missing)} too much. {remedy}, or make the batch or sequence "
+        f"which needs {format_bytes(least_bytes)}: {format_bytes(missing)} too much. {remedy}, or make the batch or sequence "
         "smaller.",
         stacklevel=4,
     )

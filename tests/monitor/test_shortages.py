@@ -14,7 +14,7 @@ from torch import nn
 
 import graphoffload
 from graphoffload.compiler import device_limits, step_again
-from graphoffload.errors import StepNotPlannedWarning
+from graphoffload.errors import BudgetError, StepNotPlannedWarning
 from graphoffload.monitor import step_memory
 from graphoffload.monitor.step_memory import Shortage, shortage_of
 from graphoffload.runtime.step.calls import LATEST, STEPS, StepRun
@@ -81,6 +81,24 @@ def test_more_than_any_plan_has(lazy: LazyStreams) -> None:
     failed(10 * budget_at(0.5))
     with pytest.warns(step_again.BudgetExceededWarning, match="since less memory after an error"):
         assert_equal(step(model, batch()), expected)
+
+
+def test_the_least_budget_of_an_error_can_be_set(lazy: LazyStreams) -> None:
+    """What a step took more than predicted is in it."""
+    model = compiled(fresh(), budget_at(0.8))
+    for _ in range(3):
+        step(model, batch())
+    failed(budget_at(0.8) // 10)
+    step(model, batch())
+    graphoffload.set_budget("1B")
+    with pytest.raises(BudgetError) as info:
+        step(model, batch())
+    assert info.value.least_bytes is not None
+    graphoffload.set_budget(info.value.least_bytes)
+    step(model, batch())
+    plan = plan_now()
+    assert plan is not None
+    assert plan.solution.timeline.peak_bytes <= info.value.least_bytes - budget_at(0.8) // 10
 
 
 def test_what_fails_where_no_activation_lives_is_no_reason(lazy: LazyStreams) -> None:
