@@ -75,12 +75,14 @@ def trial_of(request: Request, analyse: Callable[..., GraphAnalysis]) -> Trial:
 
 
 def _in_blocks(analysis: GraphAnalysis, analyse: Callable[..., GraphAnalysis]) -> GraphAnalysis | None:
-    """The same graph with every block a region that is computed again; None if the model has no blocks.
+    """The same graph with every block a region that is computed again; None if the model has no blocks, or somebody has decided
+    about an activation: by policy, pattern or tag.
 
     What is required of any plan's partitions stays: no decision is made again, no random number is drawn again, and backward
     reads no more of the caller's memory.
     """
-    blocks = blocks_of(analysis.request.joint.graph)
+    asked = any(wanted.action is not None and wanted.allowed != ("keep",) for wanted in analysis.wanted)
+    blocks = {} if asked else blocks_of(analysis.request.joint.graph)
     if not blocks:
         return None
     again = analyse(replace(analysis.request, blocks=blocks), analysis.binding)

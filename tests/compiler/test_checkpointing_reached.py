@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphoffload
 from graphoffload.compiler import plan_search as search
-from graphoffload.compiler.request import Work
+from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.errors import BudgetError
 from graphoffload.facts.plan import Plan
 from graphoffload.hardware.profile import PROFILES
@@ -158,8 +158,8 @@ def test_blocks_that_are_computed_again_whole_repeat_to_the_bit(
     expected, _ = trained(model, x, policy="keep")
     meets = search._meets
 
-    def only_in_blocks(work: Work, ways: tuple[Work, ...]) -> Any:
-        return meets(work, ways) if work.request.blocks else search._SearchResult(None, [], [])
+    def only_in_blocks(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...]) -> Any:
+        return meets(analysis, ways) if analysis.request.blocks else search._SearchResult(None, [], [])
 
     monkeypatch.setattr(search, "_meets", only_in_blocks)
     found, plan = trained(model, x, device_budget="1GiB", host_budget=0)
@@ -193,3 +193,13 @@ def test_attention_that_runs_again_takes_time() -> None:
         times.append(plan.prediction.keep_time_s)
     kernels = 2 * 3 * PROFILES["h200-sxm"].kernel_launch_s
     assert times[1] >= times[0] + kernels
+
+
+def test_what_somebody_asked_for_is_no_block() -> None:
+    """On a slow link, computing blocks again whole would be faster than the copies that were asked for."""
+    model, x = model_of(3, Attention)
+    slow = {"hardware": PROFILES["h200-sxm"].scaled(link=1e-4), "min_tensor_bytes": 1, "reserve": 0}
+    report = graphoffload.explain(model, policy="offload", **slow)(x)  # type: ignore[arg-type]
+    assert report.offloaded_bytes > 0
+    assert not any("again whole" in note for plan in report.plans for note in plan.notes)
+    assert not any("with its block" in decision.reason for plan in report.plans for decision in plan.decisions)
