@@ -14,9 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.analysis.callers import CallersMemory, readers_of_unread
 from graphoffload.analysis.chains import mutated_placeholders
+from graphoffload.analysis.decisions import is_float
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_stack
 from graphoffload.analysis.saved_values import real_uses
-from graphoffload.analysis.storages import fake
+from graphoffload.analysis.storages import example_storage_nbytes, fake
 from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.passes.regions import give_own_memory
 from graphoffload.torch_internals import checkpoint_tags, partitioning
@@ -101,7 +102,34 @@ def bind(joint: GraphModule, binding: Binding) -> GraphModule:
             node.meta.setdefault("ac_graph_id", 0)
         elif node.name in binding.decisions or node.name in unread or _is_of_saved(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if node.name in binding.decisions and (smaller := _smaller_form(node, binding.user_recomputed)) is not None:
+                smaller.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return joint
+
+
+def _smaller_form(decision: Node, user_recomputed: frozenset[str]) -> Node | None:
+    """The smallest form of a decision, of the operations of a block that follow it one by one; None if there is none.
+
+        eq (a byte a score) ──▶ logical_not ──▶ any (a byte a row) ──▶ logical_not ──▶ where      saved: any, and not eq
+
+    Nothing else reads what is in between, so backward needs none of it. The graph outside of blocks needs no tag: min-cut
+    itself saves the smallest form there.
+    """
+    node, least, found = decision, _nbytes(decision), None
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node.op != "call_function" or len(node.all_input_nodes) != 1 or is_float(node) or fake(node) is None:
+            break
+        if node.meta.get("recompute") != CheckpointPolicy.PREFER_RECOMPUTE or node.name in user_recomputed:
+            break
+        if _nbytes(node) < least:
+            least, found = _nbytes(node), node
+    return found
+
+
+def _nbytes(node: Node) -> int:
+    value = fake(node)
+    return 0 if value is None else example_storage_nbytes(value)
 
 
 def _is_of_saved(node: Node) -> bool:

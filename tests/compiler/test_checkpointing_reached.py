@@ -123,6 +123,19 @@ def test_blocks_fit_into_the_memory_that_checkpointing_takes(block: type[nn.Modu
     assert report.predicted_slowdown <= as_checkpointed + 1e-9
 
 
+def test_a_decision_of_a_block_is_saved_in_its_smallest_form() -> None:
+    """Attention without a kernel asks which rows have no score at all: a byte a row is saved, and not a byte a score."""
+    model, x = model_of(4, Noisy)
+    model.checkpointed = True
+    checkpointing = explained(model, x, 1 << 40)
+    model.checkpointed = False
+    budget = checkpointing.keep_peak_bytes * 101 // 100  # checkpointing decides again, and saves nothing for it
+    report = explained(model, x, budget)
+    assert report.predicted_peak_bytes <= budget < report.keep_peak_bytes
+    as_checkpointed = 1.0 / (1.0 + checkpointing.predicted_slowdown) - 1.0
+    assert report.predicted_slowdown <= as_checkpointed + 1e-9
+
+
 def test_gradients_of_experts_that_are_computed_again_are_those_of_keep_all() -> None:
     """The grouped products and everything around them run again in backward; what was decided is saved."""
     model, x = model_of(3)
