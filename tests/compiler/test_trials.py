@@ -323,6 +323,7 @@ def test_budgets_near_the_least_get_plans_that_no_tighter_budget_undercuts() -> 
     assert slowdowns[0] < 0.15
 
 
+@pytest.mark.long
 def test_what_an_error_names_is_met_at_the_slowdown_it_names() -> None:
     model, x = norm_mlps()
     given = {"hardware": "h100-sxm", "min_tensor_bytes": 0, "reserve": 0}
