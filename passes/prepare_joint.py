@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.analysis.callers import CallersMemory, readers_of_unread
 from graphoffload.analysis.chains import mutated_placeholders
+from graphoffload.analysis.decisions import is_float
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_stack
 from graphoffload.analysis.saved_values import real_uses
-from graphoffload.analysis.storages import fake
+from graphoffload.analysis.storages import example_storage_nbytes, fake
 from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.passes.regions import give_own_memory
 from graphoffload.torch_internals import checkpoint_tags, partitioning
@@ -28,15 +30,19 @@ def copy_graph(module: GraphModule) -> GraphModule:
         return GraphModule(module, copy.deepcopy(module.graph))
 
 
-def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str]) -> GraphModule:
+def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str], blocks: Mapping[str, int] | None = None) -> GraphModule:
     """A copy to partition, with the user's tags in the form of torch's partitioner, and with tags for what must be saved.
 
     Args:
         relax: ignore advice to recompute. notes: gets a line that says so.
+        blocks: operations that are computed again block by block, with the number of the block (analysis/blocks.py).
     """
     copied = copy_graph(joint)
     give_own_memory(copied)
     _apply_tags(copied, relax=relax, notes=notes)
+    for node in copied.graph.nodes:
+        if blocks and node.name in blocks:
+            node.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=blocks[node.name])
     _save_what_reads_mutated_inputs(copied)
     return copied
 
@@ -94,9 +100,43 @@ def bind(joint: GraphModule, binding: Binding) -> GraphModule:
         if node.name in callers.again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)
-        elif node.name in binding.decisions or node.name in unread:
+        elif node.name in binding.decisions or node.name in unread or _is_of_saved(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if node.name in binding.decisions and (smaller := _smaller_form(node, binding.user_recomputed)) is not None:
+                smaller.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return joint
+
+
+def _smaller_form(decision: Node, user_recomputed: frozenset[str]) -> Node | None:
+    """The smallest form of a decision, of the operations of a block that follow it one by one; None if there is none.
+
+        eq (a byte a score) ──▶ logical_not ──▶ any (a byte a row) ──▶ logical_not ──▶ where      saved: any, and not eq
+
+    Nothing else reads what is in between, so backward needs none of it. The graph outside of blocks needs no tag: min-cut
+    itself saves the smallest form there.
+    """
+    node, least, found = decision, _nbytes(decision), None
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node.op != "call_function" or len(node.all_input_nodes) != 1 or is_float(node) or fake(node) is None:
+            break
+        if node.meta.get("recompute") != CheckpointPolicy.PREFER_RECOMPUTE or node.name in user_recomputed:
+            break
+        if _nbytes(node) < least:
+            least, found = _nbytes(node), node
+    return found
+
+
+def _nbytes(node: Node) -> int:
+    value = fake(node)
+    return 0 if value is None else example_storage_nbytes(value)
+
+
+def _is_of_saved(node: Node) -> bool:
+    """Whether a node of a region is a result of a MUST_SAVE operation with several results: these are what is saved."""
+    if node.target is not operator.getitem or node.meta.get("recompute") != CheckpointPolicy.PREFER_RECOMPUTE:
+        return False
+    return isinstance(node.args[0], Node) and node.args[0].meta.get("recompute") == CheckpointPolicy.MUST_SAVE
 
 
 def users_own(joint: GraphModule) -> frozenset[str]:

@@ -1,8 +1,8 @@
-"""Side streams for a CPU on which nothing is copied before somebody waits for it: a missing wait is a wrong number at once.
+"""Steps on a CPU with lazy streams (graphoffload/testing/lazy_streams.py), and what they leave behind.
 
-    with lazy_streams() as lazy:      # copies of blocks are raw: they read and write what lies at their addresses when they run
+    with lazy_streams() as lazy:
         step()
-    lazy.complaints                   # copies that ran when the memory of their tensor was free already
+    lazy.complaints
 
 With `overwrite`, a source is filled with ones (NaN) when it is released: a copy that is still to come reads that.
 """
@@ -10,10 +10,8 @@ With `overwrite`, a source is filled with ones (NaN) when it is released: a copy
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -27,126 +25,9 @@ from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.step.calls import LATEST, STEPS
 from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.testing.lazy_streams import LazyStreams
 
 CPU = torch.device("cpu")
-
-
-class LazyEvent:
-    """Reached when its copy, and all before it on the same stream, were made."""
-
-    def __init__(self, queue: list[LazyEvent], after: tuple[LazyEvent | None, ...], work: Callable[[], None]) -> None:
-        self.queue, self.after, self.work, self.done = queue, after, work, False
-
-    def synchronize(self) -> None:
-        """Make the copy now."""
-        while not self.done:
-            first = self.queue.pop(0)
-            for event in first.after:
-                if event is not None:
-                    event.synchronize()
-            first.work()
-            first.done = True
-
-    def wait(self, stream: Any) -> None:
-        """Compute is synchronous: whoever waits for a copy has it made."""
-        self.synchronize()
-
-    def query(self) -> bool:
-        """Whether it was made."""
-        return self.done
-
-
-class LazyTime:
-    """A moment; nothing takes any time."""
-
-    def synchronize(self) -> None:
-        """Already there."""
-
-    def elapsed_time(self, other: LazyTime) -> float:
-        """Milliseconds."""
-        return 0.0
-
-
-class LazyStreams:
-    """What DeviceStreams offers, as far as the ops ask."""
-
-    def __init__(self) -> None:
-        self.index = -1
-        self.queues: dict[str, list[LazyEvent]] = {"d2h": [], "h2d": []}
-        self.stream: Any = object()
-        self.headroom = 2**40
-        self.allocated = 0, 0
-        self.captures = False
-        self.complaints: list[str] = []
-        self.log: list[str] = []
-
-    def timed_event(self) -> LazyTime:
-        """This moment."""
-        return LazyTime()
-
-    def copy(self, direction: str, entry: Any, after: tuple[Any, ...], run: Callable[[], None], block: Any = None) -> Any:
-        """Put the copy into its queue."""
-        work = run if block is None else self._raw(direction, entry, run, block)
-        self.log.append(f"{direction} {entry.name}")
-        self.queues[direction].append(event := LazyEvent(self.queues[direction], after, work))
-        return event
-
-    def _raw(self, direction: str, entry: Any, run: Any, block: tuple[int, int, int]) -> Callable[[], None]:
-        target, source, nbytes = block
-        cells = [cell.cell_contents for cell in run.__closure__]
-        device = next(x for x in cells if isinstance(x, Tensor) and x.data_ptr() in (target, source))
-        weak, name = device.untyped_storage()._weak_ref(), entry.name
-        del cells, device, run  # held by nobody but the runtime, as on a device
-
-        def work() -> None:
-            if torch.UntypedStorage._expired(weak):
-                self.complaints.append(f"{direction} of {name} ran on free memory")
-            else:
-                ctypes.memmove(target, source, nbytes)
-            torch.UntypedStorage._free_weak_ref(weak)
-
-        return work
-
-    def compute(self) -> Any:
-        """The current stream."""
-        return self.stream
-
-    def compute_waits(self, event: LazyEvent) -> None:
-        """As DeviceStreams."""
-        event.synchronize()
-
-    def compute_waits_for(self, op: str, entry: Any, event: LazyEvent, compute: Any = None) -> None:
-        """As DeviceStreams."""
-        self.log.append(f"{op} {entry.name}")
-        event.synchronize()
-
-    def recycle(self, event: Any) -> None:
-        """Events are not reused here."""
-
-    def capturing(self) -> bool:
-        """Whether a capture is pretended."""
-        return self.captures
-
-    def headroom_bytes(self) -> int:
-        """As much as the test says."""
-        return self.headroom
-
-    def retries(self) -> int:
-        """Nothing is ever short."""
-        return 0
-
-    def empty_cache(self) -> None:
-        """Nothing is cached."""
-
-    def allocated_bytes(self) -> tuple[int, int]:
-        """As much as the test says: now, and at the peak."""
-        return self.allocated
-
-    def finish(self) -> None:
-        """Make every copy that is left."""
-        for queue in self.queues.values():
-            while queue:
-                queue[-1].synchronize()
 
 
 def overwrite(source: Tensor, name: str) -> None:

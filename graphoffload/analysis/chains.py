@@ -25,10 +25,11 @@ import torch
 from torch.fx import Graph, Node
 
 from graphoffload.analysis.callers import CallersMemory, foreign, is_view
+from graphoffload.analysis.costs import argument_of
 from graphoffload.analysis.decisions import decided_on, depends_on_bits, is_input, repeated_decisions, trace_of, used_by_forward
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
-from graphoffload.facts.refusals import Refusal
+from graphoffload.facts.refusals import Refusal, refusal_of
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.torch_internals.operators import OpOverload, schema_of
 from graphoffload.torch_internals.partitioning import mutated_inputs
@@ -162,6 +163,15 @@ def _refusal(node: Node) -> str:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return Refusal.RANDOM.because(target=target)
     return ""
+
+
+def may_run_again(node: Node) -> bool:
+    """Whether an operation of a block that is computed again may run twice: what a chain may run, and attention without random
+    numbers."""
+    if "inductor_seed" in str(node.target):
+        return False
+    why_not = _refusal(node)
+    return not why_not or (refusal_of(why_not) is Refusal.ATTENTION and not argument_of(node, ("dropout_p",)))
 
 
 def mutated_placeholders(forward: Graph, named: frozenset[Node]) -> frozenset[Node]:

@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from graphoffload.analysis.fusion import Fusion, Kind, fusion_of
+from graphoffload.analysis.fusion import Fusion, Kind, fusion_of, value_of
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.regions import subgraph_of
 from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, group_by_storage, size_hint, storage_id
@@ -133,8 +133,8 @@ def operation_of(node: Node) -> Operation:
     `run_with_rng_state(state, op, *args)` returns the value. For these the wrapped operation is returned.
     """
     name = getattr(node.target, "__name__", "")
-    value = node.meta.get("val")
-    if name == "run_and_save_rng_state" and isinstance(value, (tuple, list)):
+    value = value_of(node)
+    if name == "run_and_save_rng_state" and isinstance(value, (tuple, list)) and len(value) > 1:
         return Operation(node.args[0], node.args[1:], node.kwargs, value[1])
     if name == "run_with_rng_state":
         return Operation(node.args[1], node.args[2:], node.kwargs, value)
@@ -169,7 +169,7 @@ def _moved_bytes(node: Node, fusion: Fusion, sizes: dict[int, int], seen: set[in
     identities = set(fusion.read_by(node))
     identities.update(
         storage_id(value)
-        for value in tree_leaves(node.meta["val"])
+        for value in tree_leaves(value_of(node))
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
     )
     total = 0
@@ -201,6 +201,8 @@ def _flops(node: Operation) -> int:
     packet = packet_of(target)
     if "attention" in str(target):
         return _attention_flops(node)
+    if "_grouped_mm" in str(target):
+        return _grouped_flops(node)
     if packet not in flop_registry:
         return 0
     args, kwargs = tree_map(_value, node.args), tree_map(_value, dict(node.kwargs))
@@ -228,6 +230,19 @@ def _attention_flops(node: Operation) -> int:
     columns = size_hint(key.shape[2], unknown=0)
     flops = (10 if backward else 4) * batch * heads * rows * columns * width
     return int(flops // 2 if argument_of(node, ("is_causal",)) is True else flops)
+
+
+def _grouped_flops(node: Operation) -> int:
+    """FLOPs of products of groups: each row of a two-dimensional factor is in one group, and meets that group's matrix only.
+
+    torch's registry has no formula for them.
+    """
+    values = [fake(argument) for argument in node.args[:2] if isinstance(argument, Node)]
+    if len(values) < 2 or values[0] is None or values[1] is None:
+        return 0
+    left, right = ([size_hint(size, unknown=0) for size in value.shape] for value in values if value is not None)
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
 def argument_of(node: Node | Operation, names: tuple[str, ...]) -> Any:

@@ -2,7 +2,8 @@
 
 Each node has one of three kinds:
     view     It moves no data.
-    kernel   It runs alone: matrix products, attention, convolutions, sorts, collectives, custom operations.
+    kernel   It runs alone: matrix products, grouped ones included, attention, convolutions, sorts, scans, collectives, custom
+             operations, and whatever else Inductor does not compute itself.
     fused    It is a pointwise operation or a reduction. If neither a kernel nor the graph's output reads its value, the value
              need not exist: its readers compute it. Fused operations whose values exist run as one kernel if they share data
              and no other kernel must run between them.
@@ -34,7 +35,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.kernels import Axis, Kernel, add_needs, in_order, runs_after
 from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, storage_id, with_views
-from graphoffload.torch_internals.inductor import is_pointwise_use, most_reads
+from graphoffload.torch_internals.inductor import falls_back, is_pointwise_use, most_reads
 from graphoffload.torch_internals.operators import OpOverload, packet_of
 
 Kind = Literal["view", "kernel", "fused", "none"]
@@ -52,7 +53,15 @@ _KERNEL_WORDS = (
     "embedding_dense_backward",
     "attention",
     "convolution",
+    "_mm",
+    "cumsum",
+    "cumprod",
 )
+# Inductor writes these into memory, at places that it learns while they run: a reader cannot compute them.
+_SCATTERS = (
+    "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add", "index_copy", "scatter",
+    "scatter_add", "scatter_reduce",
+)  # fmt: skip
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
 _INLINED_READS = 4  # Inductor stores a value that several operations read only if computing it reads more tensors than this
 FARTHEST = 20  # the greatest distance, in operations, at which two operations are fused under a plan
@@ -64,18 +73,24 @@ def kind_of(node: Node, *, fuses: bool) -> Kind:
     """The kind of a node; see the module's docstring."""
     if node.op != "call_function" or node.target is operator.getitem:
         return "none"
-    value = node.meta.get("val")
-    if not isinstance(value, (torch.Tensor, tuple, list)):
+    if not isinstance(value_of(node), (torch.Tensor, tuple, list)):
         return "none"
     if _is_view(node):
         return "view"
     if not fuses or not isinstance(node.target, OpOverload):
         return "kernel"
-    packet = packet_of(node.target)
     name = str(node.target)
-    if packet in flop_registry or node.target.namespace not in _FUSED_NAMESPACES or any(word in name for word in _KERNEL_WORDS):
+    if packet_of(node.target) in flop_registry or any(word in name for word in _KERNEL_WORDS):
         return "kernel"
-    return "fused"
+    return "kernel" if node.target.namespace not in _FUSED_NAMESPACES or falls_back(node.target) else "fused"
+
+
+def value_of(node: Node) -> object:
+    """The value that tracing left on a node; that of its results for random operations of regions, which have none."""
+    if "val" in node.meta or not getattr(node.target, "__name__", "").startswith(("run_and_save_rng", "run_with_rng")):
+        return node.meta.get("val")
+    results = sorted((user.args[1], user) for user in node.users if user.target is operator.getitem and "val" in user.meta)
+    return tuple(user.meta["val"] for _, user in results) or None
 
 
 def _is_view(node: Node) -> bool:
@@ -137,8 +152,8 @@ def _tensors(node: Node) -> Iterable[torch.Tensor]:
 def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) -> Fusion:
     """The model of one graph.
 
-    A value exists if a kernel or the graph's output reads it, if it is a reduction's smaller result, or if its readers would
-    have to read too many tensors to compute it.
+    A value exists if a kernel or the graph's output reads it, if it is a reduction's smaller result, if it is scattered, or if
+    its readers would have to read too many tensors to compute it.
     """
     fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, unfused_bytes=unfused_bytes, fuses=fuses)
     fusion.added = _added_to_products(graph, fusion.kinds)
@@ -193,7 +208,7 @@ def _expands_to(summand: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _exists(node: Node, sources: frozenset[int], kinds: dict[Node, Kind]) -> bool:
     readers = _readers(node)
-    if any(user.op == "output" or kinds[user] == "kernel" for user in readers):
+    if _scatters(node) or any(user.op == "output" or kinds[user] == "kernel" for user in readers):
         return True
     value = fake(node)
     assert value is not None
@@ -201,6 +216,10 @@ def _exists(node: Node, sources: frozenset[int], kinds: dict[Node, Kind]) -> boo
     if inputs and 2 * example_nbytes(value) * max(1, _widening(node)) <= max(inputs):
         return True
     return len(sources) > (_INLINED_READS if len(readers) > 1 else most_reads(value.device.type))  # as a long sum does
+
+
+def _scatters(node: Node) -> bool:
+    return getattr(packet_of(node.target), "__name__", "") in _SCATTERS
 
 
 def _widening(node: Node) -> int:
@@ -309,10 +328,11 @@ def _axis(node: Node) -> Axis | None:
 
 
 def _space(node: Node) -> int | None:
-    """The number of elements that an operation iterates over: a reduction's inputs, else its output. None if symbolic."""
+    """The number of elements that an operation iterates over: the inputs of a reduction or a scatter, else its output. None if
+    symbolic."""
     sizes = [concrete(value.numel()) for value in _tensors(node)]
     packet = packet_of(node.target)
-    if packet is not None and packet.__name__ in _REDUCTIONS:
+    if packet is not None and (packet.__name__ in _REDUCTIONS or _scatters(node)):
         sizes += [concrete(value.numel()) for argument in node.all_input_nodes for value in _tensors(argument)]
     known = [size for size in sizes if size is not None]
     return max(known) if known and len(known) == len(sizes) else None

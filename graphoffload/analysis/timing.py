@@ -94,6 +94,8 @@ def _measure(node: Node, device: torch.device, load: _Load) -> Measured | None:
         return None
     if "attention" not in str(node.target) and any(value is not None and not value.is_floating_point() for value in values):
         return None  # random indices could be out of range
+    if "attention" not in str(node.target) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return None  # the user's random numbers stay as they are
     if "attention" in str(node.target) and (argument_of(node, ("dropout_p",)) or "scaled_dot_product" not in str(node.target)):
         return None  # an operation that follows random sequence bounds can end the process
     wanted = sum(tensor_nbytes(value) or 0 for value in (*values, *outputs) if value is not None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -133,28 +133,30 @@ class StepLook:
             outputs = graph.function(*args)
         finally:
             self.live.inside = False
-        self.live.give(outputs)
         node = autograd.compiled_node(outputs)
         if node is None:
             raise NotOneStepError(f"nothing that call {index} of {graph.graph.name} returns needs a gradient")
-        node.register_prehook(functools.partial(self._begin, index))
-        node.register_hook(functools.partial(self._end, index))
+        saved = self.live.give(outputs, saved=node.saved_tensors)
+        node.register_prehook(functools.partial(self._begin, index, autograd.output_bytes(outputs, node)))
+        node.register_hook(functools.partial(self._end, index, saved))
         self._mark("forward end", index)
         return outputs
 
-    def _begin(self, index: int, *_: Any) -> None:
-        self._mark("backward", index)
+    def _begin(self, index: int, output_bytes: Mapping[int, int], gradients: Sequence[Any]) -> None:
+        self._mark("backward", index, autograd.zeros_bytes(output_bytes, gradients))
         self.live.inside = True
 
-    def _end(self, index: int, gradients: Any, *_: Any) -> None:
+    def _end(self, index: int, saved: frozenset[int], gradients: Any, *_: Any) -> None:
         self.live.inside = False
         self.live.give(gradients)
+        self.live.leave(saved)
         self.ended.append(index)
         self._mark("backward end", index)
 
-    def _mark(self, kind: str, index: int) -> None:
+    def _mark(self, kind: str, index: int, soon_bytes: int = 0) -> None:
         gradients = self.live.bytes_of(p.grad for p in self.parameters if p.grad is not None)
-        self.marks[kind, index] = _Mark(self.live.outside_bytes, self.live.start_peak(), gradients)
+        outside, peak = self.live.outside_bytes + soon_bytes, self.live.start_peak()
+        self.marks[kind, index] = _Mark(outside, max(peak, outside), gradients)
 
     def backward(self, outputs: Any) -> None:
         """Run the backward: of the loss, if a number is returned, else of all that is returned.

@@ -2,7 +2,8 @@
 
     parameters, inputs      ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~   outside
     call 0 | f0: ====saved by the graph=========================b0|   inside: its call's, until it is freed
-           | its outputs ~~~~~~~~~~~~~~~~~~~~~~                       outside, from the end of the call on
+           | its outputs ~~~~~~~~~~~~~~~~~~~~~~                       outside, from the end of the call on; one that it
+           |                                                          saves as well, from the end of its backward
     eager code between the graphs, and what autograd saves of it ~~~  outside
 
 A storage is counted from the operation that makes it until Python and autograd have dropped it, as torch's allocator would
@@ -70,11 +71,17 @@ class LiveBytes:
         self.outside_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.outside_bytes)
 
-    def give(self, values: Any) -> None:
-        """What a graph returns is its caller's."""
-        for value in tree_leaves(values):
-            if isinstance(value, FakeTensor):
-                self._give(self._living.get(identity(value.untyped_storage())))
+    def give(self, values: Any, saved: Iterable[Any] = ()) -> frozenset[int]:
+        """What a graph returns is its caller's, but for what it saves for its backward as well; what that is, for `leave`."""
+        ours = _keys(saved)
+        returned = _keys(tree_leaves(values))
+        self.leave(returned - ours)
+        return returned & ours
+
+    def leave(self, keys: Iterable[int]) -> None:
+        """These storages are no longer a graph's, as far as they live."""
+        for key in keys:
+            self._give(self._living.get(key))
 
     def _give(self, living: _Living | None) -> None:
         if living is not None and living.inside:
@@ -90,3 +97,7 @@ class LiveBytes:
         """Bytes of the storages of these tensors, each once, as far as they live."""
         keys = {identity(t.untyped_storage()) for t in tensors if isinstance(t, torch.Tensor)}
         return sum(self._living[key].nbytes for key in keys if key in self._living)
+
+
+def _keys(values: Iterable[Any]) -> frozenset[int]:
+    return frozenset(identity(value.untyped_storage()) for value in values if isinstance(value, FakeTensor))

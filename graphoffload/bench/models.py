@@ -81,31 +81,25 @@ def _floats(*shape: int, device: torch.device, seed: int) -> Tensor:
 def _hf_llama(s: Sizes, device: torch.device) -> Workload:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    make: Any = LlamaConfig  # takes more keywords than its type says
-    config = make(
-        vocab_size=s["vocab"], hidden_size=s["dim"], intermediate_size=s["hidden"], num_hidden_layers=s["layers"],
-        num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], max_position_embeddings=s["tokens"],
-        tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    ids = _ids(s["batch"], s["tokens"], s["vocab"], device)
-    return Workload(
-        "", LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, s, blocks=("model.layers",), hugging_face=True,
-        constants={"use_cache": False},
-    )  # fmt: skip
+    return _hf_decoder(LlamaConfig, LlamaForCausalLM, s, device)
 
 
 def _hf_qwen(s: Sizes, device: torch.device) -> Workload:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    make: Any = Qwen3Config
+    return _hf_decoder(Qwen3Config, Qwen3ForCausalLM, s, device, head_dim=s["dim"] // s["heads"])
+
+
+def _hf_decoder(make: Any, model: Any, s: Sizes, device: torch.device, **more: int) -> Workload:
+    """A decoder of Transformers by its configuration's class, which takes more keywords than its type says, and its own."""
     config = make(
         vocab_size=s["vocab"], hidden_size=s["dim"], intermediate_size=s["hidden"], num_hidden_layers=s["layers"],
-        num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], head_dim=s["dim"] // s["heads"],
-        max_position_embeddings=s["tokens"], tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",
+        num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], max_position_embeddings=s["tokens"],
+        tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa", **more,
     )  # fmt: skip
     ids = _ids(s["batch"], s["tokens"], s["vocab"], device)
     return Workload(
-        "", Qwen3ForCausalLM(config), {"input_ids": ids, "labels": ids}, s, blocks=("model.layers",), hugging_face=True,
+        "", model(config), {"input_ids": ids, "labels": ids}, s, blocks=("model.layers",), hugging_face=True,
         constants={"use_cache": False},
     )  # fmt: skip
 
@@ -169,7 +163,7 @@ class ChunkedLoss(nn.Module):
         hidden = self.model.base_model(input_ids=input_ids, **options).last_hidden_state
         targets = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
         parts = zip(hidden.split(self.chunk, dim=1), targets.split(self.chunk, dim=1), strict=True)
-        total = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
+        total: Any = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
         result: Tensor = total / labels[:, 1:].numel()
         return result
 

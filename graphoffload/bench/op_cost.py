@@ -37,6 +37,7 @@ from graphoffload.compiler import inner_compile
 from graphoffload.runtime import ops
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.streams import copy_streams as streams
+from graphoffload.runtime.streams.protocol import Block, CopyEvent, CopyStreams, Named
 from graphoffload.torch_internals import inductor
 from graphoffload.torch_internals.patching import replaced
 
@@ -69,31 +70,76 @@ class Found:
         )
 
 
-class NoStream:
+class NoEvent(CopyEvent):
+    """Of a copy that was made at once; of any moment."""
+
+    def wait(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """It was reached."""
+        return True
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Nobody asks here."""
+        return 0.0
+
+
+class NoStreams(CopyStreams):
     """Stands in for DeviceStreams on a device without streams: the copies run at once."""
 
-    index = -1
+    def __init__(self) -> None:
+        self.index = -1
+        self._event = NoEvent()
 
-    def copy(self, direction: str, entry: Any, after: tuple[Any, ...], run: Any, block: Any = None) -> Any:
+    def copy(
+        self, direction: str, entry: Named, after: tuple[Any, ...], run: Callable[[], None], block: Block | None = None
+    ) -> NoEvent:
         """Copy at once, by one C function where the copy is of one block, as on a GPU."""
         if block is None:
             run()
         else:
             ctypes.memmove(*block)
-        return self
+        return self._event
 
     def compute(self) -> Any:
         """Whom the caller's work is issued to."""
         return self
 
+    def timed_event(self) -> NoEvent:
+        """This moment."""
+        return self._event
+
     def compute_waits(self, event: Any) -> None:
         """Nothing to wait for."""
 
-    def compute_waits_for(self, op: str, entry: Any, event: Any) -> None:
+    def compute_waits_for(self, op: str, entry: Named, event: Any, compute: Any = None) -> None:
         """Nothing to wait for."""
 
-    def recycle(self, event: Any) -> None:
+    def recycle(self, event: CopyEvent | None) -> None:
         """Nothing to keep."""
+
+    def capturing(self) -> bool:
+        """Never."""
+        return False
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def allocated_bytes(self) -> tuple[int, int]:
+        """Not known."""
+        return 0, 0
+
+    def retries(self) -> int:
+        """Nothing is ever short."""
+        return 0
+
+    def headroom_bytes(self) -> int:
+        """Not known."""
+        return 0
 
 
 @contextlib.contextmanager
@@ -103,7 +149,7 @@ def stand_in(device: torch.device) -> Iterator[None]:
         yield
         return
     driver = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-    pretended = {**streams._STREAMS, device: NoStream()}
+    pretended = {**streams._STREAMS, device: NoStreams()}
     with replaced(streams, _STREAMS=pretended), replaced(torch.cuda, cudart=lambda: driver):
         yield
 

@@ -14,6 +14,7 @@ each variant:
     longest SUBJECT ...               the longest sequences that train
     op-cost SUBJECT[@PATTERN] ...     host time of the four ops
     figure SUBJECT PATH TITLE         a picture at PATH of all rows of a model
+    training FILE                     measured training steps of several graphs, all runs of a file (training.py)
 
 Every row links its result file. A new run replaces only the rows that it measured: add its folder and run the command.
 Patterns have * and ? as in a shell; write ? for a space in a name. A SUBJECT is a model with the sizes that were changed, in
@@ -32,8 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphoffload.bench import training
 from graphoffload.bench.figure import draw, points_of
 from graphoffload.bench.results import Result, load, newest_rows
+from graphoffload.bench.table import gb, number
 from graphoffload.errors import ConfigError
 from graphoffload.units import parse_size
 
@@ -43,10 +46,11 @@ Rows = list[tuple[dict[str, Any], Result]]
 
 @dataclass(frozen=True)
 class Source:
-    """The input of a view: results, newest first, and the folder of the page, which links are relative to."""
+    """The input of a view: results, newest first, the page's folder, which links are relative to, and the folder of results."""
 
     results: Sequence[Result]
     folder: Path
+    kept: Path
 
     def rows(self, subject: str, *patterns: str, kind: str = "steps") -> Rows:
         """A subject's newest rows in the order of `patterns`; all of them without patterns.
@@ -69,7 +73,11 @@ class Source:
         """A short link to a result file: the commit, and whether its numbers were copied from a log."""
         assert result.path is not None
         text = result.commit + ("" if result.source == "measured" else ", copied")
-        return f"[{text}]({Path(os.path.relpath(result.path, self.folder)).as_posix()})"
+        return f"[{text}]({self.target(result.path)})"
+
+    def target(self, path: Path) -> str:
+        """A file as a link of the page names it."""
+        return Path(os.path.relpath(path, self.folder)).as_posix()
 
     def caption(self, rows: Rows) -> list[str]:
         """The device and sizes of the newest of some rows, and two gradient errors for comparison."""
@@ -87,14 +95,6 @@ def _escaped(pattern: str) -> str:
 
 
 # Cells
-
-
-def _gb(nbytes: float | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / 1e9:.3f}"
-
-
-def _form(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _ratio(row: dict[str, Any]) -> str:
@@ -135,9 +135,9 @@ def _rows_table(source: Source, rows: Rows, subject: str) -> list[str]:
     lines = []
     for row, result in rows:
         cells = [
-            f"`{row['variant']}`", _gb(row.get("peak_bytes")), _gb(row.get("predicted_peak_bytes")),
-            _form(row.get("steps"), "d"), _form(row.get("step_ms"), ".1f"), _form(row.get("predicted_ms"), ".1f"), _ratio(row),
-            _form(row.get("bound_ratio"), ".4f"), _form(row.get("gradient_error"), ".2g"), source.link(result),
+            f"`{row['variant']}`", gb(row.get("peak_bytes")), gb(row.get("predicted_peak_bytes")),
+            number(row.get("steps"), "d"), number(row.get("step_ms"), ".1f"), number(row.get("predicted_ms"), ".1f"),
+            _ratio(row), number(row.get("bound_ratio"), ".4f"), number(row.get("gradient_error"), ".2g"), source.link(result),
         ]  # fmt: skip
         lines.append([result.subject, *cells] if subject else cells)
     return _table([subject, *header] if subject else header, lines, left=2 if subject else 1)
@@ -153,8 +153,8 @@ def peers(source: Source, *subjects: str) -> list[str]:
         keep = ours.get("keep_ms") or other.get("keep_ms")
         files = map(source.link, _unique(from_other, from_ours))
         lines.append([
-            subject, _form(keep, ".1f"), _ratio(other), _gb(other.get("peak_bytes")), f"**{_ratio(ours)}**",
-            _gb(ours.get("peak_bytes")), _gb(ours.get("predicted_peak_bytes")), " ".join(files),
+            subject, number(keep, ".1f"), _ratio(other), gb(other.get("peak_bytes")), f"**{_ratio(ours)}**",
+            gb(ours.get("peak_bytes")), gb(ours.get("predicted_peak_bytes")), " ".join(files),
         ])  # fmt: skip
     header = ("model", "keep-all ms", "checkpointing, compiled", "GB", "graphoffload", "GB", "predicted GB", "file")
     return _table(header, lines)
@@ -226,7 +226,7 @@ def op_cost(source: Source, *subjects: str) -> list[str]:
     """Microseconds of host time."""
     names = ("offload_us", "release_us", "reload_us", "wait_us", "median_us", "mean_us")
     lines = [
-        [row["variant"], *(_form(row.get(name), ".1f") for name in names), source.link(result)]
+        [row["variant"], *(number(row.get(name), ".1f") for name in names), source.link(result)]
         for subject, _, pattern in (text.partition("@") for text in subjects)
         for row, result in source.rows(subject, pattern or "*", kind="op-cost")
     ]
@@ -245,9 +245,16 @@ def figure(source: Source, subject: str, path: str, *title: str) -> list[str]:
     return [f"![step time against peak memory: {' '.join(title)}]({path})", f"Points: {files}."]
 
 
+def trained(source: Source, file: str) -> list[str]:
+    """Every run of a file of training steps."""
+    content = training.read(source.kept / file)
+    header, lines = training.table(content, source.target(source.kept / file))
+    return [training.caption(content), "", *_table(header, lines)]
+
+
 VIEWS: dict[str, Callable[..., list[str]]] = {
     "steps": steps, "pick": pick, "peers": peers, "prediction": prediction, "longest": longest, "op-cost": op_cost,
-    "figure": figure,
+    "figure": figure, "training": trained,
 }  # fmt: skip
 
 
@@ -297,7 +304,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def start(given: argparse.Namespace) -> int:
     """Write the page where it changes."""
     folder = given.page.parent
-    source = Source(load(given.results or folder / "results"), folder)
+    kept = given.results or folder / "results"
+    source = Source(load(kept), folder, kept)
     try:
         before = given.page.read_text(encoding="utf-8")
     except OSError as error:

@@ -7,11 +7,13 @@ from typing import Any
 from graphoffload.bench.measure import Row
 
 
-def _gb(nbytes: float | None) -> str:
+def gb(nbytes: float | None) -> str:
+    """Decimal GB, "-" for what is not known."""
     return "-" if nbytes is None else f"{nbytes / 1e9:.3f}"
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """As `form` says, "-" for what is not known."""
     return "-" if value is None else format(value, form)
 
 
@@ -21,8 +23,8 @@ def progress_line(row: Row) -> str:
         return f"{row.variant}: {row.status}"
     interval = f" [{row.ratio_interval[0]:.4f}, {row.ratio_interval[1]:.4f}]" if row.ratio_interval else ""
     return (
-        f"{row.variant}: {row.status}; {_number(row.step_ms, '.1f')} ms, x{_number(row.ratio, '.4f')}{interval}, "
-        f"peak over static {_gb(row.peak_bytes)} GB, gradient error {_number(row.gradient_error, '.2g')}, "
+        f"{row.variant}: {row.status}; {number(row.step_ms, '.1f')} ms, x{number(row.ratio, '.4f')}{interval}, "
+        f"peak over static {gb(row.peak_bytes)} GB, gradient error {number(row.gradient_error, '.2g')}, "
         f"first step {row.compile_s:.1f} s"
     )
 
@@ -39,7 +41,7 @@ def _prediction(row: Row) -> tuple[str, str]:
         return "-", "-"
     time_ms = sum(plan["prediction"]["predicted_time_s"] for plan in plans) * 1e3
     bounds = [plan["lower_bound_slowdown"] for plan in plans]
-    return f"{_gb(row.predicted_peak_bytes)}, {time_ms:.0f}", "-" if None in bounds else f"{max(bounds):+.3f}"
+    return f"{gb(row.predicted_peak_bytes)}, {time_ms:.0f}", "-" if None in bounds else f"{max(bounds):+.3f}"
 
 
 def _cells(row: Row, keep_peak: int | None) -> tuple[str, ...]:
@@ -51,10 +53,10 @@ def _cells(row: Row, keep_peak: int | None) -> tuple[str, ...]:
     predicted, bound = _prediction(row)
     interval = f"{row.ratio_interval[0]:.4f}-{row.ratio_interval[1]:.4f}" if row.ratio_interval else "-"
     return (
-        row.variant, _number(row.step_ms, ".1f"), _number(row.spread_ms, ".1f"), _number(row.ratio, ".4f"), interval,
-        _number(row.host_ms, ".1f"), _gb(row.peak_bytes), _gb(saved), _gb(copied), share, _gb(row.pinned_bytes), predicted,
-        bound, _number(row.gradient_error, ".2g"), _number(row.ours.get("twin_error"), ".2g"),
-        _number(row.gradient_norm, ".6g"), _number(row.loss, ".6g"), f"{row.compile_s:.0f}", row.status,
+        row.variant, number(row.step_ms, ".1f"), number(row.spread_ms, ".1f"), number(row.ratio, ".4f"), interval,
+        number(row.host_ms, ".1f"), gb(row.peak_bytes), gb(saved), gb(copied), share, gb(row.pinned_bytes), predicted,
+        bound, number(row.gradient_error, ".2g"), number(row.ours.get("twin_error"), ".2g"),
+        number(row.gradient_norm, ".6g"), number(row.loss, ".6g"), f"{row.compile_s:.0f}", row.status,
     )  # fmt: skip
 
 
@@ -66,7 +68,7 @@ def show_table(rows: list[Row], facts: dict[str, Any]) -> None:
     noise = facts.get("eager_noise")
     print(
         f"\n{facts['model']} {facts.get('sizes', '')} on {facts.get('device', 'cpu')}, torch {facts['torch']}; "
-        f"eager's gradient error {_number(noise, '.2g')}, keep-all repeats to {_number(facts.get('repeat_noise'), '.2g')}"
+        f"eager's gradient error {number(noise, '.2g')}, keep-all repeats to {number(facts.get('repeat_noise'), '.2g')}"
     )
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) + "  " + line[-1])

@@ -14,7 +14,7 @@ import contextlib
 import linecache
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from graphoffload.errors import ConfigError
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline
 from graphoffload.runtime import trace_stalls
-from graphoffload.torch_internals import inductor
+from graphoffload.torch_internals import allocator, inductor
 from graphoffload.torch_internals.patching import replaced
-from graphoffload.torch_internals.streams import allocations
 
 Planned = tuple[Program, list[str], Timeline]
 
@@ -69,25 +68,29 @@ def predicted_live(planned: Planned) -> list[tuple[int, str]]:
 
 
 def live_at_peak(session: measure.Session) -> tuple[int, list[tuple[int, str]], int]:
-    """Peak over the bytes before the step, what was alive there, and which allocation event that was."""
+    """Peak over the bytes before the step, what was alive there, and which change of the allocator's that was."""
     session.step()
-    with allocations() as events:
+    if not allocator.start(frames=True):
+        raise ConfigError("What the allocator does is recorded by somebody else already, or this torch cannot record it.")
+    try:
         session.step()
-    live: dict[int, tuple[int, Any]] = {}
+    finally:
+        changes = allocator.stop(torch.cuda.current_device())
+    live: dict[int, allocator.Change] = {}
     total = peak = at = 0
-    best: list[tuple[int, Any]] = []
-    for number, event in enumerate(events):
-        if event["action"] == "alloc":
-            live[event["addr"]] = (event["size"], event.get("frames", []))
-            total += event["size"]
+    best: list[allocator.Change] = []
+    for number, change in enumerate(changes):
+        if change.nbytes > 0:
+            live[change.address] = change
+            total += change.nbytes
             if total > peak:
                 peak, at, best = total, number, list(live.values())
-        elif event["action"] == "free_completed" and event["addr"] in live:
-            total -= live.pop(event["addr"])[0]
-    return peak, sorted(((size, _line(frames)) for size, frames in best), reverse=True), at
+        elif change.address in live:
+            total -= live.pop(change.address).nbytes
+    return peak, sorted(((change.nbytes, _line(change.frames)) for change in best), reverse=True), at
 
 
-def _line(frames: list[dict[str, Any]]) -> str:
+def _line(frames: Sequence[Mapping[str, Any]]) -> str:
     for frame in frames:
         if "torchinductor" in frame["filename"] or "/inductor" in frame["filename"]:
             text = linecache.getline(frame["filename"], frame["line"]).strip()

@@ -25,6 +25,7 @@ from graphoffload.compiler.compile_variant import (
 )
 from graphoffload.compiler.dispatch import dispatcher, is_one_of_several, may_join
 from graphoffload.compiler.partitioner import OffloadPartitioner
+from graphoffload.compiler.resets import RESETS
 from graphoffload.compiler.session import new_key
 from graphoffload.errors import BudgetError, ConfigError, FallbackWarning, warn
 from graphoffload.facts.plan import Plan
@@ -115,6 +116,7 @@ def compile_graph(
     releases.check_torch()
     _warn_of_fallbacks()
     captured.collect()
+    dynamo.tell_of_resets(RESETS)
     taken_in((*example_inputs, *gm.parameters()), config)
     if not needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)

@@ -8,6 +8,8 @@
 Every figure is relative to that one keep-all (decision 15), so a plan that recomputes less than the regions do has a negative
 slowdown. MUST_* tags bind in all cases. Both ways are tried only if the better one is not known beforehand: plans with the
 regions as written take at least keep-all's time.
+
+A model without regions gets some for a budget that is not met otherwise, or at a high price: its blocks, computed again whole.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from dataclasses import replace
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graphoffload.analysis.blocks import blocks_of
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.compiler.plan_search import feasible_trial
-from graphoffload.compiler.request import Request, Work
+from graphoffload.compiler.request import GraphAnalysis, Request
 from graphoffload.compiler.trial import Trial, against, keep_all_trial
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import WithinSlowdown
@@ -31,80 +34,103 @@ from graphoffload.units import format_bytes
 _SAME = 1e-9
 
 
-def trial_of(request: Request, analyse: Callable[[Request], Work]) -> Trial:
+def trial_of(request: Request, analyse: Callable[..., GraphAnalysis]) -> Trial:
     """The trial to take, of those with the model's checkpoint regions as written and of those with them relaxed.
 
     Args:
-        analyse: facts about the joint graph for a request; Request.relax says whether regions are forgotten.
+        analyse: facts about the joint graph for a request; Request.relax says whether regions are forgotten. A second argument
+            is what was required of the graph before.
 
     Raises:
         BudgetError: no trial meets the budget either way.
     """
-    work = analyse(request)
+    analysis = analyse(request)
     if not any(map(_advised, request.joint.graph.nodes)):
-        return _never_larger(feasible_trial(work), work)
-    work.region_hint, advice = _decided_by_regions(request.joint, work.table)
-    work.notes.extend([f"{work.region_hint}: {advice}"] if work.region_hint else [])
+        return _never_larger(feasible_trial(analysis, lambda plain: _in_blocks(plain, analyse)), analysis)
+    analysis.region_hint, advice = _decided_by_regions(request.joint, analysis.table)
+    analysis.notes.extend([f"{analysis.region_hint}: {advice}"] if analysis.region_hint else [])
     relaxing = replace(request, relax=True)
     if not request.goal.explicit:
         try:
-            return feasible_trial(work)
+            return feasible_trial(analysis)
         except BudgetError as error:
-            return _relaxed(relaxing, analyse, keep_all_trial(work).timeline, error)
-    keep = keep_all_trial(work)
+            return _relaxed(relaxing, analyse, keep_all_trial(analysis).timeline, error)
+    keep = keep_all_trial(analysis)
     if isinstance(request.goal, WithinSlowdown):
-        written = _never_larger(feasible_trial(work), work)
+        written = _never_larger(feasible_trial(analysis), analysis)
         return _better(written, _relaxed_within(relaxing, request.goal, analyse, keep.timeline))
     try:
         relaxed = _relaxed(relaxing, analyse, keep.timeline, None)
     except BudgetError as error:
         try:
-            return feasible_trial(work)
+            return feasible_trial(analysis)
         except BudgetError as failed:
             raise min(error, failed, key=_least_named) from None
     if relaxed.excess <= 0 and relaxed.timeline.time_s <= keep.timeline.time_s * (1.0 + _SAME):
         return relaxed
     try:
-        return _better(feasible_trial(work), relaxed)
+        return _better(feasible_trial(analysis), relaxed)
     except BudgetError:
         return relaxed
 
 
+def _in_blocks(analysis: GraphAnalysis, analyse: Callable[..., GraphAnalysis]) -> GraphAnalysis | None:
+    """The same graph with every block a region that is computed again; None if the model has no blocks, or somebody has decided
+    about an activation: by policy, pattern or tag.
+
+    What is required of any plan's partitions stays: no decision is made again, no random number is drawn again, and backward
+    reads no more of the caller's memory.
+    """
+    asked = any(wanted.action is not None and wanted.allowed != ("keep",) for wanted in analysis.wanted)
+    blocks = {} if asked else blocks_of(analysis.request.joint.graph)
+    if not blocks:
+        return None
+    again = analyse(replace(analysis.request, blocks=blocks), analysis.binding)
+    note = "blocks are computed again whole in backward, as torch.utils.checkpoint does; slowdowns are against keeping all"
+    return replace(again, patience=analysis.patience, notes=[*again.notes, note])
+
+
 def hint_of(trial: Trial) -> str:
     """Part of the plan's line: regions were relaxed, or they decide about most of the bytes that backward reads."""
-    if trial.work.request.relax:
+    if trial.analysis.request.relax:
         faster = trial.timeline.time_s / trial.decided.keep_timeline.time_s - 1.0
         return f"checkpoint regions relaxed ({faster:+.1%} time against the step as written)".replace("%", " %")
-    return trial.work.region_hint
+    if trial.analysis.request.blocks:
+        return "blocks computed again whole, as checkpointing does"
+    return trial.analysis.region_hint
 
 
 def _advised(node: Node) -> bool:
     return node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _relaxed(request: Request, analyse: Callable[[Request], Work], keep: Timeline, instead_of: BudgetError | None) -> Trial:
+def _relaxed(
+    request: Request, analyse: Callable[[Request], GraphAnalysis], keep: Timeline, instead_of: BudgetError | None
+) -> Trial:
     try:
         return _against(feasible_trial(analyse(request)), request, keep)
     except BudgetError as error:
         raise instead_of or error from None
 
 
-def _relaxed_within(request: Request, goal: WithinSlowdown, analyse: Callable[[Request], Work], keep: Timeline) -> Trial | None:
+def _relaxed_within(
+    request: Request, goal: WithinSlowdown, analyse: Callable[[Request], GraphAnalysis], keep: Timeline
+) -> Trial | None:
     """The smallest relaxed trial within a slowdown of the step as written; None where relaxing leaves no time for it."""
-    work = analyse(request)
-    own = keep_all_trial(work).timeline
+    analysis = analyse(request)
+    own = keep_all_trial(analysis).timeline
     allowed = goal.allowed(keep.time_s, own.time_s)
     if allowed < 0.0:
         return None
-    work = replace(work, request=replace(request, goal=WithinSlowdown(allowed)))
-    return _against(feasible_trial(work), request, keep)
+    analysis = replace(analysis, request=replace(request, goal=WithinSlowdown(allowed)))
+    return _against(feasible_trial(analysis), request, keep)
 
 
 def _against(trial: Trial, request: Request, keep: Timeline) -> Trial:
     """The relaxed trial, with figures relative to the step as written."""
     trial = against(trial, request, keep)
     note = "keep-all is the step as written, with its checkpoint regions; slowdowns are against it"
-    return replace(trial, work=replace(trial.work, notes=[*trial.work.notes, note]))
+    return replace(trial, analysis=replace(trial.analysis, notes=[*trial.analysis.notes, note]))
 
 
 def _better(written: Trial, relaxed: Trial | None) -> Trial:
@@ -122,10 +148,11 @@ def _better(written: Trial, relaxed: Trial | None) -> Trial:
     return replace(best, decided=decided)
 
 
-def _never_larger(trial: Trial, work: Work) -> Trial:
+def _never_larger(trial: Trial, analysis: GraphAnalysis) -> Trial:
     """The trial, or keep-all if a plan for a slowdown has a higher peak than keep-all."""
     larger = trial.timeline.peak_bytes > trial.decided.keep_timeline.peak_bytes
-    return keep_all_trial(work) if larger and trial.decided.planned and isinstance(work.request.goal, WithinSlowdown) else trial
+    worse = larger and trial.decided.planned and isinstance(analysis.request.goal, WithinSlowdown)
+    return keep_all_trial(analysis) if worse else trial
 
 
 def _least_named(error: BudgetError) -> int:

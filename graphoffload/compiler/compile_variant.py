@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from graphoffload.analysis.storages import example_storage_nbytes
 from graphoffload.compiler.cache_key import graph_key
-from graphoffload.compiler.device_limits import resolve_limits
+from graphoffload.compiler.device_limits import map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.inner_compile import compile_as_planned
 from graphoffload.compiler.module_names import is_part, name_modules
 from graphoffload.compiler.partitioner import OffloadPartitioner
@@ -103,18 +104,27 @@ def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
         _take_stored(base, session)
     if session.plan is not None:
         _link(base, session.plan, config, limits)
+        _make_room(session.plan, limits)
     if asks_for_cuda_graphs(config):
         captured.own(session.key, function)
     return Compiled(with_note(function, session.key), session.key, session.plan, _kept_bytes(session.plan))
 
 
 def _computed(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of inputs that other graphs or eager code computed in this forward: they need a gradient and are no leaves."""
+    """Positions of inputs that other graphs or eager code computed in this forward: they need a gradient, are no leaves, and
+    are all of their storage, such as a convolution's output with its dimensions in another order."""
     return tuple(
         at
         for at, value in enumerate(inputs)
-        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf and value._base is None
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf and _is_whole(value)
     )
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    if value._base is None:
+        return True
+    repeats = any(stride == 0 and size != 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+    return not repeats and example_storage_nbytes(value) == value.numel() * value.element_size()
 
 
 def _kept_bytes(plan: Plan | None) -> int:
@@ -189,6 +199,13 @@ def _link(base: str, plan: Plan, config: OffloadConfig, limits: Limits) -> None:
         window = config.max_inflight_bytes
         run = registry.run_plan(plan.key)
         run.link(window if isinstance(window, int) else None, budget_of(limits), downstream=is_one_of_many(config, limits))
+
+
+def _make_room(plan: Plan, limits: Limits) -> None:
+    """A graph that runs alone may need nearly all of the device's memory in one piece."""
+    if not plan.variant:
+        keep_all = plan.prediction.with_reserve(plan.prediction.keep_peak_bytes)
+        map_by_pages_if_tight(torch.device(plan.device), keep_all, limits.device_budget_bytes, of_a_step=False)
 
 
 def needs_gradient(inputs: Sequence[Any]) -> bool:

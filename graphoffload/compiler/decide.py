@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphoffload.compiler.constraints import Constraint
-from graphoffload.compiler.request import Work
+from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Action
@@ -59,13 +59,14 @@ class Decided:
     release_late: bool = False
 
 
-def decide_actions(work: Work, program: Program, goal: Goal) -> Decided:
-    """One action for each saved activation of `program`, which is that of `work`.
+def decide_actions(analysis: GraphAnalysis, program: Program, goal: Goal) -> Decided:
+    """One action for each saved activation of `program`, which is that of `analysis`.
 
     Raises:
         BudgetError: no plan meets the budget of `goal`.
     """
-    table, wanted, config, limits, hardware = work.table, work.wanted, work.request.config, work.request.limits, work.hardware
+    table, wanted, hardware = analysis.table, analysis.wanted, analysis.hardware
+    config, limits = analysis.request.config, analysis.request.limits
     budget = goal.device_budget_bytes
     keep = simulate(program, ["keep"] * len(program.candidates), hardware)
     warnings = [constraint.warning for constraint in wanted if constraint.warning]
@@ -96,7 +97,7 @@ def decide_actions(work: Work, program: Program, goal: Goal) -> Decided:
         kept = _as_asked(wanted, f"fits in {goal}", keep, warnings, inflight)
         return replace(kept, hint=_hint(program, hardware, limits))
     wanted = _without_advice(wanted)
-    solution, reasons = _solve(work, _constrained(free, wanted), wanted, goal)
+    solution, reasons = _solve(analysis, _constrained(free, wanted), wanted, goal)
     return Decided(
         actions=solution.actions,
         reasons=reasons,
@@ -110,7 +111,7 @@ def decide_actions(work: Work, program: Program, goal: Goal) -> Decided:
     )
 
 
-def decide_again(work: Work, first: Decided, program: Program, wanted: Sequence[Constraint]) -> Decided:
+def decide_again(analysis: GraphAnalysis, first: Decided, program: Program, wanted: Sequence[Constraint]) -> Decided:
     """Keep or offload, anew, for what is saved once others are recomputed: only now is it known what that does to memory.
 
     Args:
@@ -121,29 +122,31 @@ def decide_again(work: Work, first: Decided, program: Program, wanted: Sequence[
         BudgetError: with this recomputation no plan fits.
     """
     wanted = _without_advice(wanted)
-    program, goal = _constrained(program, wanted), work.request.goal
+    program, goal = _constrained(program, wanted), analysis.request.goal
     if isinstance(goal, WithinSlowdown):
-        compute_s = simulate(program, program.keep_actions(), work.hardware).time_s
+        compute_s = simulate(program, program.keep_actions(), analysis.hardware).time_s
         goal = WithinSlowdown(max(0.0, goal.allowed(first.keep_timeline.time_s, compute_s)))
     wanted = tuple(
         constraint if constraint.action or constraint.why_not_recompute else replace(constraint, why_not_recompute=_NO_GAIN)
         for constraint in wanted
     )
-    solution, reasons = _solve(work, program, wanted, goal)
+    solution, reasons = _solve(analysis, program, wanted, goal)
     return replace(first, actions=solution.actions, reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
 
 
-def _solve(work: Work, program: Program, wanted: Sequence[Constraint], goal: Goal) -> tuple[Solution, tuple[str, ...]]:
+def _solve(
+    analysis: GraphAnalysis, program: Program, wanted: Sequence[Constraint], goal: Goal
+) -> tuple[Solution, tuple[str, ...]]:
     """The planner's solution for what nobody decided, and the reason for each of its actions."""
     solved = goal if isinstance(goal, WithinSlowdown) else MeetBudget(goal.device_budget_bytes or 0)
-    window = work.request.config.max_inflight_bytes
+    window = analysis.request.config.max_inflight_bytes
     solution = solve(
         program,
-        work.hardware,
+        analysis.hardware,
         solved,
-        host_budget_bytes=work.request.limits.host_budget_bytes,
+        host_budget_bytes=analysis.request.limits.host_budget_bytes,
         max_inflight_bytes=window if isinstance(window, int) else None,
-        patience=work.patience,
+        patience=analysis.patience,
     )
     return solution, tuple(map(_reason, wanted, solution.actions, solution.reasons))
 

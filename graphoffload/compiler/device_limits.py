@@ -15,6 +15,7 @@ from graphoffload.facts.limits import Limits
 from graphoffload.hardware import host_memory
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.log import say
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.torch_internals import allocator
@@ -25,6 +26,7 @@ _MARGIN_SHARE = 0.02
 _MARGIN_OF_RESERVE = 1 / 16
 _MARGIN_OF_PIECES = {False: 1 / 32, True: 1 / 64}
 _HOST_SHARE = 0.8
+_ROOMY = 0.9  # of the memory: what needs no more has no trouble with memory in pieces
 
 
 def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Sequence[torch.Tensor] | None = None) -> Limits:
@@ -32,7 +34,7 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
 
     Args:
         tensors: real ones, or fake ones that stand for them.
-        parameters: the trained ones, if `tensors` cannot tell; None: leaves that require a gradient.
+        parameters: those that may be trained, if `tensors` cannot tell; None: leaves that require a gradient.
     """
     inputs = [value for value in tensors if isinstance(value, torch.Tensor)]
     device = next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))
@@ -75,6 +77,18 @@ def device_budget_now(device: torch.device, reserve_bytes: int = 0, *, of_a_step
     free, total = torch.cuda.mem_get_info(device)
     pieces = int(total * _MARGIN_OF_PIECES[allocator.maps_by_pages()]) if of_a_step else 0
     return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes) - pieces)
+
+
+def map_by_pages_if_tight(device: torch.device, keep_all_bytes: int, budget_bytes: int | None, *, of_a_step: bool) -> bool:
+    """Have torch map device memory page by page from now on, and say so, where it would not do in pieces: what is planned for
+    is nearly all that the device has, and keeping everything would take that much. Whether that changed anything."""
+    if device.type != "cuda" or budget_bytes is None or keep_all_bytes <= _ROOMY * budget_bytes:
+        return False
+    if budget_bytes < _ROOMY * device_budget_now(device, of_a_step=of_a_step) or not allocator.map_by_pages():
+        return False
+    torch.cuda.empty_cache()
+    say("device memory is mapped page by page from now on (expandable_segments): in pieces it would not do for this plan")
+    return True
 
 
 def _margin(whole_bytes: int, reserve_bytes: int) -> int:

@@ -34,7 +34,7 @@ from graphoffload.monitor.shared_budget import may_link
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
-from graphoffload.runtime.step.calls import STEPS, StepRun
+from graphoffload.runtime.step.calls import START, STEPS, StepRun
 from graphoffload.torch_internals import partitioning, storages
 from graphoffload.torch_internals.dynamo import Retraceable
 from graphoffload.torch_internals.partitioning import CustomPartitionerFn
@@ -73,6 +73,7 @@ class Dispatched:
         self.device = _device(again.inputs)
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
+        self._lacking_bytes = 0
         GRAPHS[self.number] = self
 
     @property
@@ -107,14 +108,20 @@ class Dispatched:
             self._compiled[recipe.identity] = compiled
         return compiled
 
-    def plan_alone(self, config: OffloadConfig) -> None:
+    def plan_alone(self, config: OffloadConfig, lacking_bytes: int = 0) -> None:
         """Run under a plan of its own for another configuration, from now on: as it was compiled before, or now.
+
+        Args:
+            lacking_bytes: device memory that was missing, and is left free by this plan and those after it.
 
         Raises:
             BudgetError: no plan meets the budget.
         """
+        self._lacking_bytes += lacking_bytes
         limits = resolve_limits(config, self.again.inputs)
         limits = replace(limits, downstream=self.graph.limits.downstream)
+        if limits.device_budget_bytes is not None:
+            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - self._lacking_bytes)
         name = f"alone {config.digest()} {limits.quantised()}"
         compiled = self._compiled.get(name)
         if compiled is None:
@@ -125,10 +132,10 @@ class Dispatched:
 
     def run(self, *args: Any) -> Any:
         """One call."""
-        from graphoffload.compiler.step_runs import next_run
-
         run = STEPS.of(self.device)
         if run is None or run.is_over:
+            from graphoffload.compiler.step_runs import next_run
+
             run = next_run(self)
         call = run.begin(self.number)
         planned = run.plan.call(call) if run.plan is not None and not run.off else None
@@ -145,6 +152,7 @@ class Dispatched:
             call.inputs = tuple(storages.lasting(given[at].untyped_storage()) for at in self.graph.activations)
         before, STEPS.call = STEPS.call, call
         try:
+            run.happened(call, START)
             outputs = compiled.function(*args)
         except BaseException:
             run.aborted = True  # whoever catches it begins anew
@@ -229,10 +237,10 @@ class _Looking(CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
             return partitioning.min_cut(gm, joint_inputs, kwargs)
-        parameters = partitioning.parameters_among(gm.graph, self.session.parameters)
-        work = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
-        self.found = Family(*variants_of(work))
-        return work.pair.forward, work.pair.backward
+        parameters = partitioning.must_be_parameters(gm.graph, self.session.parameters)
+        analysis = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
+        self.found = Family(*variants_of(analysis))
+        return analysis.pair.forward, analysis.pair.backward
 
     def uuid(self) -> str:
         """Never the same: what it finds is not in a cache."""

@@ -77,7 +77,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
             return _partition_region(gm, joint_inputs, kwargs)
         session = self.session or session_of_joint(self.config, self.key, self.name, gm, kwargs)
-        parameters = partitioning.parameters_among(gm.graph, session.parameters)
+        parameters = partitioning.must_be_parameters(gm.graph, session.parameters)
         rewritten = rewrite(Request(session, gm, joint_inputs, kwargs, session.goal, parameters))
         inductor = kwargs.get("compiler") == "inductor"
         notes = rewritten.plan.notes

@@ -22,7 +22,7 @@ from graphoffload.compiler.constraints import Constraint, check_tags, constraint
 from graphoffload.compiler.decide import Decided
 from graphoffload.compiler.placement import PlannedPair, make_plan
 from graphoffload.compiler.recipes import is_small, recipe_trial
-from graphoffload.compiler.request import Request, Work
+from graphoffload.compiler.request import GraphAnalysis, Request
 from graphoffload.compiler.trial import Trial, device_name, partition
 from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.facts.goals import Goal, WithinSlowdown
@@ -74,32 +74,32 @@ def rewrite(request: Request) -> Rewritten:
         told = BudgetError(f"{error} {cache}.")
         told.least_bytes = error.least_bytes
         raise told from error
-    work, decided = trial.work, trial.decided
+    analysis, decided = trial.analysis, trial.decided
     for text in decided.warnings:
         warn(NotOffloadedWarning, text, stacklevel=4)
     alone = request.session.recipe is None
     if trial.excess > 0 and request.goal.explicit and alone:  # the planner's own plans that miss a budget are errors
         warn(GoalMissedWarning, _goal_missed(request.goal, request.limits, trial.timeline, decided), stacklevel=4)
     plan = make_plan(
-        PlannedPair(work.pair, trial.original, work.table, trial.instance, trial.timeline, decided.release_late),
+        PlannedPair(analysis.pair, trial.original, analysis.table, trial.instance, trial.timeline, decided.release_late),
         trial.actions,
         trial.reasons,
         decided,
         key=request.session.key,
         name=request.session.name,
-        notes=work.notes,
-        device=device_name(work.table),
+        notes=analysis.notes,
+        device=device_name(analysis.table),
         checksum=request.config.verify == "checksum",
-        unfused_bytes=work.unfused_bytes,
+        unfused_bytes=analysis.unfused_bytes,
     )
     recipe = request.session.recipe
-    plan = replace(plan, outputs_held=work.outputs_stay, variant="" if recipe is None else recipe.name)
-    before = _copies(work.pair) if request.config.dump_dir else None
-    names = tuple(None if node is None else node.name for node in graph_outputs(work.pair.forward))
-    graphs = save_memory_once(insert_reloads(insert_offloads(work.pair, plan), plan), plan)
+    plan = replace(plan, outputs_held=analysis.outputs_stay, variant="" if recipe is None else recipe.name)
+    before = _copies(analysis.pair) if request.config.dump_dir else None
+    names = tuple(None if node is None else node.name for node in graph_outputs(analysis.pair.forward))
+    graphs = save_memory_once(insert_reloads(insert_offloads(analysis.pair, plan), plan), plan)
     if request.config.verify != "off":
-        verify_graphs(graphs, plan, names, work.binding.callers, work.binding.user_recomputed)
-    hint = "; ".join(filter(None, (hint_of(trial), returned_by(work.pair).cache_hint, decided.hint)))
+        verify_graphs(graphs, plan, names, analysis.binding.callers, analysis.binding.user_recomputed)
+    hint = "; ".join(filter(None, (hint_of(trial), returned_by(analysis.pair).cache_hint, decided.hint)))
     instance = trial.instance
     candidates = instance.program.candidates
     return Rewritten(graphs, plan, before, trial.timeline, decided.keep_timeline, instance.kernels, hint, candidates)
@@ -110,10 +110,10 @@ def _trial(request: Request) -> Trial:
     recipe = request.session.recipe
     if recipe is None:
         return trial_of(request, analyse)
-    work = analyse(request)
+    analysis = analyse(request)
     if recipe is FIRST:
-        recipe = request.session.recipe = EVERYTHING_KEPT if is_small(work, request.limits.room_bytes) else SMALLEST
-    return recipe_trial(work, recipe)
+        recipe = request.session.recipe = EVERYTHING_KEPT if is_small(analysis, request.limits.room_bytes) else SMALLEST
+    return recipe_trial(analysis, recipe)
 
 
 def _goal_missed(goal: Goal, limits: Limits, timeline: Timeline, decided: Decided) -> str:
@@ -136,10 +136,14 @@ def _copies(pair: GraphPair) -> GraphPair:
     return GraphPair(copy_graph(pair.forward), copy_graph(pair.backward), pair.num_fwd_outputs)
 
 
-def analyse(request: Request) -> Work:
-    """What is known about a joint graph before anything is decided."""
+def analyse(request: Request, known: Binding | None = None) -> GraphAnalysis:
+    """What is known about a joint graph before anything is decided.
+
+    Args:
+        known: the requirements of the graph as plain torch partitions it, where it is partitioned in another way.
+    """
     notes: list[str] = []
-    pair, table, binding = _keep_all(request, notes)
+    pair, table, binding = _keep_all(request, notes, known)
     notes.extend(returned_by(pair).notes(table.saved_bytes))
     assert binding.callers is not None
     chains = chains_of(pair, table, binding.callers, binding.user_recomputed, binding.decisions)
@@ -155,22 +159,25 @@ def analyse(request: Request) -> Work:
     measured_by_size = isinstance(request.goal, WithinSlowdown) or request.goal.device_budget_bytes is not None
     if symbolic and measured_by_size and any(constraint.action is None for constraint in wanted):
         notes.append(f"{symbolic} of {len(table)} activations change their size: planned for the sizes of this call")
-    return Work(request, hardware, pair, table, chains, wanted, resolution, notes, binding)
+    return GraphAnalysis(request, hardware, pair, table, chains, wanted, resolution, notes, binding)
 
 
-def _keep_all(request: Request, notes: list[str]) -> tuple[GraphPair, SavedTable, Binding]:
+def _keep_all(request: Request, notes: list[str], known: Binding | None) -> tuple[GraphPair, SavedTable, Binding]:
     """Torch's own partition, repeated while backward makes discrete decisions on recomputed floats; and the rules for later
     partitions."""
-    joint = tagged_copy(request.joint, relax=request.relax, notes=notes)
-    binding = Binding(user_recomputed=users_own(joint))
+    joint = tagged_copy(request.joint, relax=request.relax, notes=notes, blocks=request.blocks)
+    binding = Binding(user_recomputed=users_own(joint)) if known is None else known
+    joint = joint if known is None else bind(joint, known)
     while True:
         pair, table = partition(request, joint)
         decisions = binding.decisions.union(repeated_decisions(pair, binding.user_recomputed).inexact)
+        if decisions == binding.decisions and known is not None:
+            return pair, table, binding
         if decisions == binding.decisions:
             callers = callers_memory(pair, request.joint.graph, request.parameters)
             return pair, table, replace(binding, callers=callers)
         binding = replace(binding, decisions=decisions)
-        joint = bind(tagged_copy(request.joint, relax=request.relax, notes=[]), binding)
+        joint = bind(tagged_copy(request.joint, relax=request.relax, notes=[], blocks=request.blocks), binding)
 
 
 def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Resolution, tuple[Constraint, ...]]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.compiler.decide import Decided
-from graphoffload.facts.plan import Action, Decision, Plan, Prediction, Transfer
+from graphoffload.facts.plan import Action, Decision, Plan, Transfer
 from graphoffload.facts.saved_tensors import SavedTable
-from graphoffload.planner.predicted import in_plan_order
+from graphoffload.planner.predicted import in_plan_order, prediction_of
 from graphoffload.planner.simulator import Scheduled, Timeline
 from graphoffload.torch_internals import releases
 
@@ -62,12 +62,19 @@ def make_plan(
         )
         for tensor in tensors
     )
+    prediction = prediction_of(
+        timeline,
+        decided.keep_timeline,
+        reserve_bytes=planned.instance.program.reserve_bytes,
+        lower_bound_s=decided.lower_bound_s,
+        lower_bound_peak_bytes=decided.lower_bound_peak_bytes,
+    )
     return Plan(
         key=key,
         graph=name,
         decisions=decisions,
         transfers=transfers,
-        prediction=_prediction(decided, timeline, planned.instance.program.reserve_bytes),
+        prediction=prediction,
         notes=tuple(notes),
         saved=SavedTable(tuple(tensors)),
         torch_version=releases.torch_version(),
@@ -114,17 +121,3 @@ def _release_after(planned: PlannedPair, places: _Places, item: Scheduled) -> st
     while places.forward[position].op == "placeholder":
         position += 1
     return None if places.forward[position].op == "output" else places.forward[position].name
-
-
-def _prediction(decided: Decided, timeline: Timeline, reserve_bytes: int) -> Prediction:
-    return Prediction(
-        keep_peak_bytes=decided.keep_timeline.peak_bytes,
-        predicted_peak_bytes=timeline.peak_bytes,
-        keep_time_s=decided.keep_timeline.time_s,
-        predicted_time_s=timeline.time_s,
-        lower_bound_time_s=None if decided.lower_bound_s is None else min(decided.lower_bound_s, timeline.time_s),
-        host_bytes=timeline.host_bytes,
-        stall_s=timeline.stall_s,
-        lower_bound_peak_bytes=None if (bound := decided.lower_bound_peak_bytes) is None else min(bound, timeline.peak_bytes),
-        reserve_bytes=reserve_bytes,
-    )

@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import returned_bytes
 from graphoffload.compiler import trial as trials
 from graphoffload.compiler.decide import without_recomputation
-from graphoffload.compiler.request import Work
+from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial, against, instance_of, keep_all
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.patience import Patience
 from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.bottleneck import describe, held_at
-from graphoffload.planner.simulator import evaluate
+from graphoffload.planner.simulator import Timeline, evaluate
 from graphoffload.units import format_bytes
 
 _ATTEMPTS = 4
@@ -40,42 +40,46 @@ _SEARCHES = 2
 _WORTH = 0.03
 _UNUSED = 0.005  # of keep-all's time, unused by a plan for a slowdown: about what unfused operations cost
 _FAR = 0.03  # of keep-all's time above the bound: beyond it, other ways and tighter budgets are tried
+_WITH_ITS_BLOCK = "computed again with its block"
 _NOTED_SLOWDOWN = 0.1  # from this slowdown on, a note names the tensors at the peak
 _RUNG = 1.02
 _RUNGS = 4
 _ERROR_BUDGETS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # an error names the first that is met, above the least found
 
 
-def feasible_trial(work: Work) -> Trial:
+def feasible_trial(analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis], GraphAnalysis | None] | None = None) -> Trial:
     """The cheapest trial for a budget, the smallest for a slowdown.
+
+    Args:
+        in_blocks: makes the analysis of the same graph with its blocks computed again whole; None where it has none.
 
     Raises:
         BudgetError: no trial meets the budget in any way. It names the least budget that is met whatever the caller does, and
             the slowdown at that budget.
     """
-    patience = Patience(work.request.session.name)
-    work = replace(work, patience=patience)
-    goal = work.request.goal
-    trial = _smallest(work, goal) if isinstance(goal, WithinSlowdown) else _for_budget(work)
+    patience = Patience(analysis.request.session.name)
+    analysis = replace(analysis, patience=patience)
+    goal = analysis.request.goal
+    trial = _smallest(analysis, goal) if isinstance(goal, WithinSlowdown) else _for_budget(analysis, in_blocks)
     if patience.ended:
-        trial.work.notes.append(patience.note())
+        trial.analysis.notes.append(patience.note())
     return trial
 
 
-def _at(work: Work, goal: Goal) -> Work:
-    return replace(work, request=replace(work.request, goal=goal))
+def _at(analysis: GraphAnalysis, goal: Goal) -> GraphAnalysis:
+    return replace(analysis, request=replace(analysis.request, goal=goal))
 
 
-def _over(work: Work) -> bool:
+def _over(analysis: GraphAnalysis) -> bool:
     """Whether the time for planning is over."""
-    return work.patience is not None and work.patience.over()
+    return analysis.patience is not None and analysis.patience.over()
 
 
-def _make(work: Work, instance: Instance, goal: Goal) -> Trial:
+def _make(analysis: GraphAnalysis, instance: Instance, goal: Goal) -> Trial:
     """One trial. Messages about a long search name it."""
-    if work.patience is not None:
-        work.patience.doing = f"a trial for {goal}"
-    return trials.make_trial(work, instance, goal)
+    if analysis.patience is not None:
+        analysis.patience.doing = f"a trial for {goal}"
+    return trials.make_trial(analysis, instance, goal)
 
 
 @dataclass(slots=True)
@@ -87,33 +91,63 @@ class _SearchResult:
     errors: list[BudgetError]
 
 
-def _for_budget(work: Work) -> Trial:
-    found = _meets(work, (work, *_other_ways(work)))
+def _for_budget(analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis], GraphAnalysis | None] | None) -> Trial:
+    found = _meets(analysis, (analysis, *_other_ways(analysis)))
+    if in_blocks is not None and (found.best is None or _is_far(found.best)) and (blocks := in_blocks(analysis)) is not None:
+        found = _or_in_blocks(analysis, found, blocks)
     if found.best is None:
-        raise _refusal(work, found)
+        raise _refusal(analysis, found)
     trial, keep_s = found.best, found.best.decided.keep_timeline.time_s
     slowdown = trial.timeline.time_s / keep_s - 1.0 if keep_s else 0.0
     if trial.decided.planned and slowdown >= _NOTED_SLOWDOWN:
-        trial.work.notes.append(f"{slowdown:+.0%} time is the price of the memory {_held(trial)}")
+        trial.analysis.notes.append(f"{slowdown:+.0%} time is the price of the memory {_held(trial)}")
     return trial
+
+
+def _or_in_blocks(analysis: GraphAnalysis, found: _SearchResult, blocks: GraphAnalysis) -> _SearchResult:
+    """`found`, or with blocks computed again whole if that is faster, or the only way that meets the budget.
+
+    Raises:
+        BudgetError: the budget is met in no way. It names the lower of the least budgets.
+    """
+    keep, own = keep_all(instance_of(analysis), analysis), keep_all(instance_of(blocks), blocks)
+    if found.best is not None and (own.time_s >= found.best.timeline.time_s - _FAR * keep.time_s or _over(analysis)):
+        return found
+    other = _meets(blocks, (blocks, *_other_ways(blocks)))
+    if other.best is not None and other.best.excess > 0:
+        other = _SearchResult(None, [other.best], other.errors)
+    if other.best is None and found.best is None:
+        known = [_least_known(analysis, result) for result in (found, other)]
+        if None not in known[1:] and (known[0] is None or known[1] < known[0]):  # type: ignore[operator]
+            raise _refusal(blocks, other, keep)
+        return found
+    if other.best is None:
+        return found
+    trial = against(other.best, other.best.analysis.request, keep)
+    if (first := found.best) and first.timeline.time_s - _condition_s(first, trial.analysis) <= trial.timeline.time_s:
+        return found
+    bound_s = None if found.best is None else found.best.decided.lower_bound_s  # of plans that choose among all activations
+    reasons = {**{tensor.name: _WITH_ITS_BLOCK for tensor in analysis.table.tensors}, **trial.reasons}
+    decided = replace(trial.decided, lower_bound_s=bound_s)
+    return replace(found, best=replace(trial, original=analysis.table, reasons=reasons, decided=decided))
 
 
 def _held(trial: Trial) -> str:
     """ "at mm_57, which holds logits 500 MiB, ...": the step with a trial's peak, and the tensors held there."""
     program = trial.instance.program
-    actions = [trial.actions[tensor.name] for tensor in trial.work.table.tensors]
-    arrays = arrays_of(program, trial.work.hardware)
+    actions = [trial.actions[tensor.name] for tensor in trial.analysis.table.tensors]
+    arrays = arrays_of(program, trial.analysis.hardware)
     result = evaluate(arrays, actions, max_inflight_bytes=trial.decided.max_inflight_bytes)
     held = describe(held_at(arrays, actions, result, result.peak_step))
     return f"at {program.step_name(result.peak_step)!r}, which holds {held}"
 
 
-def _meets(work: Work, ways: tuple[Work, ...]) -> _SearchResult:
-    """The cheapest trial that meets the budget of `work`, of these ways and of tighter budgets, until one is near its bound."""
+def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...]) -> _SearchResult:
+    """The cheapest trial that meets the budget, of these ways and of tighter budgets, until one is near its bound."""
     found, start = _SearchResult(None, [], []), (ways[0], instance_of(ways[0]))
-    keep = keep_all(start[1], work)
+    keep = keep_all(start[1], analysis)
     for way in ways:
-        if found.best is not None and (not _is_far(found.best) or _over(work)):
+        if found.best is not None and (not _is_far(found.best) or _over(analysis)):
             break
         instance = start[1] if way is ways[0] else instance_of(way)
         try:
@@ -123,14 +157,14 @@ def _meets(work: Work, ways: tuple[Work, ...]) -> _SearchResult:
             continue
         if not trial.decided.planned:
             return _SearchResult(trial, [], [])
-        trial = trial if way.unfused_bytes is None else against(trial, work.request, keep)
+        trial = trial if way.unfused_bytes is None else against(trial, analysis.request, keep)
         if trial.excess > 0:
             found.misses.append(trial)
         elif found.best is None or trial.timeline.time_s < found.best.timeline.time_s - _condition_s(found.best, way):
             found.best, start = trial, (way, instance)
     if found.best is None or _is_far(found.best):
-        for trial in _tighter(work, *start):
-            trial = trial if start[0].unfused_bytes is None else against(trial, work.request, keep)
+        for trial in _tighter(analysis, *start):
+            trial = trial if start[0].unfused_bytes is None else against(trial, analysis.request, keep)
             if trial.excess > 0:
                 found.misses.append(trial)
             elif found.best is None:
@@ -142,9 +176,9 @@ def _meets(work: Work, ways: tuple[Work, ...]) -> _SearchResult:
     return found
 
 
-def _condition_s(best: Trial, way: Work) -> float:
+def _condition_s(best: Trial, way: GraphAnalysis) -> float:
     """Seconds by which a plan must be faster to replace `best`: a margin, if it depends on the caller and `best` does not."""
-    return 0.0 if way.outputs_stay or not best.work.outputs_stay else _FAR * best.decided.keep_timeline.time_s
+    return 0.0 if way.outputs_stay or not best.analysis.outputs_stay else _FAR * best.decided.keep_timeline.time_s
 
 
 def _is_far(trial: Trial) -> bool:
@@ -153,35 +187,45 @@ def _is_far(trial: Trial) -> bool:
     return trial.timeline.time_s - (keep_s if bound_s is None else bound_s) > _FAR * keep_s
 
 
-def _tighter(work: Work, way: Work, instance: Instance) -> Iterator[Trial]:
-    """Trials for budgets below that of `work`, on a grid that is the same for all budgets."""
-    budget = max(2, work.request.goal.device_budget_bytes or 0)
+def _tighter(analysis: GraphAnalysis, way: GraphAnalysis, instance: Instance) -> Iterator[Trial]:
+    """Trials for budgets below that of `analysis`, on a grid that is the same for all budgets."""
+    budget = max(2, analysis.request.goal.device_budget_bytes or 0)
     step = math.ceil(math.log(budget, _RUNG)) - 1
     for rung in range(step, step - _RUNGS, -1):
-        if _over(work):
+        if _over(analysis):
             return
         try:
-            yield _make(way, instance, work.request.goal.tightened(budget - int(_RUNG**rung)))
+            yield _make(way, instance, analysis.request.goal.tightened(budget - int(_RUNG**rung)))
         except BudgetError:
             return
 
 
-def _refusal(work: Work, found: _SearchResult) -> BudgetError:
-    """The error for a budget that no trial meets. It names the least budget for which a plan was then made."""
-    budget = work.request.goal.device_budget_bytes or 0
-    held = [trial for trial in found.misses if trial.work.outputs_stay] or found.misses
-    known = [budget + int(trial.excess) for trial in held]
-    least = min([*known, *(error.least_bytes for error in found.errors if error.least_bytes is not None)], default=None)
+def _least_known(analysis: GraphAnalysis, found: _SearchResult) -> int | None:
+    """The least budget that trials or errors of a search name; None if there is none."""
+    held = [trial for trial in found.misses if trial.analysis.outputs_stay] or found.misses
+    known = [(analysis.request.goal.device_budget_bytes or 0) + int(trial.excess) for trial in held]
+    return min([*known, *(error.least_bytes for error in found.errors if error.least_bytes is not None)], default=None)
+
+
+def _refusal(analysis: GraphAnalysis, found: _SearchResult, keep: Timeline | None = None) -> BudgetError:
+    """The error for a budget that no trial meets. It names the least budget for which a plan was then made.
+
+    keep: keep-all that the error's slowdown is relative to; None: that of the trial.
+    """
+    budget = analysis.request.goal.device_budget_bytes or 0
+    held = [trial for trial in found.misses if trial.analysis.outputs_stay] or found.misses
+    least = _least_known(analysis, found)
     if least is None:
         return found.errors[0]
-    ways = (work, *(way for way in _other_ways(work) if way.outputs_stay))
+    ways = (analysis, *(way for way in _other_ways(analysis) if way.outputs_stay))
     for share in _ERROR_BUDGETS:
         asked = int(max(least, budget + 1) * (1.0 + share))
-        goal = work.request.goal.tightened(budget - asked)
-        met = _meets(_at(work, goal), tuple(_at(way, goal) for way in ways)).best
+        goal = analysis.request.goal.tightened(budget - asked)
+        met = _meets(_at(analysis, goal), tuple(_at(way, goal) for way in ways)).best
         if met is not None:
+            met = met if keep is None else against(met, met.analysis.request, keep)
             return _error(budget, asked, met, _held(met))
-        if _over(work):
+        if _over(analysis):
             break
     nearest = min(held, key=lambda trial: trial.excess, default=None)
     return found.errors[0] if nearest is None else _error(budget, budget + int(nearest.excess), nearest, _held(nearest))
@@ -198,33 +242,33 @@ def _error(budget: int, least: int, trial: Trial, held: str) -> BudgetError:
     return error
 
 
-def _other_ways(work: Work) -> Iterator[Work]:
+def _other_ways(analysis: GraphAnalysis) -> Iterator[GraphAnalysis]:
     """Ways to need less memory: unfused large operations, which cost time; a caller who does not hold the model's outputs, as
     only the user can ensure; both."""
-    returned = returned_bytes(work.pair)
+    returned = returned_bytes(analysis.pair)
     note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
-    not_held = replace(work, outputs_stay=False, notes=[*work.notes, note])
-    if work.fuses:
-        yield _unfused(work, "to meet the budget")
-    if returned >= _least(work):
+    not_held = replace(analysis, outputs_stay=False, notes=[*analysis.notes, note])
+    if analysis.fuses:
+        yield _unfused(analysis, "to meet the budget")
+    if returned >= _least(analysis):
         yield not_held
-        if work.fuses:
+        if analysis.fuses:
             yield _unfused(not_held, "to meet the budget")
 
 
-def _least(work: Work) -> int:
-    return max(1, int(work.request.config.min_tensor_bytes))
+def _least(analysis: GraphAnalysis) -> int:
+    return max(1, int(analysis.request.config.min_tensor_bytes))
 
 
-def _unfused(work: Work, why: str) -> Work:
-    """`work` with large operations as kernels of their own; `why` ends the note that says so."""
-    least = _least(work)
+def _unfused(analysis: GraphAnalysis, why: str) -> GraphAnalysis:
+    """`analysis` with large operations as kernels of their own; `why` ends the note that says so."""
+    least = _least(analysis)
     note = f"operations that write {format_bytes(least)} or more each are not fused with each other, {why}"
-    return replace(work, unfused_bytes=least, notes=[*work.notes, note])
+    return replace(analysis, unfused_bytes=least, notes=[*analysis.notes, note])
 
 
-def _best_trial(work: Work, instance: Instance) -> Trial:
-    """The best trial for the budget of `work`; a trial above it if none meets it.
+def _best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
+    """The best trial for the budget of `analysis`; a trial above it if none meets it.
 
     If recomputation needs more memory than planned, the trial is repeated without recomputing values that are in memory there.
     Next come budgets lower by the excess, then by a half and a quarter of it if none is met. The last trial is without
@@ -233,33 +277,33 @@ def _best_trial(work: Work, instance: Instance) -> Trial:
     Raises:
         BudgetError: there is no trial at all.
     """
-    goal = work.request.goal
-    first = best = _make(work, instance, goal)
+    goal = analysis.request.goal
+    first = best = _make(analysis, instance, goal)
     barred: frozenset[str] = frozenset()
-    trial, more = first, _recomputed_where_over(work, first)
+    trial, more = first, _recomputed_where_over(analysis, first)
     for _ in range(_REPAIRS):
-        if best.excess <= 0 or not best.decided.planned or more <= barred or _over(work):
+        if best.excess <= 0 or not best.decided.planned or more <= barred or _over(analysis):
             break
         barred |= more
         try:
-            trial = _make(replace(work, wanted=without_recomputation(work.wanted, barred)), instance, goal)
+            trial = _make(replace(analysis, wanted=without_recomputation(analysis.wanted, barred)), instance, goal)
         except BudgetError:
             break
         best = min(best, _bounded(trial, first), key=lambda trial: trial.score)
-        more = _recomputed_where_over(work, trial)
+        more = _recomputed_where_over(analysis, trial)
     less_bytes = int(first.excess) + 1
     for _ in range(_ATTEMPTS - 1):
-        if best.excess <= 0 or not best.decided.planned or _over(work):
+        if best.excess <= 0 or not best.decided.planned or _over(analysis):
             break
         try:
-            trial = _make(work, instance, goal.tightened(less_bytes))
+            trial = _make(analysis, instance, goal.tightened(less_bytes))
         except BudgetError:
             less_bytes //= 2
             continue
         best = min(best, _bounded(trial, first), key=lambda trial: trial.score)
         less_bytes += max(0, int(trial.excess)) + 1
-    if best.decided.planned and best.excess > 0 and not _over(work):
-        best = _bounded(_or_without_recomputation(work, instance, best), first)
+    if best.decided.planned and best.excess > 0 and not _over(analysis):
+        best = _bounded(_or_without_recomputation(analysis, instance, best), first)
     return best
 
 
@@ -268,49 +312,49 @@ def _bounded(trial: Trial, first: Trial) -> Trial:
     return replace(trial, decided=replace(trial.decided, lower_bound_s=first.decided.lower_bound_s))
 
 
-def _recomputed_where_over(work: Work, trial: Trial) -> frozenset[str]:
+def _recomputed_where_over(analysis: GraphAnalysis, trial: Trial) -> frozenset[str]:
     """Names of the activations that a trial recomputes and that are in memory at a step of backward above the budget."""
     timeline = trial.timeline
-    most = (work.request.goal.device_budget_bytes or 0) - work.request.limits.reserve_bytes
+    most = (analysis.request.goal.device_budget_bytes or 0) - analysis.request.limits.reserve_bytes
     over = [step for step in range(timeline.forward_steps, len(timeline.memory)) if timeline.memory[step] > most]
     alive = {b.name for b in trial.instance.program.buffers if any(b.first <= step <= b.last for step in over)}
-    saved = {tensor.name for tensor in trial.work.table.tensors}
+    saved = {tensor.name for tensor in trial.analysis.table.tensors}
     gone = [tensor for tensor in trial.original.tensors if tensor.name not in saved]
-    return frozenset(t.name for t in gone if not alive.isdisjoint((t.name, *t.views, *work.chains[t.name].nodes)))
+    return frozenset(t.name for t in gone if not alive.isdisjoint((t.name, *t.views, *analysis.chains[t.name].nodes)))
 
 
-def _within(work: Work, instance: Instance, goal: WithinSlowdown) -> Trial:
+def _within(analysis: GraphAnalysis, instance: Instance, goal: WithinSlowdown) -> Trial:
     """The best trial for a slowdown. If a trial turns out too slow, the next one is for a smaller slowdown."""
     best: Trial | None = None
     for _ in range(_ATTEMPTS):
-        trial = _make(work, instance, goal)
+        trial = _make(analysis, instance, goal)
         best = trial if best is None or trial.score < best.score else best
-        if trial.excess <= 0 or not trial.decided.planned or _over(work):
+        if trial.excess <= 0 or not trial.decided.planned or _over(analysis):
             break
         goal = goal.tightened(1.1 * trial.excess / trial.decided.keep_timeline.time_s)
     assert best is not None
     return best
 
 
-def _smallest(work: Work, goal: WithinSlowdown) -> Trial:
+def _smallest(analysis: GraphAnalysis, goal: WithinSlowdown) -> Trial:
     """The best trial for a slowdown: with fused operations or, if these leave time unused, with unfused operations."""
-    instance = instance_of(work)
-    fused = _within(work, instance, goal)
-    if not fused.decided.planned or _over(work):
+    instance = instance_of(analysis)
+    fused = _within(analysis, instance, goal)
+    if not fused.decided.planned or _over(analysis):
         return fused
-    unfused = _smallest_unfused(work, instance, fused, goal)
-    return _smaller(work, instance, fused, goal) if unfused is None else min(fused, unfused, key=lambda trial: trial.score)
+    unfused = _smallest_unfused(analysis, instance, fused, goal)
+    return _smaller(analysis, instance, fused, goal) if unfused is None else min(fused, unfused, key=lambda trial: trial.score)
 
 
-def _smallest_unfused(work: Work, instance: Instance, fused: Trial, goal: WithinSlowdown) -> Trial | None:
+def _smallest_unfused(analysis: GraphAnalysis, instance: Instance, fused: Trial, goal: WithinSlowdown) -> Trial | None:
     """The smallest trial with unfused operations; None if these take too long, change nothing, or cannot free memory.
 
     Until `against` compares it with the fused keep-all, the trial's slowdown is relative to the unfused one, which is slower.
     """
     keep = fused.decided.keep_timeline
-    if not work.fuses or -fused.excess < _UNUSED * keep.time_s:
+    if not analysis.fuses or -fused.excess < _UNUSED * keep.time_s:
         return None
-    unfused = _unfused(work, "which leaves less in memory at once")
+    unfused = _unfused(analysis, "which leaves less in memory at once")
     unfused_instance = instance_of(unfused)
     if unfused_instance.program == instance.program:
         return None
@@ -322,33 +366,33 @@ def _smallest_unfused(work: Work, instance: Instance, fused: Trial, goal: Within
     trial = _within(unfused, unfused_instance, own)
     if (trial.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
         return None
-    return against(_smaller(unfused, unfused_instance, trial, own), work.request, keep)
+    return against(_smaller(unfused, unfused_instance, trial, own), analysis.request, keep)
 
 
-def _or_without_recomputation(work: Work, instance: Instance, best: Trial) -> Trial:
+def _or_without_recomputation(analysis: GraphAnalysis, instance: Instance, best: Trial) -> Trial:
     """`best`, or a trial without recomputation that no user requested, if that is better."""
     with contextlib.suppress(BudgetError):
-        kept = replace(work, wanted=without_recomputation(work.wanted))
-        return min(best, _make(kept, instance, work.request.goal), key=lambda trial: trial.score)
+        kept = replace(analysis, wanted=without_recomputation(analysis.wanted))
+        return min(best, _make(kept, instance, analysis.request.goal), key=lambda trial: trial.score)
     return best
 
 
-def _smaller(work: Work, instance: Instance, best: Trial, goal: WithinSlowdown) -> Trial:
+def _smaller(analysis: GraphAnalysis, instance: Instance, best: Trial, goal: WithinSlowdown) -> Trial:
     """The best of `best`, trials for half the slowdown, and trials for budgets below `best`'s peak.
 
     `best` has the least estimated peak. After torch has partitioned again, another choice may have the least peak.
     """
     bound = best.decided.lower_bound_peak_bytes or 0
     if best.timeline.peak_bytes - bound > _WORTH * best.timeline.peak_bytes:
-        best = min(best, _make(work, instance, goal.tightened(goal.max_slowdown / 2)), key=lambda trial: trial.score)
-        best = _or_without_recomputation(work, instance, best)
+        best = min(best, _make(analysis, instance, goal.tightened(goal.max_slowdown / 2)), key=lambda trial: trial.score)
+        best = _or_without_recomputation(analysis, instance, best)
     low, peak = bound, best.timeline.peak_bytes
     for _ in range(_SEARCHES):
-        if peak - low <= _WORTH * peak or _over(work):
+        if peak - low <= _WORTH * peak or _over(analysis):
             break
         low = (low + peak) // 2
         with contextlib.suppress(BudgetError):
-            trial = _make(work, instance, MeetBudget(low + work.request.limits.reserve_bytes))
+            trial = _make(analysis, instance, MeetBudget(low + analysis.request.limits.reserve_bytes))
             if trial.score < best.score:
                 decided = replace(trial.decided, lower_bound_s=None, lower_bound_peak_bytes=bound)
                 low = bound if trial.score[:2] < best.score[:2] else low

@@ -1,6 +1,7 @@
 """Variants of a graph: the one that a recipe describes, as a trial; and all that a step's plan may choose from, as numbers.
 
     keep ──▶ light ──▶ third ──▶ two thirds ──▶ smallest      recompute more and more: what costs least time a byte comes first
+    keep ──▶ third of light ──▶ two thirds of light ──▶ light ──▶ smallest              where nearly everything is cheap
 
 A family of variants has at most five members, nested. Each is partitioned for real, since memory follows the kernels that the
 compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the step says which
@@ -9,7 +10,7 @@ compiler makes of what is computed again. What is left is kept or offloaded, cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -18,7 +19,7 @@ from graphoffload.analysis.saved_values import GraphPair, saved_placeholders
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.compiler.constraints import Constraint, constraints_for
 from graphoffload.compiler.decide import Decided
-from graphoffload.compiler.request import Work
+from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial, excess_of, instance_of, keep_all, partition_again
 from graphoffload.facts.plan import Action
 from graphoffload.facts.recipe import EVERYTHING_KEPT, SMALLEST, Recipe
@@ -31,37 +32,40 @@ _CHEAP = 0.2
 """The lightest variant computes again what takes less than this share of the time of its copy."""
 _SHARES = (("third", 1 / 3), ("two thirds", 2 / 3))
 """The next ones also compute again these shares of the other bytes."""
+_FEW = 0.1
+"""Of the bytes that may be computed again: if fewer are not cheap, there are variants lighter than the lightest instead."""
 
 
-def recipe_trial(work: Work, recipe: Recipe) -> Trial:
+def recipe_trial(analysis: GraphAnalysis, recipe: Recipe) -> Trial:
     """The graph as `recipe` says, where neither the user nor a safety rule says otherwise."""
-    instance = instance_of(work)
-    keep = keep_all(instance, work)
-    original, reason = work.table, f"variant {recipe.name!r} of this graph"
-    first = _first_actions(work, recipe)
+    instance = instance_of(analysis)
+    keep = keep_all(instance, analysis)
+    original, reason = analysis.table, f"variant {recipe.name!r} of this graph"
+    first = _first_actions(analysis, recipe)
     reasons = dict.fromkeys(first, reason)
     if "recompute" in first.values():
-        first, reasons = partition_again(work, first, reasons)
-        instance = instance_of(work)
-    actions = dict(zip((tensor.name for tensor in work.table.tensors), _last_actions(work, recipe, first), strict=True))
+        first, reasons = partition_again(analysis, first, reasons)
+        instance = instance_of(analysis)
+    actions = dict(zip((tensor.name for tensor in analysis.table.tensors), _last_actions(analysis, recipe, first), strict=True))
     chosen = tuple(actions.values())
-    timeline = _placed(instance.program, simulate(instance.program, chosen, work.hardware), dict(recipe.reload_steps))
+    timeline = _placed(instance.program, simulate(instance.program, chosen, analysis.hardware), dict(recipe.reload_steps))
     decided = Decided(chosen, tuple(reasons.get(name, reason) for name in actions), keep)
-    return Trial(work, original, actions, reasons, decided, instance, timeline, excess_of(work.request, decided, timeline))
+    excess = excess_of(analysis.request, decided, timeline)
+    return Trial(analysis, original, actions, reasons, decided, instance, timeline, excess)
 
 
-def _follows(work: Work, constraint: Constraint) -> bool:
+def _follows(analysis: GraphAnalysis, constraint: Constraint) -> bool:
     """Whether what somebody asked for decides: advice does not where a number was given."""
-    return constraint.action is not None and (constraint.binding or not work.request.goal.explicit)
+    return constraint.action is not None and (constraint.binding or not analysis.request.goal.explicit)
 
 
-def _first_actions(work: Work, recipe: Recipe) -> dict[str, Action]:
+def _first_actions(analysis: GraphAnalysis, recipe: Recipe) -> dict[str, Action]:
     """What is computed again, and what the user decided; everything else is kept until the graph is partitioned with it."""
     actions: dict[str, Action] = {}
-    for constraint in work.wanted:
+    for constraint in analysis.wanted:
         name, action = constraint.name, constraint.action
-        possible = not work.chains[name].why_not and bool(work.chains[name].nodes)
-        if _follows(work, constraint) and action is not None:
+        possible = not analysis.chains[name].why_not and bool(analysis.chains[name].nodes)
+        if _follows(analysis, constraint) and action is not None:
             actions[name] = action if action != "recompute" or possible else "keep"
         else:
             wanted = recipe.recomputes is None or name in recipe.recomputes
@@ -69,13 +73,13 @@ def _first_actions(work: Work, recipe: Recipe) -> dict[str, Action]:
     return actions
 
 
-def _last_actions(work: Work, recipe: Recipe, first: Mapping[str, Action]) -> list[Action]:
+def _last_actions(analysis: GraphAnalysis, recipe: Recipe, first: Mapping[str, Action]) -> list[Action]:
     """Keep or offload, for what is saved in the end."""
-    request = work.request
-    wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.session.fragment))
+    request = analysis.request
+    wanted = constraints_for(analysis.table, request.config, analysis.resolution, fragment=bool(request.session.fragment))
     actions: list[Action] = []
-    for constraint, tensor in zip(wanted, work.table.tensors, strict=True):
-        asked = constraint.action if _follows(work, constraint) else None
+    for constraint, tensor in zip(wanted, analysis.table.tensors, strict=True):
+        asked = constraint.action if _follows(analysis, constraint) else None
         if asked is None and (recipe.offloads is None or tensor.name in recipe.offloads):
             asked = "offload"
         may = tensor.eligible and (constraint.may_offload or constraint.action == "offload")
@@ -96,14 +100,14 @@ def _placed(program: Program, timeline: Timeline, reload_steps: Mapping[str, int
     return replace(timeline, schedule=tuple(schedule))
 
 
-def variants_of(work: Work) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Program, tuple[int, ...]]:
+def variants_of(analysis: GraphAnalysis) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Program, tuple[int, ...]]:
     """The family of a graph, least recomputation first; the recipe of each; keep-all with its recompute chains, whose LP
     relaxation bounds every choice; and the bytes of each variant's activations that are inputs."""
-    keep = instance_of(work)
-    recipes = [EVERYTHING_KEPT, *_between(work, keep), SMALLEST]
+    keep = instance_of(analysis)
+    recipes = [EVERYTHING_KEPT, *_between(analysis, keep), SMALLEST]
     variants, chosen, inputs, seen = [], [], [], set()
     for recipe in recipes:
-        again = replace(work, notes=[*work.notes])
+        again = replace(analysis, notes=[*analysis.notes])
         first = _first_actions(again, recipe)
         recomputes = frozenset(name for name, action in first.items() if action == "recompute")
         if recomputes in seen:
@@ -116,12 +120,15 @@ def variants_of(work: Work) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Pr
         variants.append(Variant(recipe.name, recomputes, program, _saved_input_bytes(again)))
         inputs.append(sum(tensor.planned_bytes for tensor in again.table.tensors if tensor.op == INPUT))
         chosen.append(replace(recipe, recomputes=recomputes, offloads=frozenset()))
-    return tuple(variants), tuple(chosen), _of_one_call(work.pair, _with_chains(work, keep)), tuple(inputs)
+    return tuple(variants), tuple(chosen), _of_one_call(analysis.pair, _with_chains(analysis, keep)), tuple(inputs)
 
 
-def _between(work: Work, keep: Instance) -> list[Recipe]:
-    """Recipes between the two ends: what is cheap to compute again, then shares of the bytes of the rest, cheapest first."""
-    rate = work.hardware.copy_rate_bytes_per_s("d2h")
+def _between(analysis: GraphAnalysis, keep: Instance) -> list[Recipe]:
+    """Recipes between the two ends, cheapest first: what is cheap to compute again, and shares of the bytes of the rest.
+
+    Where nearly everything is cheap, there is no rest to share, and shares of what is cheap come before all of it.
+    """
+    rate = analysis.hardware.copy_rate_bytes_per_s("d2h")
     prices = {
         candidate.name: candidate.recompute.time_s * rate / candidate.nbytes
         for candidate in keep.program.candidates
@@ -129,20 +136,29 @@ def _between(work: Work, keep: Instance) -> list[Recipe]:
     }
     sizes = {candidate.name: candidate.nbytes for candidate in keep.program.candidates}
     order = sorted(prices, key=lambda name: (prices[name], -sizes[name]))
-    cheap = [name for name in order if prices[name] <= _CHEAP]
-    rest = order[len(cheap) :]
-    sums = list(accumulate((sizes[name] for name in rest), initial=0))
-    found = [Recipe("light", recomputes=frozenset(cheap))]
-    for name, share in _SHARES:
-        count = min(range(len(sums)), key=lambda count: abs(sums[count] - share * sums[-1]))
-        found.append(Recipe(name, recomputes=frozenset((*cheap, *rest[:count]))))
-    return found
+    sums = list(accumulate((sizes[name] for name in order), initial=0))
+    cheap = sum(price <= _CHEAP for price in prices.values())
+    of_cheap = [(f"{name} of light", _cut(sums, 0, cheap, share)) for name, share in _SHARES]
+    of_rest = [(name, _cut(sums, cheap, len(order), share)) for name, share in _SHARES]
+    few = _FEW * sums[-1]
+    cuts = [
+        *(of_cheap if sums[-1] - sums[cheap] < few else ()),
+        ("light", cheap),
+        *(of_rest if sums[-1] - sums[cheap] >= few else ()),
+    ]
+    return [Recipe(name, recomputes=frozenset(order[:count])) for name, count in cuts]
 
 
-def _with_choices(work: Work, instance: Instance, recipe: Recipe, first: Mapping[str, Action]) -> Program:
+def _cut(sums: Sequence[int], first: int, last: int, share: float) -> int:
+    """Where, between two places of an order, the bytes so far are nearest to a share of those between them."""
+    wanted = sums[first] + share * (sums[last] - sums[first])
+    return min(range(first, last + 1), key=lambda count: abs(sums[count] - wanted))
+
+
+def _with_choices(analysis: GraphAnalysis, instance: Instance, recipe: Recipe, first: Mapping[str, Action]) -> Program:
     """The program of one variant: what is saved is kept or offloaded."""
-    may = _last_actions(work, replace(recipe, offloads=None), first)
-    must = _last_actions(work, replace(recipe, offloads=frozenset()), first)
+    may = _last_actions(analysis, replace(recipe, offloads=None), first)
+    must = _last_actions(analysis, replace(recipe, offloads=frozenset()), first)
 
     def chosen(candidate: Candidate, may: Action, must: Action) -> Candidate:
         fixed: Action | None = "offload" if must == "offload" else None
@@ -151,10 +167,10 @@ def _with_choices(work: Work, instance: Instance, recipe: Recipe, first: Mapping
     return replace(instance.program, candidates=tuple(map(chosen, instance.program.candidates, may, must)))
 
 
-def _with_chains(work: Work, keep: Instance) -> Program:
+def _with_chains(analysis: GraphAnalysis, keep: Instance) -> Program:
     """Keep-all's program with everything that any variant may do."""
-    offloads = _last_actions(work, SMALLEST, {})
-    recomputes = _first_actions(work, SMALLEST)
+    offloads = _last_actions(analysis, SMALLEST, {})
+    recomputes = _first_actions(analysis, SMALLEST)
 
     def chosen(candidate: Candidate, offload: Action) -> Candidate:
         recompute = candidate.recompute if recomputes[candidate.name] == "recompute" else None
@@ -176,22 +192,22 @@ def _of_one_call(pair: GraphPair, program: Program) -> Program:
     return replace(program, buffers=buffers, static_bytes=0, reserve_bytes=0)
 
 
-def _saved_input_bytes(work: Work) -> int:
+def _saved_input_bytes(analysis: GraphAnalysis) -> int:
     """Bytes of the graph's inputs, without parameters and what counts as an activation, that its backward reads."""
-    forward = work.pair.forward.graph.find_nodes(op="placeholder")
-    ours = {tensor.name for tensor in work.table.tensors}
+    forward = analysis.pair.forward.graph.find_nodes(op="placeholder")
+    ours = {tensor.name for tensor in analysis.table.tensors}
     inputs = {storage_id(value): node.name for node in forward if (value := fake(node)) is not None and node.name not in ours}
     found: dict[int, int] = {}
-    for node, _ in saved_placeholders(work.pair):
+    for node, _ in saved_placeholders(analysis.pair):
         value = fake(node)
-        if value is not None and inputs.get(storage_id(value), "") not in ("", *work.request.parameters):
+        if value is not None and inputs.get(storage_id(value), "") not in ("", *analysis.request.parameters):
             found[storage_id(value)] = example_storage_nbytes(value)
     return sum(found.values())
 
 
-def is_small(work: Work, room_bytes: int | None) -> bool:
+def is_small(analysis: GraphAnalysis, room_bytes: int | None) -> bool:
     """Whether even many calls of a graph that keeps everything are sure to leave most of the memory free."""
-    return room_bytes is None or work.table.saved_bytes * _MANY_CALLS <= room_bytes * _LITTLE
+    return room_bytes is None or analysis.table.saved_bytes * _MANY_CALLS <= room_bytes * _LITTLE
 
 
 _MANY_CALLS, _LITTLE = 64, 0.25

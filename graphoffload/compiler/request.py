@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
@@ -36,11 +37,12 @@ class Request:
     goal: Goal
     parameters: frozenset[str] = frozenset()  # placeholders that only an optimizer writes to
     relax: bool = False  # forget advice to recompute, of checkpoint regions: what they hold is planned like the rest
+    blocks: Mapping[str, int] = field(default_factory=dict)  # computed again whole, as checkpointing does (analysis/blocks.py)
 
     @property
     def activations(self) -> frozenset[str]:
         """Inputs that other graphs computed, and that nothing in this one writes to."""
-        named = partitioning.parameters_among(self.joint.graph, self.session.activations)
+        named = partitioning.placeholders_at(self.joint.graph, self.session.activations)
         return named - {node.name for node in partitioning.mutated_inputs(self.joint.graph)}
 
     @property
@@ -60,7 +62,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Work:
+class GraphAnalysis:
     """What is known about one joint graph while it is planned."""
 
     request: Request

@@ -98,7 +98,7 @@ def session_of_joint(
     Args:
         key, name: as in CompileSession, where the caller knows them. arguments: those of torch's own partitioners.
     """
-    limits = resolve_limits(config, _inputs(joint), partitioning.trained_inputs(joint.graph, arguments))
+    limits = resolve_limits(config, _inputs(joint), partitioning.may_be_trained(joint.graph, arguments))
     if key is None:
         name_modules(joint)  # no backend has done so
     return CompileSession(config, limits, key or graph_key(joint, config), name or f"graph{len(registry.last_plans())}")

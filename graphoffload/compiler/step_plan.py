@@ -1,6 +1,6 @@
 """The plan of a step: solved from its facts, compiled, and given to each call by its index.
 
-    facts ──plan_step──▶ solution: variant, actions and events of each call ──compile──▶ StepPlan: compiled code and ids
+facts ──plan_step──▶ solution: variant, actions and events of each call ──compile──▶ StepPlan: compiled code and ids
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import torch
 from graphoffload.compiler.compile_variant import Compiled, Graph
 from graphoffload.compiler.dispatch import Family
 from graphoffload.facts.goals import Goal
-from graphoffload.facts.plan import Prediction
 from graphoffload.facts.recipe import Recipe
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log
 from graphoffload.patience import Patience
-from graphoffload.planner.step.facts import StepFacts
+from graphoffload.planner.step.facts import StepFacts, StepProblem
 from graphoffload.planner.step.solve import StepSolution, plan_step
 from graphoffload.report.step_line import line_of_step
 from graphoffload.runtime import registry
@@ -70,12 +69,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a step is planned for. budget_bytes: as the user gave it; None: what fits."""
+    """What a step is planned for. budget_bytes: as the user gave it; None: what fits. taken_bytes: of the goal's budget, left
+    free since a step took more than predicted. or_least: where nothing meets the goal, the plan that takes least is as good."""
 
     goal: Goal
     reserve_bytes: int = 0
     host_budget_bytes: int | None = None
     budget_bytes: int | None = None
+    taken_bytes: int = 0
+    or_least: bool = False
 
 
 def make_step_plan(
@@ -87,19 +89,15 @@ def make_step_plan(
         graphs: in the order of `facts.graphs`. runs: the plan is to run, so that host memory is taken for it; else only shown.
 
     Raises:
-        BudgetError: no plan of the step meets the budget.
+        BudgetError: no plan of the step meets the budget, and the least one is not as good.
         ShapeGuardError: a variant would hold for fewer sizes than its graph is called with.
     """
     begun = time.perf_counter()
     hardware = resolve_hardware(graphs[0].graph.config.hardware, str(graphs[0].device))
-    solution = plan_step(
-        facts,
-        hardware,
-        asked.goal,
-        reserve_bytes=asked.reserve_bytes,
-        host_budget_bytes=asked.host_budget_bytes,
-        patience=Patience("step"),
-    )
+    patience, host = Patience("step"), asked.host_budget_bytes
+    reserve = asked.reserve_bytes + asked.taken_bytes
+    problem = StepProblem(facts, hardware, asked.goal, reserve, host, patience, asked.or_least)
+    solution = plan_step(problem)
     planned_s = time.perf_counter() - begun
     if runs:
         _prepare_host(solution, graphs)
@@ -164,19 +162,7 @@ def _ids(compiled: Compiled) -> dict[str, int]:
 
 def _tell(plan: StepPlan, reserve_bytes: int) -> None:
     """The prediction of the step in the plans of its variants: a report of one of them speaks of the step."""
-    solution = plan.solution
-    timeline, keep = solution.timeline, solution.keep_timeline
-    prediction = Prediction(
-        keep_peak_bytes=keep.peak_bytes,
-        predicted_peak_bytes=timeline.peak_bytes,
-        keep_time_s=keep.time_s,
-        predicted_time_s=timeline.time_s,
-        lower_bound_time_s=None if solution.lower_bound_s is None else min(solution.lower_bound_s, timeline.time_s),
-        host_bytes=timeline.host_bytes,
-        stall_s=timeline.stall_s,
-        lower_bound_peak_bytes=solution.lower_bound_peak_bytes,
-        reserve_bytes=reserve_bytes,
-    )
+    prediction = plan.solution.prediction(reserve_bytes)
     told = dict.fromkeys(call[0] for call in plan.calls)
     for compiled in told:
         assert compiled.plan is not None

@@ -26,7 +26,7 @@ from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.cache_files import cache_dir
 from graphoffload.compiler.constraints import constraints_for
 from graphoffload.compiler.decide import Decided, actions_again, decide_actions, decide_again, saved_all_the_same, table_again
-from graphoffload.compiler.request import Request, Work
+from graphoffload.compiler.request import GraphAnalysis, Request
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal, Score
 from graphoffload.facts.plan import Action
@@ -44,7 +44,7 @@ from graphoffload.units import format_bytes
 class Trial:
     """One attempt to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
 
-    work: Work
+    analysis: GraphAnalysis
     original: SavedTable
     actions: dict[str, Action]
     reasons: dict[str, str]
@@ -56,21 +56,21 @@ class Trial:
     @property
     def score(self) -> Score:
         """How good the trial is for the request's goal; less is better."""
-        goal, keep_peak_bytes = self.work.request.goal, self.decided.keep_timeline.peak_bytes
+        goal, keep_peak_bytes = self.analysis.request.goal, self.decided.keep_timeline.peak_bytes
         return goal.score(self.excess, self.timeline.peak_bytes, self.timeline.time_s, keep_peak_bytes)
 
 
-def keep_all_trial(work: Work) -> Trial:
+def keep_all_trial(analysis: GraphAnalysis) -> Trial:
     """Constraints under which all undecided activations are kept."""
     reason = "the step as it is: what was planned for the goal needs more memory, or none was asked for"
-    keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in work.wanted)
-    work = replace(work, wanted=keep, notes=[*work.notes])
-    return make_trial(work, instance_of(work), work.request.goal)
+    keep = tuple(w if w.binding else replace(w, action="keep", binding=True, reason=reason) for w in analysis.wanted)
+    analysis = replace(analysis, wanted=keep, notes=[*analysis.notes])
+    return make_trial(analysis, instance_of(analysis), analysis.request.goal)
 
 
-def keep_all(instance: Instance, work: Work) -> Timeline:
+def keep_all(instance: Instance, analysis: GraphAnalysis) -> Timeline:
     """The simulation of keep-all."""
-    return simulate(instance.program, instance.program.keep_actions(), work.hardware)
+    return simulate(instance.program, instance.program.keep_actions(), analysis.hardware)
 
 
 def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
@@ -78,30 +78,32 @@ def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
     bound_s = None if trial.decided.lower_bound_s is None else min(trial.decided.lower_bound_s, keep.time_s)
     decided = replace(trial.decided, keep_timeline=keep, lower_bound_s=bound_s)
     excess = excess_of(request, decided, trial.timeline)
-    return replace(trial, work=replace(trial.work, request=request), decided=decided, excess=excess)
+    return replace(trial, analysis=replace(trial.analysis, request=request), decided=decided, excess=excess)
 
 
-def make_trial(work: Work, instance: Instance, goal: Goal) -> Trial:
+def make_trial(analysis: GraphAnalysis, instance: Instance, goal: Goal) -> Trial:
     """Decide for `goal`; what is left after partitioning again is decided for the request's own."""
-    request = work.request
-    decided = decide_actions(work, instance.program, goal)
-    work = replace(work, notes=[*work.notes, *decided.notes])
-    original = work.table
+    request = analysis.request
+    decided = decide_actions(analysis, instance.program, goal)
+    analysis = replace(analysis, notes=[*analysis.notes, *decided.notes])
+    original = analysis.table
     names = [tensor.name for tensor in original.tensors]
     actions, reasons = dict(zip(names, decided.actions, strict=True)), dict(zip(names, decided.reasons, strict=True))
     if "recompute" in decided.actions:
-        actions, reasons = partition_again(work, actions, reasons)
-        instance = instance_of(work)
+        actions, reasons = partition_again(analysis, actions, reasons)
+        instance = instance_of(analysis)
         if decided.planned:
-            wanted = constraints_for(work.table, request.config, work.resolution, fragment=bool(request.session.fragment))
+            wanted = constraints_for(
+                analysis.table, request.config, analysis.resolution, fragment=bool(request.session.fragment)
+            )
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
-                decided = decide_again(work, decided, instance.program, wanted)
-                names = [tensor.name for tensor in work.table.tensors]
+                decided = decide_again(analysis, decided, instance.program, wanted)
+                names = [tensor.name for tensor in analysis.table.tensors]
                 actions = dict(zip(names, decided.actions, strict=True))
                 reasons.update(zip(names, decided.reasons, strict=True))
-        work.notes.extend(saved_all_the_same(work.table, actions))
-    timeline = _schedule(work, instance, actions, decided)
-    return Trial(work, original, actions, reasons, decided, instance, timeline, excess_of(request, decided, timeline))
+        analysis.notes.extend(saved_all_the_same(analysis.table, actions))
+    timeline = _schedule(analysis, instance, actions, decided)
+    return Trial(analysis, original, actions, reasons, decided, instance, timeline, excess_of(request, decided, timeline))
 
 
 def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
@@ -125,33 +127,33 @@ def device_name(table: SavedTable) -> str:
     return next((tensor.device for tensor in table.tensors if tensor.device != "cpu"), "cpu")
 
 
-def instance_of(work: Work) -> Instance:
+def instance_of(analysis: GraphAnalysis) -> Instance:
     """The planning instance of the facts, with kernels' times where they are measured."""
     times: dict[str, Measured] = {}
-    if work.hardware.source == "measured":
-        graphs = (work.pair.forward.graph, work.pair.backward.graph)
-        times = kernel_times(with_regions(graphs), torch.device(device_name(work.table)), cache_dir())
+    if analysis.hardware.source == "measured":
+        graphs = (analysis.pair.forward.graph, analysis.pair.backward.graph)
+        times = kernel_times(with_regions(graphs), torch.device(device_name(analysis.table)), cache_dir())
 
     def measured(node: Node) -> Measured | None:
         name = signature(node) if times else None
         return times.get(name) if name is not None else None
 
     return build_program(
-        work.pair,
-        work.table,
-        work.hardware,
-        fuses=work.fuses,
-        static_bytes=work.request.limits.static_bytes,
-        chains=work.chains,
-        reserve_bytes=work.request.limits.reserve_bytes,
-        outputs_stay=work.outputs_stay,
-        unfused_bytes=work.unfused_bytes,
+        analysis.pair,
+        analysis.table,
+        analysis.hardware,
+        fuses=analysis.fuses,
+        static_bytes=analysis.request.limits.static_bytes,
+        chains=analysis.chains,
+        reserve_bytes=analysis.request.limits.reserve_bytes,
+        outputs_stay=analysis.outputs_stay,
+        unfused_bytes=analysis.unfused_bytes,
         measured=measured,
     )
 
 
 def partition_again(
-    work: Work, actions: dict[str, Action], reasons: dict[str, str]
+    analysis: GraphAnalysis, actions: dict[str, Action], reasons: dict[str, str]
 ) -> tuple[dict[str, Action], dict[str, str]]:
     """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.
 
@@ -159,52 +161,53 @@ def partition_again(
     chains that are sound alone may together bring everything that a comparison reads into backward, and min-cut then moves the
     comparison there too. Such chains are kept, and the graph is partitioned without them.
     """
-    members = {tensor.name: (tensor.name, *tensor.views) for tensor in work.table.tensors}
+    members = {tensor.name: (tensor.name, *tensor.views) for tensor in analysis.table.tensors}
     while True:
-        joint = bind(tagged_copy(work.request.joint, relax=work.request.relax, notes=[]), work.binding)
+        copied = tagged_copy(analysis.request.joint, relax=analysis.request.relax, notes=[], blocks=analysis.request.blocks)
+        joint = bind(copied, analysis.binding)
         again = [name for name, action in actions.items() if action == "recompute"]
-        recompute = {node for name in again for node in (*work.chains[name].nodes, *members[name])}
+        recompute = {node for name in again for node in (*analysis.chains[name].nodes, *members[name])}
         save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute
         tag_joint(joint, save=save, recompute=recompute)
-        work.pair, table = partition(work.request, joint)
-        found = repeated_decisions(work.pair, work.binding.user_recomputed).inexact
-        if found.keys() <= work.binding.decisions:
+        analysis.pair, table = partition(analysis.request, joint)
+        found = repeated_decisions(analysis.pair, analysis.binding.user_recomputed).inexact
+        if found.keys() <= analysis.binding.decisions:
             break
-        work.binding = replace(work.binding, decisions=work.binding.decisions.union(found))
+        analysis.binding = replace(analysis.binding, decisions=analysis.binding.decisions.union(found))
         refused = {}
         for name in again:
-            ran = next((node for node in (*work.chains[name].nodes, *members[name]) if node in found), None)
+            ran = next((node for node in (*analysis.chains[name].nodes, *members[name]) if node in found), None)
             if ran is not None:
                 refused[name] = Refusal.COMPARED_BY_BITS.because(target=ran)
         actions = {name: "keep" if name in refused else action for name, action in actions.items()}
         reasons = {name: refused.get(name, reason) for name, reason in reasons.items()}
-        work.table = SavedTable(
+        analysis.table = SavedTable(
             tuple(
                 replace(tensor, recomputable=False, why_not_recompute=refused[tensor.name])
                 if tensor.name in refused
                 else tensor
-                for tensor in work.table.tensors
+                for tensor in analysis.table.tensors
             )
         )
     new = [tensor for tensor in table.tensors if tensor.name not in actions]
     if new:
         total = sum(tensor.planned_bytes for tensor in new)
-        work.notes.append(f"recomputing {len(again)} activations saves {len(new)} others ({format_bytes(total)})")
-    work.table = table_again(work.table, actions, table)
-    work.chains = {}
-    return actions_again(actions, reasons, work.table)
+        analysis.notes.append(f"recomputing {len(again)} activations saves {len(new)} others ({format_bytes(total)})")
+    analysis.table = table_again(analysis.table, actions, table)
+    analysis.chains = {}
+    return actions_again(actions, reasons, analysis.table)
 
 
-def _schedule(work: Work, instance: Instance, actions: dict[str, Action], decided: Decided) -> Timeline:
-    chosen, window = [actions[tensor.name] for tensor in work.table.tensors], decided.max_inflight_bytes
+def _schedule(analysis: GraphAnalysis, instance: Instance, actions: dict[str, Action], decided: Decided) -> Timeline:
+    chosen, window = [actions[tensor.name] for tensor in analysis.table.tensors], decided.max_inflight_bytes
 
     def simulated(reload_by: Mapping[int, int]) -> Timeline:
-        return simulate(instance.program, chosen, work.hardware, max_inflight_bytes=window, reload_by=reload_by)
+        return simulate(instance.program, chosen, analysis.hardware, max_inflight_bytes=window, reload_by=reload_by)
 
     timeline = simulated({})
     limit_bytes = timeline.peak_bytes
     if decided.planned:
-        request = work.request
+        request = analysis.request
         limit_bytes = max(limit_bytes, (request.goal.device_budget_bytes or 0) - request.limits.reserve_bytes)
-    late = not isinstance(work.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
+    late = not isinstance(analysis.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
     return with_slack(instance.program, timeline, simulated, limit_bytes=limit_bytes, late=late)

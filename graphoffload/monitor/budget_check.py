@@ -26,24 +26,27 @@ def watch_budget(compiled: Callable[..., Any], key: str, config: OffloadConfig, 
     plan, budget = registry.of_key(key), limits.device_budget_bytes
     if plan is None or budget is None or not config.has_budget or torch.device(plan.device).type != "cuda":
         return compiled
-    calls = 0
+    calls = before_bytes = 0
 
     @functools.wraps(compiled)
     def run(*args: Any) -> Any:
-        nonlocal calls
+        nonlocal calls, before_bytes
         calls += 1
-        if calls in _LOOKS:
-            _look(plan, budget, config.digest())
+        if calls == 1:
+            before_bytes = int(torch.cuda.max_memory_allocated(plan.device))
+        elif calls in _LOOKS:
+            _look(plan, budget, config.digest(), before_bytes)
         return compiled(*args)
 
     return run
 
 
-def _look(plan: Plan, budget_bytes: int, digest: str) -> None:
+def _look(plan: Plan, budget_bytes: int, digest: str, before_bytes: int) -> None:
+    """Warn of a peak above the budget, unless it is one from before the first step: `before_bytes`."""
     if digest in _said:
         return
     peak_bytes = int(torch.cuda.max_memory_allocated(plan.device))
-    if peak_bytes <= budget_bytes:
+    if peak_bytes <= budget_bytes or peak_bytes == before_bytes:
         return
     _said.add(digest)
     excess, peak, predicted = peak_bytes - budget_bytes, format_bytes(peak_bytes), plan.prediction

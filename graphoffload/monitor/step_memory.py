@@ -21,7 +21,7 @@ _LEAST_SHARE, _MOST_SHARE = 0.02, 0.1  # of the device, by which the next plan h
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """An allocation that failed: where in the step, and how much less the next plan may use."""
+    """An allocation that failed: where in the step, and how much less the next plan may use; 0 where no activation lived."""
 
     where: str
     lacking_bytes: int
@@ -64,17 +64,38 @@ def _failed(index: int, asked_bytes: int, _allocated_bytes: int, free_bytes: int
         return
     whole = torch.cuda.get_device_properties(index).total_memory
     lacking = int(min(max(0, asked_bytes - free_bytes) + _LEAST_SHARE * whole, _MOST_SHARE * whole))
-    where = where_in(run)
-    _FAILED[device] = Shortage(where, lacking)
+    where, idle = where_in(run), run.turned and all(call.ended for call in run.calls)
+    _FAILED[device] = Shortage(where, 0 if idle else lacking)
     run.aborted = True
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    predicted = ""
-    if run.plan is not None:
-        peak = run.plan.solution.timeline.peak_bytes
-        predicted = (
-            f" The step's predicted peak is {format_bytes(peak)}. The next step is planned for {format_bytes(lacking)} less."
-        )
     say(
         f"out of memory in {where}: {format_bytes(asked_bytes)} are asked for, {format_bytes(allocated)} are allocated, and "
-        f"{format_bytes(reserved - allocated)} are cached in other pieces.{predicted}"
+        f"{format_bytes(reserved - allocated)} are cached in other pieces."
+        + (_IDLE if idle else _of_activations(run, allocated, asked_bytes, whole) + _of_plan(run, lacking))
+    )
+
+
+_IDLE = " No activations live there, so no other plan of the step helps: free memory, or make the model smaller."
+
+
+def _of_activations(run: StepRun, allocated_bytes: int, asked_bytes: int, whole_bytes: int) -> str:
+    """How much of what is allocated a plan could move; and what would be left without it, if that alone is too much."""
+    ours = run.ours_bytes()
+    text = f" Activations of compiled graphs are {format_bytes(ours)} of it."
+    least = allocated_bytes - ours + asked_bytes
+    if least > whole_bytes:
+        text += (
+            f" Without any of them {format_bytes(least)} are needed at this point, and the device has "
+            f"{format_bytes(whole_bytes)}: no plan fits. Make the batch or sequence smaller, or what is eager here: a loss "
+            "that is compiled with the model or computed in chunks holds no logits in float32."
+        )
+    return text
+
+
+def _of_plan(run: StepRun, lacking_bytes: int) -> str:
+    if run.plan is None:
+        return ""
+    peak = run.plan.solution.timeline.peak_bytes
+    return (
+        f" The step's predicted peak is {format_bytes(peak)}. The next step is planned for {format_bytes(lacking_bytes)} less."
     )

@@ -9,10 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from graphoffload.facts.plan import Action
+from graphoffload.facts.plan import Action, Prediction
 from graphoffload.planner.simulator import Timeline
 from graphoffload.planner.step.facts import StepFacts
 from graphoffload.planner.step.joint import OUTSIDE, Joined, join
@@ -23,16 +23,12 @@ from graphoffload.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """The facts of a planned step.
+class StepReport(Prediction):
+    """The facts of a planned step. Its peaks include everything outside the graphs; eager code between them takes no time.
 
     Attributes:
         calls: (graph, variant) in the order of the forwards.
         summary: the step's line, as training prints it.
-        keep_peak_bytes, predicted_peak_bytes: absolute, everything outside the graphs included, the reserve not.
-        keep_time_s, predicted_time_s: of the graphs; eager code between them counts as no time.
-        lower_bound_time_s: no plan of the step within the budget is faster. lower_bound_peak_bytes: no plan within the slowdown
-            is smaller. None for the other goal.
         offloaded_bytes, recomputed_bytes, kept_bytes: of all calls together.
         budget_bytes: what the peak and the reserve were to stay within; None where nothing was to be met.
         picture: the predicted step.
@@ -40,15 +36,6 @@ class StepReport:
 
     calls: tuple[tuple[str, str], ...] = ()
     summary: str = ""
-    keep_peak_bytes: int = 0
-    predicted_peak_bytes: int = 0
-    keep_time_s: float = 0.0
-    predicted_time_s: float = 0.0
-    lower_bound_time_s: float | None = None
-    lower_bound_peak_bytes: int | None = None
-    host_bytes: int = 0
-    stall_s: float = 0.0
-    reserve_bytes: int = 0
     offloaded_bytes: int = 0
     recomputed_bytes: int = 0
     kept_bytes: int = 0
@@ -106,7 +93,6 @@ def report_of_step(
     Args:
         names: the graph of each call. budget_bytes: as it was resolved. hardware: name of the profile of the times.
     """
-    timeline, keep = solution.timeline, solution.keep_timeline
     variants = [facts.variant(call, chosen) for call, chosen in enumerate(solution.chosen)]
     calls = tuple((name, variant.name) for name, variant in zip(names, variants, strict=True))
     sums: Counter[Action] = Counter()
@@ -116,17 +102,9 @@ def report_of_step(
         everything = facts.bounds[fact.graph].candidates if facts.bounds else ()
         sums["recompute"] += sum(c.nbytes for c in everything if c.name in variants[call].recomputes)
     return StepReport(
+        **asdict(solution.prediction(reserve_bytes)),
         calls=calls,
         summary=summary,
-        keep_peak_bytes=keep.peak_bytes,
-        predicted_peak_bytes=timeline.peak_bytes,
-        keep_time_s=keep.time_s,
-        predicted_time_s=timeline.time_s,
-        lower_bound_time_s=solution.lower_bound_s,
-        lower_bound_peak_bytes=solution.lower_bound_peak_bytes,
-        host_bytes=timeline.host_bytes,
-        stall_s=timeline.stall_s,
-        reserve_bytes=reserve_bytes,
         offloaded_bytes=sums["offload"],
         recomputed_bytes=sums["recompute"],
         kept_bytes=sums["keep"],

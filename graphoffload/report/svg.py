@@ -18,8 +18,8 @@ def element(tag: str, *children: str, text: str | None = None, title: str = "", 
 
 
 def clean(text: str) -> str:
-    """`text` escaped for XML; characters that XML cannot hold become "?"."""
-    return escape(_NOT_XML.sub("?", text))
+    """`text` escaped for XML; characters that XML cannot hold become "?". A parser would read a plain "\\r\\n" as "\\n"."""
+    return escape(_NOT_XML.sub("?", text), {"\r": "&#13;"})
 
 
 def page(width: float, height: float, body: Sequence[str], *, font_size: float = 10) -> str:

@@ -5,8 +5,8 @@ offloaded_tensors.py    the states of an offloaded tensor       handles.py    ha
 registry.py             plans by key                            layouts.py    how a tensor is laid out in memory
 counters.py             bytes and calls so far                  checksum.py   digests on the device
 hooks.py                switches for tests
-streams/                side streams and events of a device; a copy and its events as one call; stalls of compute
-pinned/                 page-locked slabs, buffers of exact size cut from them, memory allocated while a plan compiles
+streams/                side streams and events of a device, and the protocol of both; a copy and its events as one call; stalls
+pinned/                 page-locked slabs, buffers of exact size cut from them, memory taken in advance and given back
 step/                   across graphs: copies that outlive their graph, tensors that stay under a shared budget
 """
 
@@ -33,9 +33,11 @@ def stats() -> dict[str, Any]:
     """Totals of this process since it started or since reset_stats(), by the names of runtime.counters.Counters.
 
     Values are integers. Once runtime.trace_stalls has timed something, `stall_ms_by_tensor` has the milliseconds that compute
-    waited. `host_peak_bytes` has the most host bytes in use at one time since the process started.
+    waited. Since the process started: `host_peak_bytes` is the most host bytes in use at one time, and `host_returned_bytes` is
+    the idle host memory that went back to the operating system.
     """
-    return {**COUNTERS.as_dict(), "host_peak_bytes": POOL.snapshot().peak_bytes}
+    held = POOL.snapshot()
+    return {**COUNTERS.as_dict(), "host_peak_bytes": held.peak_bytes, "host_returned_bytes": held.returned_bytes}
 
 
 def host_memory() -> HostMemory:

@@ -33,8 +33,9 @@ from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.offloaded_tensors import CLOSED, HostCopy, OffloadedTensor
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import run_plan
-from graphoffload.runtime.streams.copy_streams import DeviceStreams, capture_streams_of, streams_of
+from graphoffload.runtime.streams.copy_streams import capture_streams_of, streams_of
 from graphoffload.runtime.streams.memcpy import relaxed_capture
+from graphoffload.runtime.streams.protocol import CaptureStreams
 from graphoffload.torch_internals.fake_tensors import outside_fake_mode
 from graphoffload.torch_internals.streams import assert_async
 
@@ -68,7 +69,7 @@ class Ledger:
 
     __slots__ = ("_next", "alive", "counts", "flags", "forwards", "rows", "streams")
 
-    def __init__(self, device: torch.device, streams: DeviceStreams | None) -> None:
+    def __init__(self, device: torch.device, streams: CaptureStreams | None) -> None:
         self.streams = streams
         self.counts = torch.zeros(_ROWS, dtype=torch.int64, device=device)
         self.flags = torch.ones(_ROWS, dtype=torch.bool, device=device)
@@ -174,7 +175,7 @@ def is_captured(device: torch.device) -> bool:
     return streams is not None and streams.capturing()
 
 
-def _ledger(device: torch.device, name: str) -> tuple[Ledger, DeviceStreams]:
+def _ledger(device: torch.device, name: str) -> tuple[Ledger, CaptureStreams]:
     ledger = _LEDGERS.get(device)
     if ledger is None or ledger.streams is None:
         raise CaptureError(

@@ -125,17 +125,20 @@ class Entries:
             )
         return entry
 
-    def start_forward(self, plan: str) -> None:
+    def start_forward(self, plan: str) -> bool:
         """Close finished entries: of this plan, and of all plans after a backward or after a dropped forward.
 
         Many graphs cost no more than one this way. Buffers of a dropped forward would otherwise block memory for other sizes.
+        Returns whether training goes from a backward to a forward.
         """
-        if self.reloaded or self._dropped():
-            self._turns += self.reloaded
+        turned = self.reloaded
+        if turned or self._dropped():
+            self._turns += turned
             self.reloaded = False
             self.sweep()
         else:
             self.sweep(plan)
+        return turned
 
     def _dropped(self) -> bool:
         """Whether the handle of the last offload has no owner any more."""

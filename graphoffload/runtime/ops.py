@@ -42,8 +42,9 @@ from graphoffload.runtime.offloaded_tensors import (
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.step import between_graphs as between
-from graphoffload.runtime.step.calls import Steps
-from graphoffload.runtime.streams.copy_streams import Block, streams_of
+from graphoffload.runtime.step.calls import STEPS, Steps
+from graphoffload.runtime.streams.copy_streams import streams_of
+from graphoffload.runtime.streams.protocol import Block
 from graphoffload.torch_internals import autograd, storages
 
 HANDLE_DTYPE = torch.int64
@@ -106,7 +107,8 @@ def offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
 
 
 def _start_forward(run: RunPlan, device: torch.device) -> None:
-    ENTRIES.start_forward(run.key)
+    if ENTRIES.start_forward(run.key) and STEPS.call is None:  # else the run has counted the turn
+        POOL.turn()
     streams = streams_of(device)
     index = -1 if streams is None else streams.index
     POOL.arrange(run.key, (layout.nbytes for layout in run.layouts.values()), pin=streams is not None, device=index)

@@ -4,6 +4,7 @@ zoo.ZOO        every case by name: build, inputs, loss, notes
 compare        run a step; compare two bit by bit, or by the error of the whole gradient against float64
 observed       the plans and copies of a run
 policies       pseudo-random decisions
+lazy_streams   side streams for a CPU that copy as late as they may, to show a missing wait
 faults         break an operation on purpose, to show that a test would fail
 """
 

@@ -8,8 +8,8 @@ Seen in torch 2.11 to 2.15.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,10 +27,16 @@ def observe_failures(observer: Callable[[int, int, int, int], None]) -> None:
 
 
 class Change(NamedTuple):
-    """One allocation (bytes above 0) or one free, and when it was, in microseconds of the wall clock."""
+    """One allocation (bytes above 0) or one free, as the allocator counts allocated bytes.
+
+    time_us: when it was, in microseconds of the wall clock. address: of the block. frames: of Python, innermost first, with
+    "filename", "line" and "name" each; of allocations, where they were asked for.
+    """
 
     time_us: int
     nbytes: int
+    address: int = 0
+    frames: Sequence[Mapping[str, Any]] = ()
 
 
 def maps_by_pages() -> bool:
@@ -62,15 +68,17 @@ def _settings() -> str:
     return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") or os.environ.get("PYTORCH_ALLOC_CONF", "")
 
 
-def start() -> bool:
-    """Begin to record; False where somebody else records already, or torch cannot."""
+def start(*, frames: bool = False) -> bool:
+    """Begin to record; False where somebody else records already, or torch cannot. frames: who allocates, as well."""
     enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     if enabled is None or not torch.cuda.is_available() or enabled():
         return False
     if not torch.cuda.is_initialized():
         return False
     try:
-        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=_MOST)
+        torch.cuda.memory._record_memory_history(
+            enabled="all", context="alloc" if frames else None, stacks="python", max_entries=_MOST
+        )
     except (RuntimeError, TypeError):
         return False
     return True
@@ -84,4 +92,8 @@ def stop(index: int) -> list[Change]:
         torch.cuda.memory._record_memory_history(enabled=None)
     entries = traces[index] if index < len(traces) else []
     signs = {"alloc": 1, "free_requested": -1}
-    return [Change(e["time_us"], signs[e["action"]] * e["size"]) for e in entries if e["action"] in signs]
+    return [
+        Change(e["time_us"], signs[e["action"]] * e["size"], e["addr"], e.get("frames", ()))
+        for e in entries
+        if e["action"] in signs
+    ]

@@ -5,7 +5,7 @@ The ops call the names without `def` for each tensor that they move: these are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -58,14 +58,36 @@ def compiled_node(outputs: Any) -> Any:
     An output may be a view that autograd made of the function's result. Without it: nobody sees when a call's backward runs.
     """
     for value in outputs if isinstance(outputs, (tuple, list)) else pytrees.tree_leaves(outputs):
-        node = value.grad_fn if isinstance(value, torch.Tensor) else None
-        for _ in range(_VIEWS):
-            if node is None or hasattr(type(node), "_forward_cls"):
-                break
-            node = next((earlier for earlier, _ in node.next_functions if earlier is not None), None)
-        if node is not None and hasattr(type(node), "_forward_cls"):
+        node, _ = _made_by(value)
+        if node is not None:
             return node
     return None
+
+
+def _made_by(value: Any) -> tuple[Any, int]:
+    """The autograd node of the compiled function that made a value, and which of its outputs it is; None if none did."""
+    node, output = (value.grad_fn, value.output_nr) if isinstance(value, torch.Tensor) else (None, 0)
+    for _ in range(_VIEWS):
+        if node is None or hasattr(type(node), "_forward_cls"):
+            break
+        node, output = next((edge for edge in node.next_functions if edge[0] is not None), (None, 0))
+    return (node, output) if hasattr(type(node), "_forward_cls") else (None, 0)
+
+
+def output_bytes(outputs: Any, node: Any) -> dict[int, int]:
+    """Bytes of what a compiled function returned and autograd can give a gradient to, by output of its node."""
+    found = {}
+    for value in pytrees.tree_leaves(outputs):
+        made_by, output = _made_by(value)
+        if made_by is node:
+            found[output] = int(value.numel()) * int(value.element_size())
+    return found
+
+
+def zeros_bytes(output_bytes: Mapping[int, int], gradients: Sequence[Any]) -> int:
+    """Bytes of the zeros that autograd makes for outputs of a compiled function that have no gradient: logits that only the
+    loss inside of it reads, for one. It makes them after the hooks before its backward, which are given `gradients`."""
+    return sum(n for output, n in output_bytes.items() if output < len(gradients) and gradients[output] is None)
 
 
 _VIEWS = 4  # autograd nodes of views between a compiled function and an output

@@ -31,7 +31,7 @@ __all__ = [
     "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "as_it_is",
     "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs",
     "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "is_tracing", "isolated", "many_compiles",
-    "retraceable", "tracing_backend",
+    "retraceable", "tell_of_resets", "tracing_backend",
 ]  # fmt: skip
 
 
@@ -50,6 +50,16 @@ def guard_leaves(graph: Graph, inputs: Iterable[Any]) -> None:
         if context is not None and source is not None and isinstance(value, torch.Tensor) and value.requires_grad:
             guard = AttrSource(source, "is_leaf").make_guard(GuardBuilder.EQUALS_MATCH)
             context.guards_context.dynamo_guards.add(guard)
+
+
+def tell_of_resets(listener: Any) -> None:
+    """Have the next torch._dynamo.reset() call `listener.reset()`. Without it: what is known of a deleted model goes with the
+    next step, and its host memory some steps later."""
+    from torch._dynamo import eval_frame
+
+    backends = getattr(eval_frame, "cached_backends", None)  # those that are reset; a reset forgets them
+    if isinstance(backends, dict):
+        backends.setdefault(id(listener), listener)
 
 
 def isolated() -> dict[str, Any]:

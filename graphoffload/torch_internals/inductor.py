@@ -14,11 +14,12 @@ import torch
 from torch._inductor import config
 from torch.fx import GraphModule, Node
 
+from graphoffload.torch_internals.operators import OpOverload
 from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
-    "choices", "choosing", "compile_graph", "compile_inner", "config", "forget_output_strides", "is_pointwise_use",
-    "most_reads", "options_of_mode", "watching_codegen", "wrapper_imports", "written_code",
+    "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
+    "is_pointwise_use", "most_reads", "options_of_mode", "watching_codegen", "wrapper_imports", "written_code",
 ]  # fmt: skip
 
 
@@ -76,6 +77,17 @@ def most_reads(device_type: str) -> int:
     return chosen
 
 
+def falls_back(target: OpOverload) -> bool:
+    """Whether Inductor calls the operator's own kernel, since it has no code for it.
+
+    The set that Inductor has of such operators also names those that fall back in some cases only, once one did. Without it:
+    such an operation is predicted to cost nothing and to need no memory.
+    """
+    from torch._inductor.lowering import lowerings
+
+    return bool(getattr(lowerings.get(target), "_is_fallback_handler", False))
+
+
 def choices() -> Any:
     """What decides which operations are fused, as the user configured it. Without it: Inductor fuses over twelve layers, and
     what a plan counts as free is alive."""
@@ -88,7 +100,8 @@ def choosing(handler: Any) -> contextlib.AbstractContextManager[Any]:
     """A context in which `handler` decides, a subclass of the class of `choices()`."""
     from torch._inductor.virtualized import V
 
-    return V.set_choices_handler(handler)  # type: ignore[no-any-return]
+    context: contextlib.AbstractContextManager[Any] = V.set_choices_handler(handler)
+    return context
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def packet_of(target: Any) -> Any:
     return target._overloadpacket if isinstance(target, OpOverload) else None
 
 
-zero_all: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
+zero_all: Callable[[list[torch.Tensor]], object] = torch._foreach_zero_
 """Zero many tensors in one kernel, as optimizers do. Without it: a benchmark's step has a kernel for each gradient."""
 
 

@@ -3,12 +3,20 @@
 The partitioner chooses the saved values as a minimum cut of the joint graph, weighted by their bytes, since a fusing compiler
 recomputes pointwise operations almost for free. He and Yu (MLSys 2023) describe such fusion-aware checkpointing.
 
+Two questions are asked of a graph's inputs, and each is answered so that a mistake costs memory only:
+
+    must_be_parameters   nothing but an optimizer writes to them    one too many: a wrong gradient; one too few: memory
+    may_be_trained       an optimizer may make state for them       one too few: out of memory; one too many: memory
+
+A frozen parameter is one of the first alone. An input that no module is known to hold, as where torch splits Dynamo's graph
+for DDP, is one of the second alone.
+
 Seen in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +33,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
 
 __all__ = [
-    "CustomPartitionerFn", "aot_eager", "config", "min_cut", "mutated_inputs", "parameter_positions", "parameters_among",
-    "torch_memory_budget", "trained_inputs",
+    "CustomPartitionerFn", "aot_eager", "config", "may_be_trained", "min_cut", "must_be_parameters", "mutated_inputs",
+    "parameter_positions", "placeholders_at", "torch_memory_budget",
 ]  # fmt: skip
 
 
@@ -69,9 +77,9 @@ def mutated_inputs(graph: Graph) -> frozenset[Node]:
     return found if len(found) >= len(written) else frozenset(placeholders)
 
 
-def trained_inputs(joint: Graph, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Fake parameters of a joint graph that is partitioned with these arguments: inputs that it makes a gradient of, and which
-    stay at one address from call to call, where torch says which do.
+def may_be_trained(joint: Graph, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Fake inputs of a joint graph, partitioned with these arguments, that an optimizer may train: those that it makes a
+    gradient of, and which stay at one address from call to call, where torch says which do.
 
     A fake input says neither that it needs a gradient nor that it is a leaf. Without it: no reserve for optimizer state.
     """
@@ -116,20 +124,28 @@ def _is_parameter(node: Node, value: Any) -> bool:
     return known or "._parameters[" in str(shown)
 
 
-def parameters_among(joint: Graph, positions: tuple[int, ...] | None) -> frozenset[str]:
-    """Names of a joint graph's placeholders that are parameters.
+def must_be_parameters(joint: Graph, positions: tuple[int, ...] | None) -> frozenset[str]:
+    """Names of a joint graph's placeholders that are parameters, trained or frozen: what torch or a module says is one.
 
     Args:
         positions: of parameters among what AOTAutograd was given; None: as the graph has them that Dynamo compiles now, and
             none where there is no such graph, or AOTAutograd has only a part of it.
     """
-    chosen = _positions_of_dynamos_graph() if positions is None else positions
-    found = set()
-    for node in joint.find_nodes(op="placeholder"):
-        desc = _described(node.meta.get("desc"))
-        if isinstance(desc, ParamAOTInput) or (isinstance(desc, PlainAOTInput) and desc.idx in chosen):
-            found.add(node.name)
-    return frozenset(found)
+    named = _placeholders(joint, lambda desc: isinstance(desc, ParamAOTInput))
+    return named | placeholders_at(joint, _positions_of_dynamos_graph() if positions is None else positions)
+
+
+def placeholders_at(joint: Graph, positions: Collection[int]) -> frozenset[str]:
+    """Names of a joint graph's placeholders for the inputs at these positions of what AOTAutograd was given.
+
+    Without it: neither parameters nor inputs that other graphs computed are told from the caller's memory.
+    """
+    return _placeholders(joint, lambda desc: isinstance(desc, PlainAOTInput) and desc.idx in positions)
+
+
+def _placeholders(joint: Graph, chosen: Callable[[Any], bool]) -> frozenset[str]:
+    nodes = joint.find_nodes(op="placeholder")
+    return frozenset(node.name for node in nodes if chosen(_described(node.meta.get("desc"))))
 
 
 def _positions_of_dynamos_graph() -> tuple[int, ...]:

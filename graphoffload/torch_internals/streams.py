@@ -6,8 +6,6 @@ not all of them: what is missing is None there, and nothing asks for it without 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,18 +36,3 @@ host's."""
 def empty_host_cache() -> None:
     """Give page-locked memory that nobody uses back to the system. Without it: a benchmark's runs add up on the host."""
     torch._C._host_emptyCache()
-
-
-@contextlib.contextmanager
-def allocations() -> Iterator[list[dict[str, Any]]]:
-    """A list that has every event of the current CUDA device's allocator once the context is left. Without it: `bench where`
-    cannot say what is alive at a peak.
-    """
-    memory: Any = torch.cuda.memory
-    events: list[dict[str, Any]] = []
-    memory._record_memory_history(max_entries=400_000, context="alloc", stacks="python")
-    try:
-        yield events
-        events += memory._snapshot()["device_traces"][0]
-    finally:
-        memory._record_memory_history(enabled=None)

@@ -370,3 +370,86 @@ def test_sums_of_rows_and_columns_are_one_kernel_only_if_neither_needs_the_other
     fusion = fusion_of(graph, fuses=True)
     assert fusion.spans[named(graph, "mean")] == fusion.spans[named(graph, "mean_1")]
     assert fusion.spans[named(graph, "sum_1")][0] > fusion.spans[named(graph, "mean")][1]
+
+
+def grouped(x: Tensor, w: Tensor, d: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    """A gated layer of experts and gradients of its weight and input, each product followed by pointwise operations."""
+    up = torch.ops.aten._grouped_mm(x, w, offsets)
+    active = torch.relu(up)
+    gradient = d * active
+    return torch.ops.aten._grouped_mm(x.t(), gradient, offsets), active.sin(), active.cos()
+
+
+def experts() -> Graph:
+    """The graph of `grouped`: 64 rows of 32 in 4 groups, each with a matrix of 32 x 16."""
+    bf16 = torch.bfloat16
+    values = torch.empty(64, 32, dtype=bf16), torch.empty(4, 32, 16, dtype=bf16), torch.empty(64, 16, dtype=bf16)
+    return make_fx(grouped, tracing_mode="fake")(*values, torch.zeros(4, dtype=torch.int32)).graph
+
+
+def test_products_of_groups_are_kernels_with_flops_of_their_own() -> None:
+    graph = experts()
+    fusion = fusion_of(graph, fuses=True)
+    up, gradient = (node for node in graph.nodes if "grouped" in str(node.target))
+    assert fusion.kinds[up] == fusion.kinds[gradient] == "kernel"
+    assert exists(fusion, up), "read by a kernel and by pointwise operations: in memory, and not computed by its readers"
+    flops = {node: cost.flops for node, cost in zip(fusion.order, node_costs(fusion, PROFILES["h200-sxm"]), strict=True)}
+    assert flops[up] == flops[gradient] == 2 * 64 * 32 * 16, "each row meets the matrix of one group"
+    assert {node for node, count in flops.items() if count} == {up, gradient}
+
+
+def test_the_gradient_of_a_weight_runs_at_its_place_and_not_where_the_graph_returns_it() -> None:
+    def function(x: Tensor, d: Tensor, y: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        gradient = torch.ops.aten._grouped_mm(x.t(), d, offsets)
+        return gradient.transpose(1, 2), y @ y
+
+    values = (torch.empty(64, size, dtype=torch.bfloat16) for size in (32, 16, 64))
+    graph = make_fx(function, tracing_mode="fake")(*values, torch.zeros(4, dtype=torch.int32)).graph
+    order = [node.name for node in fusion_of(graph, fuses=True).order]
+    assert order.index("_grouped_mm") < order.index("mm")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.histc(x, 4, 0, 1) * 2,
+        lambda x: torch.cdist(x, x) * 2,
+        lambda x: x.masked_scatter(x > 0, x) * 2,
+        lambda x: torch.cumsum(x, 0) * 2,
+        lambda x: torch.special.zeta(x, x).sin(),
+        lambda x: torch.cat((x, x)).sin() * 2,
+    ],
+)
+def test_what_inductor_calls_a_kernel_for_is_a_kernel(function: Callable[[Tensor], Tensor]) -> None:
+    """Operations that Inductor does not compute itself, as its scheduler has them, and no others."""
+    graph = traced(lambda x: (function(x),), (8, 8), decomposed=True)
+    called: set[str] = set()
+
+    def noting(scheduler: Scheduler) -> None:
+        for node in scheduler.nodes:
+            if node.is_extern() and node.node is not None and (origin := node.node.get_origin_node()) is not None:
+                called.add(origin.name)
+        raise StopIteration
+
+    module = GraphModule({}, graph)
+    settings = torch._inductor.config.patch({**AS_PLANNED, "fx_graph_cache": False})
+    inputs = [fake(node) for node in graph.find_nodes(op="placeholder")]
+    with settings, mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception):
+        compile_fx_inner(module, inputs)
+    fusion = fusion_of(graph, fuses=True)
+    kernels = {node.name for node, kind in fusion.kinds.items() if kind == "kernel"}
+    assert called == kernels
+
+
+def test_what_is_scattered_is_in_memory_and_read_from_there() -> None:
+    def function(x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        summed = torch.zeros(64, 8).index_put((places,), x.sin(), accumulate=True)
+        return summed * 2, summed.cos()
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(64, 8), torch.zeros(64, dtype=torch.long)).graph
+    fusion = fusion_of(graph, fuses=True)
+    scattered = named(graph, "index_put")
+    assert exists(fusion, scattered)
+    readers = {node.name for node in fusion.readers[storage_id(fake(scattered))]}  # type: ignore[arg-type]
+    assert readers == {"mul", "cos"}
+    assert fusion.read_by(named(graph, "mul")) == {storage_id(fake(scattered))}  # type: ignore[arg-type]

@@ -363,3 +363,36 @@ def test_a_step_that_is_planned_again_is_reported_as_it_is_now(monkeypatch: pyte
     assert [len(found) for found in lines] == [1, 1]
     assert "kept all" in lines[1][0]
     assert trained.predicted_peak_bytes == trained.keep_peak_bytes
+
+
+class Whole(nn.Module):
+    """The last part gives the loss and the logits, and only the loss has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Headed()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss, _ = self.layers[1](self.layers[0](x))
+        return loss
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x)
+        return logits.square().mean(), logits
+
+
+def test_zeros_for_logits_without_a_gradient_are_counted() -> None:
+    """Autograd makes them before the backward of the part that returned the logits. It saves these too: they are its own."""
+    model: Any = by_compile(Whole())  # type: ignore[arg-type]
+    x = torch.ones(TOKENS, WIDTH)
+    look = explanation.Explanation(model, OffloadConfig.from_options(options()), (x,), {}, list(model.parameters()), 0)
+    first, last = look.looked(explanation.compiled_parts(model)).facts(0).calls
+    logits = TOKENS * WORDS * 4
+    before = first.forward_outside_bytes  # the hidden states between the two parts are an activation of the second
+    assert before + logits <= last.backward_outside_bytes <= before + logits + 1024

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphoffload.bench import measure, together, variants
+from graphoffload.bench import measure, together, variants, where
 from graphoffload.bench.measure import Row, Sample, bootstrap_ratio, compare_gradients
 from graphoffload.bench.models import MODELS, build
 from graphoffload.bench.runner import Options, Runner
 from graphoffload.bench.table import progress_line, show_table
 from graphoffload.bench.variants import parse, split_names
 from graphoffload.errors import ConfigError
+from graphoffload.torch_internals import allocator
 
 
 def test_names_of_variants() -> None:
@@ -192,3 +194,47 @@ def test_table_of_failures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2.000" in out
     assert "FAILED: RuntimeError: no" in out
     assert progress_line(bad) == "budget:0.5: FAILED: RuntimeError: no"
+
+
+def event(action: str, address: int, nbytes: int, name: str = "f") -> dict[str, Any]:
+    """As torch's snapshot has it."""
+    frames = [{"filename": "model.py", "line": address, "name": name}]
+    return {"action": action, "addr": address, "size": nbytes, "time_us": address, "frames": frames}
+
+
+@pytest.fixture
+def history(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """How the recording of a GPU's allocations was switched, where a snapshot holds three of them and a free."""
+    switched: list[dict[str, Any]] = []
+    trace = [
+        event("alloc", 1, 100, "kept"), event("alloc", 2, 50, "freed"), event("free_requested", 2, 50),
+        event("free_completed", 2, 50), event("segment_alloc", 9, 2**21), event("alloc", 3, 80, "late"),
+    ]  # fmt: skip
+    enabled = lambda: bool(switched) and switched[-1]["enabled"] is not None  # noqa: E731
+    for target, name, found in [
+        (torch.cuda, "is_available", lambda: True), (torch.cuda, "is_initialized", lambda: True),
+        (torch.cuda, "current_device", lambda: 1), (torch._C, "_cuda_isHistoryEnabled", enabled),
+        (torch._C, "_cuda_memorySnapshot", lambda _: {"device_traces": [[], trace]}),
+        (torch.cuda.memory, "_record_memory_history", lambda **how: switched.append(how)),
+    ]:  # fmt: skip
+        monkeypatch.setattr(target, name, found, raising=False)
+    return switched
+
+
+def test_what_is_alive_at_the_peak(history: list[dict[str, Any]]) -> None:
+    """Of the current device, with who allocated it; recording ends."""
+    session: Any = types.SimpleNamespace(step=lambda: None)
+    assert where.live_at_peak(session) == (180, [(100, "model.py:1 kept"), (80, "model.py:3 late")], 3)
+    assert history == [{"enabled": "all", "context": "alloc", "stacks": "python", "max_entries": 2_000_000}, {"enabled": None}]
+
+
+def test_nobody_elses_recording_is_ended(history: list[dict[str, Any]]) -> None:
+    """There is one recording in a process; the runtime's has no frames, which take time."""
+    session: Any = types.SimpleNamespace(step=lambda: None)
+    assert allocator.start()
+    assert history[-1]["context"] is None
+    assert not allocator.start()
+    with pytest.raises(ConfigError, match="recorded by somebody else"):
+        where.live_at_peak(session)
+    assert [change.nbytes for change in allocator.stop(1)] == [100, 50, -50, 80]
+    assert [how["enabled"] for how in history] == ["all", None]

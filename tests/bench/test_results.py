@@ -170,7 +170,7 @@ def test_views_of_models_sequences_and_ops(tmp_path: Path) -> None:
         replace(base, subject="ops", kind="op-cost", rows=({"variant": "loop", "offload_us": 12.3},), path=tmp_path / "o.json",
                 source="copied from a log"),
     ]  # fmt: skip
-    source = page.Source(results, tmp_path)
+    source = page.Source(results, tmp_path, tmp_path)
     assert page.peers(source, "small")[-1] == (
         "| small | 8.0 | 1.4000 [1.2000-1.3000] | 2.000 | **1.2500 [1.2000-1.3000]** | 2.000 | 2.000 | "
         "[abc1234](results/a/small.json) |"

@@ -23,6 +23,7 @@ from graphoffload.compiler.session import CompileSession
 from graphoffload.facts.limits import Limits
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
+from graphoffload.torch_internals import partitioning
 
 WIDTH = 64
 GIB = 2**30
@@ -254,6 +255,42 @@ def test_a_partitioner_of_its_own_finds_what_is_trained(entry: str) -> None:
     compiled(x).sum().backward()
     plan = registry.last_plans()[-1]
     assert plan.prediction.reserve_bytes == state_of(*(p for p in model.parameters() if p is not model.first.bias))
+
+
+class _Tuple(Model):
+    """aot_module_simplified asks for a tuple."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (super().forward(x),)
+
+
+def test_what_must_be_a_parameter_and_what_may_be_trained() -> None:
+    """A frozen parameter is one of the first alone, an input with a gradient one of the second alone; and an input by its
+    position is neither."""
+    from functorch.compile import make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    found: list[tuple[set[str], set[str], set[str]]] = []
+
+    def look(joint: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        graph = joint.graph
+        values = {id(node.meta["val"]): node.name for node in graph.find_nodes(op="placeholder")}
+        trained = {values[id(value)] for value in partitioning.may_be_trained(graph, {})}
+        found.append((set(partitioning.must_be_parameters(graph, ())), trained, set(partitioning.placeholders_at(graph, {0}))))
+        return partitioning.min_cut(joint, joint_inputs, kwargs)
+
+    model, x = _Tuple(), torch.ones(2, WIDTH, requires_grad=True)
+    model.first.bias.requires_grad_(False)
+    run: Any = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
+    compiled = aot_module_simplified(model, (x,), fw_compiler=run, bw_compiler=run, partition_fn=look)
+    compiled(x)[0].sum().backward()
+    count = len(list(model.parameters()))
+    [(parameters, trained, first)] = found
+    assert len(parameters) == count
+    assert len(trained) == count
+    assert len(parameters & trained) == count - 1, "all but the frozen one"
+    assert len(first) == 1
+    assert first == trained - parameters
 
 
 def test_a_pickled_partitioner_has_what_decides_and_not_every_byte() -> None:

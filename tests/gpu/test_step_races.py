@@ -49,14 +49,16 @@ class Model(nn.Module):
 
 
 def step(model: Model, seed: int) -> list[Tensor]:
+    """Its gradients, on the host: on the device they would take what the next step was planned with."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     model.zero_grad()
     model(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
 def compiled(inner: str, budget: int | str) -> Model:
     torch._dynamo.reset()
+    gc.collect()
     torch.manual_seed(0)
     model = Model().to(DEVICE)
     options = {"device_budget": budget, "reserve": 0, "inner": inner, "min_tensor_bytes": 1, "hardware": "h200-sxm"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,8 +45,20 @@ def said(run: Callable[..., Any], calls: int) -> list[str]:
     return [str(item.message) for item in caught if issubclass(item.category, BudgetExceededWarning)]
 
 
+def counts(monkeypatch: pytest.MonkeyPatch, peak_bytes: int) -> None:
+    """torch counts this peak, from the first step on."""
+    peaks = itertools.chain([0], itertools.repeat(peak_bytes))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+
+
+def test_a_peak_from_before_the_first_step_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model's, which ran before with everything kept."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * BUDGET)
+    assert said(watched(), 20) == []
+
+
 def test_said_once_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: BUDGET + 2**29)
+    counts(monkeypatch, BUDGET + 2**29)
     run = watched()
     assert said(run, 2) == [], "the first steps compile"
     (text,) = said(run, 20)
@@ -56,7 +69,7 @@ def test_said_once_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_later_step_may_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizer state that came with the first step's end, say."""
-    peaks = iter([BUDGET, BUDGET + 1])
+    peaks = iter([0, BUDGET, BUDGET + 1])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
     assert len(said(watched(), 20)) == 1
 
@@ -72,7 +85,7 @@ def test_nothing_is_looked_at_without_a_number_or_a_gpu(monkeypatch: pytest.Monk
 
 def test_no_budget_of_nothing_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """More too much than there is to lower."""
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * BUDGET)
+    counts(monkeypatch, 2 * BUDGET)
     (text,) = said(watched(), 20)
     assert "exceeded by 10.0 GiB" in text
     assert "make the batch or the sequence smaller: 10.0 GiB is more than any lower device_budget makes up for" in text
@@ -80,7 +93,7 @@ def test_no_budget_of_nothing_is_offered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_was_reserved_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: BUDGET + 2**30)
+    counts(monkeypatch, BUDGET + 2**30)
     watched()
     plan = registry._PLANS[KEY]
     told = dataclasses.replace(plan, part=True, prediction=dataclasses.replace(plan.prediction, reserve_bytes=2**29))

@@ -14,7 +14,7 @@ from graphoffload.errors import PlanError
 from graphoffload.planner.problem import Buffer, Candidate, Program, Step
 from graphoffload.planner.simulator import simulate
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
-from graphoffload.planner.step.join import Joined, join
+from graphoffload.planner.step.joint import Joined, join
 from tests.plan.instances import hardwares, programs, toy
 from tests.plan.steps import alone, llama, steps
 

@@ -13,7 +13,7 @@ from graphoffload.planner.problem import Candidate, Program, Step
 from graphoffload.planner.simulator import evaluate, simulate, timeline_of
 from graphoffload.planner.step.events import CallSchedule, schedule_step
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
-from graphoffload.planner.step.join import Joined, join
+from graphoffload.planner.step.joint import Joined, join
 from graphoffload.planner.step.replay import Moments, replay_step
 from tests.plan.instances import hardwares, programs, toy
 from tests.plan.steps import alone, steps

@@ -15,9 +15,8 @@ from graphoffload.facts.goals import KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.planner.simulator import simulate
 from graphoffload.planner.solver import solve
-from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
-from graphoffload.planner.step.join import join
-from graphoffload.planner.step.joint import join_programs
+from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem, Variant
+from graphoffload.planner.step.joint import join, join_programs
 from graphoffload.planner.step.mixes import Mix, choose, neighbours, uniform
 from graphoffload.planner.step.solve import StepSolution, plan_step
 from tests.plan.instances import hardwares, toy
@@ -55,12 +54,12 @@ def test_what_fits_is_kept():
     peak = join(facts, [0] * 4)
     peak_bytes = simulate(peak.program, peak.program.keep_actions(), H200).peak_bytes
     for goal in (MeetBudget(peak_bytes), KeepIfFits(peak_bytes), KeepIfFits(None)):
-        solution = plan_step(facts, H200, goal)
+        solution = plan_step(StepProblem(facts, H200, goal))
         assert (solution.chosen, solution.solver, solution.slowdown) == ((0,) * 4, "fits", 0.0)
         assert {action for actions in solution.actions for action in actions} == {"keep"}
         assert solution.timeline == solution.keep_timeline
         assert solution.lower_bound_s == solution.timeline.time_s
-    assert plan_step(facts, H200, KeepIfFits(peak_bytes - 1)).timeline.peak_bytes < peak_bytes
+    assert plan_step(StepProblem(facts, H200, KeepIfFits(peak_bytes - 1))).timeline.peak_bytes < peak_bytes
 
 
 @pytest.mark.parametrize(("budget", "points"), [(40, 0.2), (36, 0.2), (32, 0.2), (30, 0.2), (28, 1.0)])
@@ -70,7 +69,7 @@ def test_equal_blocks_are_planned_as_well_as_their_whole_graph(budget, points):
     Below 28 GB the whole graph recomputes one matmul of a block and not the others, for which these blocks have no variant.
     """
     facts = llama(8)
-    solution = plan_step(facts, H200, MeetBudget(budget * GB))
+    solution = plan_step(StepProblem(facts, H200, MeetBudget(budget * GB)))
     check(facts, solution)
     blocks = [Variant("whole", frozenset(), chained(), 134 * MB)] * 8
     whole = solve(join_programs(facts, blocks).program, H200, MeetBudget(solution.timeline.peak_bytes))
@@ -83,7 +82,7 @@ def test_equal_blocks_are_planned_as_well_as_their_whole_graph(budget, points):
 def test_recorded_blocks_are_planned_as_well_as_their_whole_graph(budget):
     """The block of a Llama as it was traced, with four variants, between keep-all's 41.3 GB and 24.7 GB."""
     facts = recorded_llama(8)
-    solution = plan_step(facts, H200, MeetBudget(budget * GB))
+    solution = plan_step(StepProblem(facts, H200, MeetBudget(budget * GB)))
     check(facts, solution)
     assert solution.timeline.peak_bytes <= budget * GB
     whole = join_programs(facts, [Variant("whole", frozenset(), facts.bounds[0], 134 * MB)] * 8).program
@@ -97,24 +96,27 @@ def test_a_plan_is_never_slower_than_recomputing_everything():
     program = join(facts, [last] * 8).program
     checkpointing = simulate(program, program.keep_actions(), H200)
     for more in (0, GB // 4, GB):
-        solution = plan_step(facts, H200, MeetBudget(checkpointing.peak_bytes + more))
+        solution = plan_step(StepProblem(facts, H200, MeetBudget(checkpointing.peak_bytes + more)))
         assert solution.timeline.time_s <= checkpointing.time_s
         assert solution.timeline.peak_bytes <= checkpointing.peak_bytes + more
 
 
 def test_a_looser_budget_is_served_no_worse():
     facts = llama(6)
-    times = [plan_step(facts, H200, MeetBudget(int(budget * GB))).slowdown for budget in (24.5, 25, 26, 27, 28, 30, 33, 36)]
+    times = [
+        plan_step(StepProblem(facts, H200, MeetBudget(int(budget * GB)))).slowdown
+        for budget in (24.5, 25, 26, 27, 28, 30, 33, 36)
+    ]
     assert all(looser <= tighter + 0.015 for tighter, looser in pairwise(times)), times
     assert times[-1] <= 0.005
 
 
 def test_slowdowns_are_kept_and_buy_memory():
     facts = llama(6)
-    keep_bytes = plan_step(facts, H200, KeepIfFits(None)).timeline.peak_bytes
+    keep_bytes = plan_step(StepProblem(facts, H200, KeepIfFits(None))).timeline.peak_bytes
     peaks = [keep_bytes]
     for slowdown in (0.0, 0.005, 0.02, 0.1, 0.3):
-        solution = plan_step(facts, H200, WithinSlowdown(slowdown))
+        solution = plan_step(StepProblem(facts, H200, WithinSlowdown(slowdown)))
         check(facts, solution)
         assert solution.slowdown <= slowdown + 1e-6
         assert solution.lower_bound_s is None
@@ -130,10 +132,10 @@ def test_slowdowns_are_kept_and_buy_memory():
 def test_a_budget_is_met_or_refused_with_one_that_is(facts, hardware, budget):
     least = budget
     try:
-        solution = plan_step(facts, hardware, MeetBudget(budget))
+        solution = plan_step(StepProblem(facts, hardware, MeetBudget(budget)))
     except BudgetError as error:
         least = error.least_bytes or 0
-        solution = plan_step(facts, hardware, MeetBudget(least))
+        solution = plan_step(StepProblem(facts, hardware, MeetBudget(least)))
     assert least >= budget
     assert solution.timeline.peak_bytes <= least
     check(facts, solution)
@@ -142,7 +144,7 @@ def test_a_budget_is_met_or_refused_with_one_that_is(facts, hardware, budget):
 @settings(max_examples=40, deadline=None)
 @given(steps(), hardwares(), st.sampled_from([0.0, 0.1, 1.0]))
 def test_a_slowdown_is_kept(facts, hardware, slowdown):
-    solution = plan_step(facts, hardware, WithinSlowdown(slowdown))
+    solution = plan_step(StepProblem(facts, hardware, WithinSlowdown(slowdown)))
     limit_s = (1.0 + slowdown) * solution.keep_timeline.time_s
     assert solution.timeline.time_s <= limit_s * (1.0 + 1e-6)
     assert solution.timeline.peak_bytes <= solution.keep_timeline.peak_bytes
@@ -151,7 +153,7 @@ def test_a_slowdown_is_kept(facts, hardware, slowdown):
 
 def test_reserve_and_host_budget_are_limits():
     facts = llama(6)
-    solution = plan_step(facts, H200, MeetBudget(32 * GB), reserve_bytes=2 * GB, host_budget_bytes=GB)
+    solution = plan_step(StepProblem(facts, H200, MeetBudget(32 * GB), reserve_bytes=2 * GB, host_budget_bytes=GB))
     assert solution.timeline.peak_bytes <= 30 * GB
     assert solution.timeline.host_bytes <= GB
 
@@ -163,7 +165,7 @@ def test_two_graphs_are_planned_together():
     calls = [replace(call, graph=1) for call in decoder.calls]
     first = [CallFacts(0, 16 * GB, 17 * GB, before_forward=Gap(1e-3, 16 * GB)) for _ in range(4)]
     facts = StepFacts(((small,), decoder.graphs[0]), (*first, *calls), decoder.base_bytes)
-    solution = plan_step(facts, H200, MeetBudget(26 * GB))
+    solution = plan_step(StepProblem(facts, H200, MeetBudget(26 * GB)))
     check(facts, solution)
     assert solution.timeline.peak_bytes <= 26 * GB
     assert solution.chosen[:4] == (0,) * 4
@@ -175,7 +177,7 @@ def test_two_graphs_are_planned_together():
 def test_an_error_names_the_least_budget_of_the_step_and_what_holds_it_up():
     facts = llama(4)
     with pytest.raises(BudgetError) as caught:
-        plan_step(facts, H200, MeetBudget(20 * GB), reserve_bytes=GB)
+        plan_step(StepProblem(facts, H200, MeetBudget(20 * GB), reserve_bytes=GB))
     error = caught.value
     text = str(error)
     assert "device_budget 18.6 GiB: no plan of the training step was found that meets it." in text
@@ -184,7 +186,7 @@ def test_an_error_names_the_least_budget_of_the_step_and_what_holds_it_up():
     assert "outside the graphs, between forward and backward 7." in text
     assert "953.7 MiB in reserve. Raise device_budget to that, or make the batch or sequence smaller." in text
     assert error.least_bytes is not None
-    solution = plan_step(facts, H200, MeetBudget(error.least_bytes), reserve_bytes=GB)
+    solution = plan_step(StepProblem(facts, H200, MeetBudget(error.least_bytes), reserve_bytes=GB))
     assert solution.timeline.peak_bytes + GB <= error.least_bytes
 
 
@@ -193,7 +195,7 @@ def test_eighty_calls_are_planned_within_seconds():
     facts = llama(80, count=150)
     for goal in (MeetBudget(150 * GB), MeetBudget(60 * GB), WithinSlowdown(0.02)):
         begin = time.process_time()
-        solution = plan_step(facts, H200, goal)
+        solution = plan_step(StepProblem(facts, H200, goal))
         assert time.process_time() - begin < 10.0
         assert solution.slowdown < 0.1
 
@@ -211,13 +213,13 @@ def test_mixes_are_variants_by_call():
 
 def test_a_step_without_calls_has_an_empty_plan():
     for goal in (MeetBudget(0), WithinSlowdown(0.1), KeepIfFits(None)):
-        solution = plan_step(StepFacts((), ()), toy(1.0), goal)
+        solution = plan_step(StepProblem(StepFacts((), ()), toy(1.0), goal))
         assert (solution.chosen, solution.calls, solution.timeline.time_s, solution.timeline.peak_bytes) == ((), (), 0.0, 0)
 
 
 def test_slowdowns_are_relative_to_keeping_everything_without_recomputation():
     facts = llama(4)
-    solution = plan_step(facts, H200, MeetBudget(28 * GB))
+    solution = plan_step(StepProblem(facts, H200, MeetBudget(28 * GB)))
     assert any(solution.chosen)
     assert solution.timeline.slowdown == solution.timeline.time_s / solution.keep_timeline.time_s - 1.0
     assert solution.timeline.recompute_s > 0.0
@@ -230,5 +232,5 @@ def test_nothing_to_offload_is_an_error_with_the_peak():
     fixed = replace(program, candidates=tuple(replace(c, can_offload=False) for c in program.candidates))
     facts = replace(facts, graphs=((Variant("v", frozenset(), fixed),),))
     with pytest.raises(BudgetError) as caught:
-        plan_step(facts, toy(10.0), MeetBudget(60))
+        plan_step(StepProblem(facts, toy(10.0), MeetBudget(60)))
     assert caught.value.least_bytes == 70

@@ -10,8 +10,8 @@ from graphoffload.facts.goals import MeetBudget
 from graphoffload.facts.plan import Decision, Plan, Prediction
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.hardware.profile import PROFILES
-from graphoffload.planner.step.facts import CallFacts, StepFacts
-from graphoffload.planner.step.join import join
+from graphoffload.planner.step.facts import CallFacts, StepFacts, StepProblem
+from graphoffload.planner.step.joint import join
 from graphoffload.planner.step.solve import plan_step
 from graphoffload.report.ledger import Ledger, fit_lines, ledger_lines
 from graphoffload.report.offload_report import OffloadReport
@@ -26,9 +26,9 @@ HARDWARE = PROFILES["h200-sxm"]
 def solved(count: int = 8, share: float = 0.6) -> tuple[StepFacts, StepReport]:
     """Blocks, planned for a share of keep-all's peak."""
     facts = llama(count)
-    keep = plan_step(facts, HARDWARE, MeetBudget(2**60)).keep_timeline.peak_bytes
+    keep = plan_step(StepProblem(facts, HARDWARE, MeetBudget(2**60))).keep_timeline.peak_bytes
     budget = int(keep * share)
-    solution = plan_step(facts, HARDWARE, MeetBudget(budget))
+    solution = plan_step(StepProblem(facts, HARDWARE, MeetBudget(budget)))
     return facts, report_of_step(solution, facts, ["graph0"] * count, "the line", 0, budget, HARDWARE.name)
 
 

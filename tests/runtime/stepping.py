@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lazy import lazy_steps
+from lazy import LazyStreams, lazy_steps
 from torch import Tensor, nn
 
 import graphoffload
@@ -46,6 +46,18 @@ class Model(nn.Module):
         for index in self.order:
             x = self.layers[index](x)
         return self.head(x)
+
+
+class Wide(nn.Module):
+    """One class of blocks in several sizes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, width), nn.Linear(width, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return y
 
 
 def batch(seed: int = 0, rows: int = 2, length: int = 32) -> Tensor:
@@ -139,3 +151,28 @@ def slow_link(bytes_per_s: float) -> HardwareProfile:
     """An H200 whose link to the host is slow."""
     fast = resolve_hardware("h200-sxm", "cuda")
     return dataclasses.replace(fast, name="slow link", d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s)
+
+
+@pytest.fixture
+def lazy() -> Iterator[LazyStreams]:
+    """For a file that imports this: lazy streams, and budgets at shares of the peaks that plans reach on them."""
+    peaks()
+    with lazy_steps() as lazy:
+        graphoffload.reset_stats()
+        yield lazy
+
+
+def counted(name: str) -> int:
+    """Of the runtime, since the test began."""
+    return graphoffload.stats()[name]
+
+
+def planned(share: float = 0.1, **options: Any) -> tuple[Model, list[Tensor | None]]:
+    """A model in training whose step is planned, and its gradients."""
+    model = fresh()
+    (expected,) = kept(model, [batch()])
+    compiled(model, budget_at(share), **options)
+    for _ in range(4):
+        assert_equal(step(model, batch()), expected)
+    assert plan_now() is not None
+    return model, expected

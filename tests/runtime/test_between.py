@@ -25,6 +25,7 @@ from graphoffload.runtime.step import between_graphs as between
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, differences, run_step
 from graphoffload.testing.attention import HIDDEN, Block
 from graphoffload.testing.faults import Fails
+from graphoffload.testing.lazy_streams import LazyEvent
 
 __all__ = ["afresh", "clean_slate", "learned", "once"]
 SEEDS = (0, 1, 2, 3, 4, 5)
@@ -485,8 +486,6 @@ def test_a_later_copy_is_not_done_with_an_earlier_one(lazy: LazyStreams) -> None
 
 @contextlib.contextmanager
 def _careless(what: str) -> Iterator[None]:
-    from lazy import LazyEvent
-
     original = getattr(between, what)
 
     def without_waiting(*args: Any) -> Any:

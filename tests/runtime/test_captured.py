@@ -1,6 +1,6 @@
 """Transfers inside captured CUDA graphs, without a GPU: what a capture records is run again, as a replay would run it.
 
-The stand-in for the side streams records what it is given, and runs nothing, as in a capture; `replay` runs a record again. The
+Lazy streams for captures record what they are given, and run nothing, as in a capture; `replay` runs a record again. The
 memory of a capture is the same in every replay, so tensors are made once and written to.
 """
 
@@ -31,6 +31,7 @@ from graphoffload.runtime import captured, ops, registry
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.testing import ZOO
+from graphoffload.testing.lazy_streams import LazyStreams
 
 CPU = torch.device("cpu")
 OURS = torch.ops.graphoffload
@@ -43,92 +44,10 @@ def replay(record: list[Callable[[], None]]) -> None:
         part()
 
 
-class Event:
-    """Reached. `captured`: recorded in a capture, inside of which no other may be waited for."""
-
-    def __init__(self, *, captured: bool) -> None:
-        self.captured = captured
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Whether it was reached."""
-        return True
-
-    def wait(self, stream: Any) -> None:
-        """Only what ran outside of captures is waited for by a stream of its own."""
-        assert not self.captured
-
-
-class Recorder:
-    """What DeviceStreams offers: records where `captures`, runs at once where not."""
-
-    index = -1
-    device = CPU
-
-    def __init__(self) -> None:
-        self.captures = True
-        self.record: list[Callable[[], None]] = []
-        self.joined: list[Event] = []
-
-    def capturing(self) -> bool:
-        """Whether a capture is under way."""
-        return self.captures
-
-    def copy(
-        self,
-        direction: str,
-        entry: Any,
-        after: tuple[Any, ...],
-        run: Callable[[], None],
-        block: Any = None,
-        *,
-        first: Callable[[], None] | None = None,
-    ) -> Event:
-        """Record a copy, and what comes first."""
-        parts = [part for part in (first, run) if part is not None]
-        if not self.captures:
-            replay(parts)
-        else:
-            self.record += parts
-        return Event(captured=self.captures)
-
-    def read(self, number: torch.Tensor) -> int:
-        """As after a replay."""
-        return int(number)
-
-    def compute(self) -> Any:
-        """The current stream."""
-
-    def compute_waits(self, event: Event) -> None:
-        """A branch joins."""
-        assert event.captured == self.captures
-        self.joined.append(event)
-
-    def compute_waits_for(self, op: str, entry: Any, event: Any) -> None:
-        """Outside of a capture everything is done already."""
-
-    def recycle(self, event: Any) -> None:
-        """Nothing to keep."""
-
-    def allocated_bytes(self) -> tuple[int, int]:
-        """Nothing."""
-        return 0, 0
-
-    def headroom_bytes(self) -> int:
-        """None."""
-        return 0
-
-    def taken(self) -> list[Callable[[], None]]:
-        """End of a capture: what it recorded."""
-        found, self.record = self.record, []
-        return found
-
-
 @pytest.fixture
-def side() -> Iterator[Recorder]:
-    recorder = Recorder()
+def side() -> Iterator[LazyStreams]:
+    recorder = LazyStreams(for_captures=True)
+    recorder.captures, recorder.headroom = True, 0
     driver = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     with (
         mock.patch.dict(streams._STREAMS, {CPU: recorder}),
@@ -151,7 +70,7 @@ def side() -> Iterator[Recorder]:
 class Captured:
     """A forward that offloads x, and the backward that reads it, each captured once."""
 
-    def __init__(self, side: Recorder, id: int = 0, plan: str = KEY) -> None:
+    def __init__(self, side: LazyStreams, id: int = 0, plan: str = KEY) -> None:
         self.x = torch.zeros(64)
         side.captures = True
         self.handle = OURS.offload_captured(self.x, plan, id)
@@ -162,7 +81,7 @@ class Captured:
         self.backward: list[Callable[[], None]] = []
         self.y = torch.zeros(0)
 
-    def capture_backward(self, side: Recorder, handle: torch.Tensor | None = None) -> None:
+    def capture_backward(self, side: LazyStreams, handle: torch.Tensor | None = None) -> None:
         side.captures = True
         handle = self.handle if handle is None else handle
         self.y = OURS.reload_captured(handle, KEY, 0, (64,), (1,), torch.float32)
@@ -177,7 +96,7 @@ class Captured:
         return self.y
 
 
-def test_every_replay_copies_its_own_bytes(side: Recorder) -> None:
+def test_every_replay_copies_its_own_bytes(side: LazyStreams) -> None:
     """Both branches join; nothing is left in the runtime of tensors that belong to the graph."""
     both = Captured(side)
     both.capture_backward(side)
@@ -190,7 +109,7 @@ def test_every_replay_copies_its_own_bytes(side: Recorder) -> None:
     assert entry.target is None
 
 
-def test_captures_have_buffers_of_their_own(side: Recorder) -> None:
+def test_captures_have_buffers_of_their_own(side: LazyStreams) -> None:
     """Two microbatches in flight are two captures: the first backward after the second forward reads the first's bytes."""
     one, two = Captured(side), Captured(side)
     one.capture_backward(side)
@@ -207,7 +126,7 @@ def test_captures_have_buffers_of_their_own(side: Recorder) -> None:
 class Several:
     """A forward that offloads three tensors, and the backward that reads them last first."""
 
-    def __init__(self, side: Recorder) -> None:
+    def __init__(self, side: LazyStreams) -> None:
         side.captures = True
         self.xs = [torch.zeros(64) for _ in range(3)]
         self.handles = [OURS.offload_captured(x, KEY, id) for id, x in enumerate(self.xs)]
@@ -218,7 +137,7 @@ class Several:
         self.ys: dict[int, torch.Tensor] = {}
         self.capture_backward(side)
 
-    def capture_backward(self, side: Recorder) -> None:
+    def capture_backward(self, side: LazyStreams) -> None:
         for id in (2, 1, 0):
             self.ys[id] = OURS.reload_captured(self.handles[id], KEY, id, (64,), (1,), torch.float32)
         for id in (2, 1, 0):
@@ -235,7 +154,7 @@ class Several:
         return [float(self.ys[id].mean()) for id in range(3)]
 
 
-def test_transfers_of_a_capture_are_counted_and_compared_once(side: Recorder) -> None:
+def test_transfers_of_a_capture_are_counted_and_compared_once(side: LazyStreams) -> None:
     """Each further kernel beside a small model's costs more than its copies; handles of one replay are of one number."""
     one, two = Several(side), Several(side)
     assert len(captured._LEDGERS[CPU].forwards) == 2
@@ -249,7 +168,7 @@ def test_transfers_of_a_capture_are_counted_and_compared_once(side: Recorder) ->
     assert two.run_backward() == [20.0, 21.0, 22.0]
 
 
-def test_every_capture_of_a_backward_compares(side: Recorder) -> None:
+def test_every_capture_of_a_backward_compares(side: LazyStreams) -> None:
     """Also one that is captured again, as torch does for other addresses; handles of another replay stop it at the first."""
     both = Several(side)
     first = both.backward
@@ -266,7 +185,7 @@ def test_every_capture_of_a_backward_compares(side: Recorder) -> None:
     assert float(both.ys[2].mean()) == -1.0, "nothing was copied behind the check"
 
 
-def test_a_capture_is_no_part_of_one_that_is_gone(side: Recorder) -> None:
+def test_a_capture_is_no_part_of_one_that_is_gone(side: LazyStreams) -> None:
     """A model that is compiled again where its host buffers were given back; one that was given up in the middle."""
     Several(side)
     captured.give_back(KEY)
@@ -280,7 +199,7 @@ def test_a_capture_is_no_part_of_one_that_is_gone(side: Recorder) -> None:
     assert (after.run_backward(), again.run_backward()) == ([8.0, 9.0, 10.0], [5.0, 6.0, 7.0])
 
 
-def test_a_buffer_that_was_written_again_stops_the_device(side: Recorder) -> None:
+def test_a_buffer_that_was_written_again_stops_the_device(side: LazyStreams) -> None:
     """A handle of an earlier replay, as a hook may have copied it: its bytes are gone, and none are handed out."""
     both = Captured(side)
     both.capture_backward(side, both.static)
@@ -296,7 +215,7 @@ def test_a_buffer_that_was_written_again_stops_the_device(side: Recorder) -> Non
     assert torch.equal(both.y, torch.ones(64)), "nothing was copied behind the check"
 
 
-def test_a_reload_outside_of_a_graph(side: Recorder) -> None:
+def test_a_reload_outside_of_a_graph(side: LazyStreams) -> None:
     """What torch does not replay finds the bytes by the number in its handle, and sees when they are another replay's."""
     both = Captured(side)
     both.x.fill_(4.0)
@@ -312,7 +231,7 @@ def test_a_reload_outside_of_a_graph(side: Recorder) -> None:
         OURS.reload(old, KEY, 0, (64,), (1,), torch.float32)
 
 
-def test_warm_up_runs_the_plain_ops(side: Recorder) -> None:
+def test_warm_up_runs_the_plain_ops(side: LazyStreams) -> None:
     """Outside of a capture: a buffer from the pool, given back with the handle."""
     side.captures = False
     x = torch.full((64,), 5.0)
@@ -328,7 +247,7 @@ def test_warm_up_runs_the_plain_ops(side: Recorder) -> None:
 
 
 @pytest.mark.parametrize("waited", [True, False])
-def test_a_capture_takes_the_buffers_of_the_warm_up(side: Recorder, waited: bool) -> None:
+def test_a_capture_takes_the_buffers_of_the_warm_up(side: LazyStreams, waited: bool) -> None:
     """Nothing more is page-locked; but a capture never waits for a copy that compute has not waited for outside of it."""
     side.captures = False
     x = torch.ones(64)
@@ -344,7 +263,7 @@ def test_a_capture_takes_the_buffers_of_the_warm_up(side: Recorder, waited: bool
     assert both.x.numel() == 64
 
 
-def test_a_backward_of_a_forward_that_was_not_captured(side: Recorder) -> None:
+def test_a_backward_of_a_forward_that_was_not_captured(side: LazyStreams) -> None:
     """Every replay would read the one buffer of the forward that happened to run: refused, with the remedy."""
     side.captures = False
     x = torch.ones(64)
@@ -356,14 +275,14 @@ def test_a_backward_of_a_forward_that_was_not_captured(side: Recorder) -> None:
 
 
 @pytest.mark.parametrize(("id", "plan"), [(1, KEY), (0, "other")])
-def test_another_tensors_handle(side: Recorder, id: int, plan: str) -> None:
+def test_another_tensors_handle(side: LazyStreams, id: int, plan: str) -> None:
     """A handle of another transfer, or another plan's."""
     both = Captured(side)
     with pytest.raises(CaptureError):
         OURS.reload_captured(both.handle, plan, id, (64,), (1,), torch.float32)
 
 
-def test_other_memory_at_release_and_wait(side: Recorder) -> None:
+def test_other_memory_at_release_and_wait(side: LazyStreams) -> None:
     """A compiler that passes a temporary is found when the graph is captured."""
     x = torch.ones(64)
     handle = OURS.offload_captured(x, KEY, 0)
@@ -375,7 +294,7 @@ def test_other_memory_at_release_and_wait(side: Recorder) -> None:
         OURS.wait_captured(y.clone(), both.handle, KEY, 0)
 
 
-def test_another_layout(side: Recorder) -> None:
+def test_another_layout(side: LazyStreams) -> None:
     """As outside of a graph: the strides that backward was compiled for, or an error."""
     side.captures = True
     x = torch.arange(12.0).reshape(3, 4).t()
@@ -391,7 +310,7 @@ def test_another_layout(side: Recorder) -> None:
         OURS.reload_captured(handle, KEY, 0, (5, 3), (3, 1), torch.float32)
 
 
-def test_what_is_held_and_given_back(side: Recorder) -> None:
+def test_what_is_held_and_given_back(side: LazyStreams) -> None:
     """Buffers belong to the captures until the compiled forward is gone; a replay after that stops."""
     one, two = Captured(side), Captured(side)
     other = Captured(side, id=3, plan="other")
@@ -409,7 +328,7 @@ def test_what_is_held_and_given_back(side: Recorder) -> None:
     assert two.x.numel() == other.x.numel() == 64
 
 
-def test_a_forward_of_a_plan_that_is_gone(side: Recorder) -> None:
+def test_a_forward_of_a_plan_that_is_gone(side: LazyStreams) -> None:
     """It stops before it writes to a buffer that is another's by now."""
     both = Captured(side)
     captured.give_back(KEY)
@@ -426,7 +345,7 @@ class Owner:
     """A compiled forward, or the class of its backwards."""
 
 
-def test_a_plan_has_several_owners(side: Recorder) -> None:
+def test_a_plan_has_several_owners(side: LazyStreams) -> None:
     """Two compiles share a plan, and a backward may be pending when both are gone: the last one counts."""
     owners = [Owner(), Owner(), Owner()]
     for owner in (*owners, owners[0]):
@@ -493,7 +412,7 @@ def other_memory_at_wait(both: Captured) -> None:
         (other_memory_at_wait, RuntimeStateError),
     ],
 )
-def test_an_error_in_a_capture(side: Recorder, fails: Callable[[Captured], None], error: type[Exception]) -> None:
+def test_an_error_in_a_capture(side: LazyStreams, fails: Callable[[Captured], None], error: type[Exception]) -> None:
     """Open branches join, so that torch can end its capture and the error is seen; nothing stays behind."""
     both = Captured(side)
     held, joined = POOL.snapshot().in_use_bytes, len(side.joined)
@@ -508,7 +427,7 @@ def test_an_error_in_a_capture(side: Recorder, fails: Callable[[Captured], None]
     assert [list(forward.entries) for forward in captured._LEDGERS[CPU].forwards.values()] == [[0]]
 
 
-def test_an_error_behind_a_capture_that_was_given_up(side: Recorder) -> None:
+def test_an_error_behind_a_capture_that_was_given_up(side: LazyStreams) -> None:
     """torch gives a capture up between an offload and its release, and tells nobody; then another plan's ends in an error.
 
     What was open is of two captures: nothing is taken out of one because the other has the same id open.
@@ -525,7 +444,7 @@ def test_an_error_behind_a_capture_that_was_given_up(side: Recorder) -> None:
     assert [forward.plan for forward in captured._LEDGERS[CPU].forwards.values()] == [KEY]
 
 
-def test_an_error_after_a_capture_that_was_given_up_and_given_back(side: Recorder) -> None:
+def test_an_error_after_a_capture_that_was_given_up_and_given_back(side: LazyStreams) -> None:
     """What was still open of it is closed already; the error that is seen is the capture's own."""
     side.captures = True
     OURS.offload_captured(torch.ones(64), "other", 0)
@@ -536,7 +455,7 @@ def test_an_error_after_a_capture_that_was_given_up_and_given_back(side: Recorde
     assert not captured._OPEN.offloads
 
 
-def test_hooks_while_a_graph_is_captured(side: Recorder) -> None:
+def test_hooks_while_a_graph_is_captured(side: LazyStreams) -> None:
     """Those that were not there when it was compiled."""
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
@@ -545,7 +464,7 @@ def test_hooks_while_a_graph_is_captured(side: Recorder) -> None:
         OURS.offload_captured(torch.ones(64), KEY, 0)
 
 
-def test_a_handle_of_no_capture_is_nobodys(side: Recorder) -> None:
+def test_a_handle_of_no_capture_is_nobodys(side: LazyStreams) -> None:
     """New memory holds what it held, which may have been a number; a handle whose content counts keeps it."""
     side.captures = False
     assert int(OURS.offload_captured(torch.ones(64), KEY, 0)) == -1
@@ -554,11 +473,13 @@ def test_a_handle_of_no_capture_is_nobodys(side: Recorder) -> None:
         handle = OURS.offload_captured(x, KEY, 0)
         OURS.release_captured(x, handle, KEY, 0)
     assert int(handle) >= 0
-    y = OURS.reload_captured(handle.clone(), KEY, 0, (64,), (1,), torch.float32)
+    copied = handle.clone()
+    y = OURS.reload_captured(copied, KEY, 0, (64,), (1,), torch.float32)
+    OURS.wait_captured(y, copied, KEY, 0)
     assert torch.equal(y, torch.ones(64))
 
 
-def test_captures_are_counted(side: Recorder) -> None:
+def test_captures_are_counted(side: LazyStreams) -> None:
     """Copies of replays are not: no Python runs."""
     graphoffload.reset_stats()
     replay(Captured(side).forward)
@@ -566,7 +487,7 @@ def test_captures_are_counted(side: Recorder) -> None:
     assert (found["captured"], found["captured_bytes"], found["offloads"], found["d2h_bytes"]) == (1, NBYTES, 0, 0)
 
 
-def test_too_many_captures(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_captures(side: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before anything is overwritten."""
     ledger = captured._LEDGERS[CPU]
     monkeypatch.setattr(ledger, "_next", max(ledger.rows) + 1)
@@ -574,15 +495,16 @@ def test_too_many_captures(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> N
         OURS.offload_captured(torch.ones(64), KEY, 0)
 
 
-def test_a_model_compiled_without_cuda_graphs(side: Recorder) -> None:
+def test_a_model_compiled_without_cuda_graphs(side: LazyStreams) -> None:
     """Nothing was prepared on this device."""
     with mock.patch.dict(captured._LEDGERS, clear=True), pytest.raises(CaptureError, match='mode="reduce-overhead"'):
         OURS.offload_captured(torch.ones(64), KEY, 0)
 
 
-def test_prepared_while_compiling(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_while_compiling(side: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilers run under fake tensors; what counts replays is real."""
-    monkeypatch.setattr(captured, "capture_streams_of", lambda device: types.SimpleNamespace(index=0))
+    side.index = 0
+    monkeypatch.setattr(captured, "capture_streams_of", lambda device: side)
     with mock.patch.dict(captured._LEDGERS, clear=True), FakeTensorMode():
         assert captured.prepare(torch.device("meta"))
         (ledger,) = captured._LEDGERS.values()

@@ -190,12 +190,12 @@ def test_memory_is_ready_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) ->
     class Slow(Slab):
         __slots__ = ()
 
-        def __init__(self, nbytes: int, kind: Any) -> None:
+        def __init__(self, *args: Any) -> None:
             assert go.wait(30)
             made.append(threading.current_thread().name)
-            super().__init__(nbytes, kind)
+            super().__init__(*args)
 
-    monkeypatch.setattr(pool, "Slab", Slow)
+    monkeypatch.setattr(slabs, "Slab", Slow)
     monkeypatch.setattr(pool, "_CHUNK_BYTES", 4 * KIB)
     memory.prepare([KIB, 2 * KIB, 2 * KIB, 3 * KIB, 0], pin=True, device=0)
     assert memory.snapshot().held_bytes == 0
@@ -225,7 +225,7 @@ def test_memory_refused_ahead_is_asked_for_again(error: Exception, monkeypatch: 
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "Slab", refuse)
+        patch.setattr(slabs, "Slab", refuse)
         memory.prepare([KIB], pin=True, device=0)
         with pytest.raises((HostMemoryError, PageableMemoryWarning)):
             take(memory, [KIB])

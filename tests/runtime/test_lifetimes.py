@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import graphoffload
 from graphoffload.runtime import ops
 from graphoffload.runtime.handles import ENTRIES
-from graphoffload.runtime.pinned import pool
+from graphoffload.runtime.pinned import slabs
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, keep_all, observe, run_step, weighted_loss
 from graphoffload.testing.faults import Fails
@@ -372,7 +372,7 @@ class Fault:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(pool, "Slab"), (POOL, "acquire"), (ops, "_copy_to_host"), (ENTRIES, "add"), (ops, "_copy_to_device"), (ENTRIES, "find")],
+    [(slabs, "Slab"), (POOL, "acquire"), (ops, "_copy_to_host"), (ENTRIES, "add"), (ops, "_copy_to_device"), (ENTRIES, "find")],
     ids=["allocation", "buffer", "d2h", "handle", "h2d", "look-up"],
 )
 def test_a_fault_at_every_allocation_and_copy(owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:

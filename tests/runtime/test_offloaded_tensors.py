@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from graphoffload.runtime import offloaded_tensors as entries
 from graphoffload.runtime.offloaded_tensors import TRANSITIONS, HostCopy, OffloadedTensor, State
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan
+from graphoffload.testing.lazy_streams import LazyEvent, LazyStreams
 
 ALLOWED = [(event, before, after) for event, ways in TRANSITIONS.items() for before, after in ways.items()]
 FORBIDDEN = [(event, state) for event, ways in TRANSITIONS.items() for state in State if state not in ways]
@@ -27,46 +27,10 @@ HOLD_A_HOST_COPY = {State.COPYING, State.RELEASE_PENDING, State.ON_HOST, State.P
 STAY = {State.STAYING, State.RESIDENT, State.LENT, State.HANDING_OVER, State.HANDED_OVER}
 
 
-class Streams:
-    """Write down who waits for what; `refuses` is the error of the next wait."""
-
-    index = -1
-
-    def __init__(self) -> None:
-        self.waits: list[str] = []
-        self.refuses: Exception | None = None
-
-    def event(self, name: str) -> Any:
-        """Of a copy."""
-        return types.SimpleNamespace(
-            name=name, wait=lambda stream: self._wait(stream, name), query=lambda: True, synchronize=lambda: None
-        )
-
-    def _wait(self, stream: str, name: str) -> None:
-        if self.refuses is not None:
-            error, self.refuses = self.refuses, None
-            raise error
-        self.waits.append(f"{stream} waits for {name}")
-
-    def compute(self) -> str:
-        """The current stream."""
-        return "current"
-
-    def compute_waits(self, event: Any) -> None:
-        """As DeviceStreams."""
-        event.wait("current")
-
-    def compute_waits_for(self, op: str, entry: Any, event: Any, compute: str = "current") -> None:
-        """As DeviceStreams."""
-        event.wait(compute)
-
-    def recycle(self, event: Any) -> None:
-        """Nothing to keep."""
-
-
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    found = Streams()
+def streams(monkeypatch: pytest.MonkeyPatch) -> LazyStreams:
+    found = LazyStreams()
+    found.stream = "current"
     monkeypatch.setattr(entries, "streams_of", lambda device: found)
     return found
 
@@ -77,15 +41,20 @@ def new(source: Tensor | None = None) -> OffloadedTensor:
     return OffloadedTensor(x, run.layout(x, 0), run, 0)
 
 
+def made_by(tensor: OffloadedTensor, name: str) -> LazyEvent:
+    assert isinstance(tensor.streams, LazyStreams)
+    return tensor.streams.made(name)
+
+
 def _start_copy(tensor: OffloadedTensor) -> None:
     tensor.start_copy()
     tensor.host = HostCopy(POOL.acquire(256, pin=False))
-    tensor.host.written = tensor.streams.event("written")  # type: ignore[union-attr]
+    tensor.host.written = made_by(tensor, "written")
 
 
 def _copy_back(y: Tensor, tensor: OffloadedTensor) -> None:
     assert tensor.host is not None
-    tensor.host.read, tensor.stream = tensor.streams.event("read"), "owner"  # type: ignore[union-attr]
+    tensor.host.read, tensor.stream = made_by(tensor, "read"), "owner"
 
 
 def _start_reload(tensor: OffloadedTensor) -> None:
@@ -160,7 +129,7 @@ def test_every_state_is_reached_and_every_event_has_a_test() -> None:
 
 
 @pytest.mark.parametrize(("event", "before", "after"), ALLOWED, ids=lambda value: getattr(value, "words", value))
-def test_an_allowed_transition(streams: Streams, event: str, before: State, after: State) -> None:
+def test_an_allowed_transition(streams: LazyStreams, event: str, before: State, after: State) -> None:
     """It leads where the table says, and the tensor holds what it should."""
     in_use = POOL.snapshot().in_use_bytes
     tensor = in_state(before)
@@ -173,7 +142,7 @@ def test_an_allowed_transition(streams: Streams, event: str, before: State, afte
 
 
 @pytest.mark.parametrize(("event", "state"), FORBIDDEN, ids=lambda value: getattr(value, "words", value))
-def test_a_forbidden_transition(streams: Streams, event: str, state: State) -> None:
+def test_a_forbidden_transition(streams: LazyStreams, event: str, state: State) -> None:
     """The error names the tensor, the state that it is in, and the states that the event is for; nothing changes."""
     tensor = in_state(state)
     held = tensor.source, tensor.target, tensor.host, list(streams.waits)
@@ -204,7 +173,7 @@ LETS_GO = {
 
 
 @pytest.mark.parametrize(("event", "before", "after"), ALLOWED, ids=lambda value: getattr(value, "words", value))
-def test_no_memory_goes_before_its_copy(streams: Streams, event: str, before: State, after: State) -> None:
+def test_no_memory_goes_before_its_copy(streams: LazyStreams, event: str, before: State, after: State) -> None:
     """A wait that fails changes nothing, so the event can come again; the copies of what stays are on no other stream."""
     tensor = in_state(before)
     streams.waits.clear()
@@ -221,7 +190,7 @@ def test_no_memory_goes_before_its_copy(streams: Streams, event: str, before: St
     finish(tensor)
 
 
-def test_a_copy_that_fails_is_no_prefetch(streams: Streams) -> None:
+def test_a_copy_that_fails_is_no_prefetch(streams: LazyStreams) -> None:
     """The target is let go with the error; a copy that raised is not under way."""
     tensor = in_state(State.ON_HOST)
 
@@ -235,7 +204,7 @@ def test_a_copy_that_fails_is_no_prefetch(streams: Streams) -> None:
     finish(tensor)
 
 
-def test_a_source_whose_stream_waited_for_a_later_copy(streams: Streams) -> None:
+def test_a_source_whose_stream_waited_for_a_later_copy(streams: LazyStreams) -> None:
     """Copies to the host are made in their order: nothing more is to be waited for, and the source is returned."""
     x = torch.ones(64)
     tensor = in_state(State.RELEASE_PENDING, x)
@@ -245,7 +214,7 @@ def test_a_source_whose_stream_waited_for_a_later_copy(streams: Streams) -> None
 
 
 @pytest.mark.parametrize("copied_back", [False, True])
-def test_a_buffer_goes_back_with_the_event_of_its_last_copy(streams: Streams, copied_back: bool) -> None:
+def test_a_buffer_goes_back_with_the_event_of_its_last_copy(streams: LazyStreams, copied_back: bool) -> None:
     """Whoever gets it next has to wait for that."""
     tensor = in_state(State.ON_HOST)
     if copied_back:

@@ -9,13 +9,12 @@ import random
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from lazy import LazyStreams, forget_steps, lazy_steps
+from lazy import LazyStreams, forget_steps
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,12 +25,12 @@ from graphoffload.errors import BudgetError, ConfigError, PlanError, StepNotPlan
 from graphoffload.runtime.step.calls import STEPS
 from graphoffload.testing.attention import HIDDEN, Block
 from graphoffload.torch_internals.dynamo import ShapeGuardError
-from tests.runtime import stepping
 from tests.runtime.stepping import (
     COUNT,
     OPTIONS,
     PLENTY,
     Model,
+    Wide,
     assert_equal,
     batch,
     budget_at,
@@ -39,21 +38,15 @@ from tests.runtime.stepping import (
     fresh,
     gradients,
     kept,
+    lazy,
     loss_of,
     plan_now,
     step,
 )
-from tests.runtime.test_step_runs import Wide
+
+__all__ = ["lazy"]
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def lazy() -> Iterator[LazyStreams]:
-    stepping.peaks()
-    with lazy_steps() as lazy:
-        graphoffload.reset_stats()
-        yield lazy
 
 
 def offloads(model: nn.Module) -> int:

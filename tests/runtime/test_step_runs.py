@@ -10,13 +10,13 @@ import contextlib
 import copy
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from lazy import LazyStreams, lazy_steps
+from lazy import LazyStreams
 from torch import Tensor, nn
 
 import graphoffload
@@ -31,40 +31,23 @@ from tests.runtime.stepping import (
     COUNT,
     PLENTY,
     Model,
+    Wide,
     assert_equal,
     batch,
     budget_at,
     compiled,
+    counted,
     fresh,
     gradients,
     kept,
+    lazy,
     loss_of,
     plan_now,
+    planned,
     step,
 )
 
-
-@pytest.fixture
-def lazy() -> Iterator[LazyStreams]:
-    stepping.peaks()
-    with lazy_steps() as lazy:
-        graphoffload.reset_stats()
-        yield lazy
-
-
-def counted(name: str) -> int:
-    return graphoffload.stats()[name]
-
-
-def planned(share: float = 0.1, **options: Any) -> tuple[Model, list[Tensor | None]]:
-    """A model in training whose step is planned, and its gradients."""
-    model = fresh()
-    (expected,) = kept(model, [batch()])
-    compiled(model, budget_at(share), **options)
-    for _ in range(4):
-        assert_equal(step(model, batch()), expected)
-    assert plan_now() is not None
-    return model, expected
+__all__ = ["lazy"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 0.3, 0.6, 0.9, 1.0])
@@ -304,18 +287,6 @@ def test_two_models_in_turn(lazy: LazyStreams) -> None:
         one, two = loss_of(first, batch()), loss_of(second, batch(1))
         assert_equal(gradients(first, one), expected)
         assert_equal(gradients(second, two), other)
-
-
-class Wide(nn.Module):
-    """One class of blocks in several sizes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, width), nn.Linear(width, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-        return y
 
 
 class Towers(Model):

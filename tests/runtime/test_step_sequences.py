@@ -25,8 +25,7 @@ from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.offloaded_tensors import COPYING, ON_HOST, OffloadedTensor
 from graphoffload.runtime.step import calls
 from graphoffload.runtime.step.calls import STEPS, StepRun
-from tests.runtime.stepping import Model, assert_equal, batch, compiled, gradients, kept, loss_of, plan_now, step
-from tests.runtime.test_step_runs import Wide
+from tests.runtime.stepping import Model, Wide, assert_equal, batch, compiled, gradients, kept, loss_of, plan_now, step
 
 __all__ = ["clean_slate", "once"]
 CPU = torch.device("cpu")

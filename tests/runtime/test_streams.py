@@ -23,6 +23,7 @@ from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.runtime.streams import memcpy
 from graphoffload.runtime.streams.memcpy import find_memcpy
+from graphoffload.testing.lazy_streams import LazyStreams
 from graphoffload.torch_internals import streams as internals
 
 DEVICE = torch.device("cuda", 1)
@@ -413,41 +414,25 @@ def test_a_reload_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(back(handle, x, "again"), x)
 
 
-def side_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Streams that copy at once, for the CPU; what comes back is a list of who waited for what, with a `current` stream."""
-
-    class Log(list[str]):
-        current = "compute"
-
-    log = Log()
-
-    def copy(direction: str, entry: Any, after: Any, run: Any, block: Any) -> Any:
-        run()
-        name = f"{direction}{len(log)}"
-        return types.SimpleNamespace(
-            query=lambda: True, synchronize=lambda: None, wait=lambda stream: log.append(f"{stream} waits {name}")
-        )
-
-    side = types.SimpleNamespace(
-        index=-1, copy=copy, recycle=lambda event: None, compute=lambda: log.current,
-        compute_waits=lambda event: event.wait(log.current), compute_waits_for=lambda op, entry, event: event.wait(log.current),
-    )  # fmt: skip
+def side_streams(monkeypatch: pytest.MonkeyPatch) -> LazyStreams:
+    """For the CPU; what is page-locked is not."""
+    side = LazyStreams()
     monkeypatch.setattr(ops, "streams_of", lambda device: side)
     monkeypatch.setattr(entries, "streams_of", lambda device: side)
-    monkeypatch.setattr("graphoffload.runtime.pinned.slabs._page_lock", lambda raw: False)
-    return log
+    monkeypatch.setattr("graphoffload.runtime.pinned.slabs._page_lock", lambda *_: False)
+    return side
 
 
 def test_what_a_stopped_backward_was_copying_to_goes_back_to_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever clears up may compute on another stream: waiting there would not keep the allocator from reusing the memory."""
-    waited = side_streams(monkeypatch)
+    side = side_streams(monkeypatch)
     x = torch.randn(64)
     handle = forward(x, "left")
     OPS.reload(handle, "left", 0, x.shape, x.stride(), x.dtype)
-    waited.current = "another"
+    side.stream = "another"
     del handle
     ENTRIES.sweep()
-    assert waited == ["compute waits d2h0", "compute waits h2d1"]
+    assert side.waits == ["compute waits for d2h of tensor 0", "compute waits for h2d of tensor 0"]
 
 
 def test_a_copy_that_is_refused_leaves_the_event_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,13 +453,13 @@ def test_a_copy_that_is_refused_leaves_the_event_of_the_one_before(monkeypatch: 
 
 def test_a_second_backward_waits_for_the_copy_of_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its target's memory is about to be free, and the first copy may still be writing to it."""
-    waited = side_streams(monkeypatch)
+    side = side_streams(monkeypatch)
     x = torch.randn(64)
     handle = forward(x, "stopped")
     first = OPS.reload(handle, "stopped", 0, x.shape, x.stride(), x.dtype)
-    assert waited == ["compute waits d2h0"]
+    assert side.waits == ["compute waits for d2h of tensor 0"]
     second = OPS.reload(handle, "stopped", 0, x.shape, x.stride(), x.dtype)
-    assert waited == ["compute waits d2h0", "compute waits h2d1"]
+    assert side.waits == ["compute waits for d2h of tensor 0", "compute waits for h2d of tensor 0"]
     with pytest.raises(RuntimeStateError, match="wait was given memory"):
         OPS.wait(first, handle, "stopped", 0)
     OPS.wait(second, handle, "stopped", 0)

@@ -1,6 +1,7 @@
 """One plan for a training step of several compiled graphs: which variant each call runs, and what each call copies.
 
     facts     what was recorded of a step: calls, gaps between them, memory outside, and the variants of each graph
+              and the problem: these facts with what the plan is for
     joint     facts and a variant for each call to one Program
     events    what the runtime can do, and when: the joint timeline in terms of the ops that each variant has
     replay    time and memory of such a schedule

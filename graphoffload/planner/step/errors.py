@@ -11,17 +11,17 @@ from graphoffload.units import format_bytes
 
 def step_infeasible(runs: Runs, least: Run) -> BudgetError:
     """Names the budget, the least feasible one, the step with its peak, and the largest of what is held there."""
-    timeline, program = least.timeline, least.joined.program
-    arrays = arrays_of(program, runs.hardware)
+    timeline, program, problem = least.timeline, least.joined.program, runs.problem
+    arrays = arrays_of(program, problem.hardware)
     held = describe(held_at(arrays, least.actions, least.result, timeline.peak_step))
-    reserve = f" and {format_bytes(runs.reserve_bytes)} in reserve" if runs.reserve_bytes else ""
-    least_bytes = timeline.peak_bytes + runs.reserve_bytes
+    reserve = f" and {format_bytes(problem.reserve_bytes)} in reserve" if problem.reserve_bytes else ""
+    least_bytes = timeline.peak_bytes + problem.reserve_bytes
     keep_s = runs.keep.timeline.time_s
     slowdown = timeline.time_s / keep_s - 1.0 if keep_s else 0.0
-    host = runs.host_budget_bytes
+    host = problem.host_budget_bytes
     within = "" if host is None else f" with host_budget {format_bytes(host)}"
     error = BudgetError(
-        f"device_budget {format_bytes(runs.goal.device_budget_bytes)}: no plan of the training step was found that meets "
+        f"device_budget {format_bytes(problem.goal.device_budget_bytes)}: no plan of the training step was found that meets "
         f"it{within}. The least feasible one found is {format_bytes(least_bytes)} ({least_bytes} bytes) at {slowdown:+.1%} "
         f"time; its peak is at {program.step_name(timeline.peak_step)!r} and holds {held}{reserve}. Raise device_budget to "
         "that, or make the batch or sequence smaller."

@@ -18,6 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphoffload.errors import PlanError
+from graphoffload.facts.goals import Goal
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.patience import Patience
 from graphoffload.planner.problem import Program
 
 
@@ -113,3 +116,23 @@ class StepFacts:
     def variant(self, call: int, chosen: int) -> Variant:
         """The variant `chosen` of the graph that a call runs."""
         return self.graphs[self.calls[call].graph][chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class StepProblem:
+    """A step and what its plan is for: what `plan_step` solves.
+
+    Attributes:
+        goal: KeepIfFits without bytes keeps everything; with bytes it is as MeetBudget.
+        reserve_bytes: come off a budget. host_budget_bytes: of offloaded tensors at one time; None: as many as there are.
+        patience: the clock of planning; None: as long as it takes.
+        or_least: where no plan is within the budget, the one that takes least is the solution.
+    """
+
+    facts: StepFacts
+    hardware: HardwareProfile
+    goal: Goal
+    reserve_bytes: int = 0
+    host_budget_bytes: int | None = None
+    patience: Patience | None = None
+    or_least: bool = False

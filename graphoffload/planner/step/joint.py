@@ -36,6 +36,13 @@ class Joined:
     forward_start: tuple[int, ...]
     backward_start: tuple[int, ...]
 
+    def call_at(self, step: int) -> int | None:
+        """The call that runs at a step of the program, or the last one before it; None before the first one."""
+        forward = len(self.program.forward)
+        begun, at = (self.forward_start, step) if step < forward else (self.backward_start, step - forward)
+        calls = [call for call, start in enumerate(begun) if start <= at]
+        return max(calls, key=lambda call: begun[call], default=None)
+
 
 OUTSIDE = "outside the graphs"
 """Names of buffers that are memory outside begin with this."""

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from graphoffload.facts.goals import Goal, MeetBudget, Score, WithinSlowdown
+from graphoffload.facts.goals import MeetBudget, Score, WithinSlowdown
 from graphoffload.facts.plan import Action
-from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.patience import Patience
 from graphoffload.planner.arrays import Ints, arrays_of
 from graphoffload.planner.prefetch import prefetch_reloads, release_later
 from graphoffload.planner.simulator import Evaluation, Scheduled, Timeline, evaluate, timeline_of
 from graphoffload.planner.solver import Solution, solve
 from graphoffload.planner.step.events import StepSchedule, schedule_step
-from graphoffload.planner.step.facts import StepFacts
+from graphoffload.planner.step.facts import StepProblem
 from graphoffload.planner.step.joint import Joined, Named, join
 from graphoffload.planner.step.replay import replay_step
 from graphoffload.planner.strategies.relaxation import Relaxation
@@ -61,41 +59,33 @@ def _held(released: int | None, planned: int, steps: Ints) -> bool:
 
 
 class Runs:
-    """Makes runs of one step for one goal, and compares them.
+    """Makes runs of one step for the goal of its problem, and compares them.
 
     Attributes:
         limit_bytes: the budget less the reserve; None for a slowdown. limit_s: what a slowdown allows; None for a budget.
         keep: every call runs variant 0 and keeps everything.
     """
 
-    def __init__(
-        self,
-        facts: StepFacts,
-        hardware: HardwareProfile,
-        goal: Goal,
-        reserve_bytes: int = 0,
-        host_budget_bytes: int | None = None,
-        patience: Patience | None = None,
-    ) -> None:
-        self.facts, self.hardware, self.goal, self.patience = facts, hardware, goal, patience
-        self.reserve_bytes, self.host_budget_bytes = reserve_bytes, host_budget_bytes
+    def __init__(self, problem: StepProblem) -> None:
+        self.problem = problem
+        facts, goal = problem.facts, problem.goal
         self._named: Named = {}
         joined = join(facts, [0] * len(facts.calls), self._named)
         self.keep = self._scheduled((0,) * len(facts.calls), joined, joined.program.keep_actions(), None, "fits", ())
         budget = goal.device_budget_bytes
-        self.limit_bytes = None if budget is None else budget - reserve_bytes
+        self.limit_bytes = None if budget is None else budget - problem.reserve_bytes
         self.limit_s: float | None = None
         if isinstance(goal, WithinSlowdown):
             self.limit_s = (1.0 + goal.max_slowdown) * self.keep.timeline.time_s * (1.0 + _ROUNDING)
 
     def over(self) -> bool:
         """Whether planning has to end."""
-        return self.patience is not None and self.patience.over()
+        return self.problem.patience is not None and self.problem.patience.over()
 
     def score(self, run: Run) -> Score:
         """Less is better: by how much the goal is missed, then time at a budget and peak at a slowdown."""
         time_s, peak_bytes = run.timeline.time_s, run.timeline.peak_bytes
-        host_bytes = self.host_budget_bytes
+        host_bytes = self.problem.host_budget_bytes
         broken = 0.0 if host_bytes is None else max(0.0, run.timeline.host_bytes - host_bytes)
         if self.limit_s is not None:
             return broken + max(0.0, time_s - self.limit_s), peak_bytes, time_s
@@ -114,18 +104,18 @@ class Runs:
 
     def bound(self, chosen: tuple[int, ...]) -> float:
         """The LP bound of these variants, in seconds or bytes; infinite where no plan exists."""
-        joined = join(self.facts, chosen, self._named)
+        joined = join(self.problem.facts, chosen, self._named)
         value = self.relaxed(joined)
         return _INFINITE if value is None else value
 
     def relaxed(self, joined: Joined) -> float | None:
         """The optimum of the LP relaxation of a joint program; None: no plan exists."""
-        arrays = arrays_of(joined.program, self.hardware)
+        arrays = arrays_of(joined.program, self.problem.hardware)
         goal = self._goal(arrays.compute_s, 0.0)
         if goal is None:
             return None
         limit_s = _INFINITE if self.limit_s is None else self.limit_s
-        return Relaxation(arrays, goal, self.host_budget_bytes, limit_s).solve().value
+        return Relaxation(arrays, goal, self.problem.host_budget_bytes, limit_s).solve().value
 
     def _goal(self, compute_s: float, tightened: float) -> MeetBudget | WithinSlowdown | None:
         """The goal for a program that keeps everything in `compute_s`; None: its recomputation alone is too slow."""
@@ -136,11 +126,11 @@ class Runs:
 
     def run(self, chosen: Sequence[int], *, evaluations: int) -> Run:
         """These variants with the best actions found, scheduled; within the goal if a few rounds reach that."""
-        joined = join(self.facts, chosen, self._named)
+        joined = join(self.problem.facts, chosen, self._named)
         return min(self._rounds(tuple(chosen), joined, evaluations), key=self.score)
 
     def _rounds(self, chosen: tuple[int, ...], joined: Joined, evaluations: int) -> Iterator[Run]:
-        tightened, compute_s = 0.0, arrays_of(joined.program, self.hardware).compute_s
+        tightened, compute_s = 0.0, arrays_of(joined.program, self.problem.hardware).compute_s
         for _ in range(_ROUNDS):
             goal = self._goal(compute_s, tightened)
             if goal is None:
@@ -157,11 +147,11 @@ class Runs:
     def _solved(self, chosen: tuple[int, ...], joined: Joined, goal: MeetBudget | WithinSlowdown, evaluations: int) -> Run:
         solution = solve(
             joined.program,
-            self.hardware,
+            self.problem.hardware,
             goal,
-            host_budget_bytes=self.host_budget_bytes,
+            host_budget_bytes=self.problem.host_budget_bytes,
             evaluations=evaluations,
-            patience=self.patience,
+            patience=self.problem.patience,
         )
         found: list[Run] = []
         for timeline in self._with_slack(joined, solution):
@@ -192,7 +182,7 @@ class Runs:
     def _with_slack(self, joined: Joined, solution: Solution) -> Iterator[Timeline]:
         """The timeline with reloads earlier and releases later, with either, and just in time."""
         just_in_time = solution.timeline
-        program, hardware, window = joined.program, self.hardware, solution.max_inflight_bytes
+        program, hardware, window = joined.program, self.problem.hardware, solution.max_inflight_bytes
         arrays = arrays_of(program, hardware)
         limit_bytes = just_in_time.peak_bytes if self.limit_bytes is None else self.limit_bytes
 
@@ -216,8 +206,8 @@ class Runs:
         planned: Sequence[Scheduled],
         early: Collection[int] = (),
     ) -> Run:
-        arrays = arrays_of(joined.program, self.hardware)
-        schedule = schedule_step(self.facts, chosen, joined, planned, early)
+        arrays = arrays_of(joined.program, self.problem.hardware)
+        schedule = schedule_step(self.problem.facts, chosen, joined, planned, early)
         result = replay_step(arrays, actions, schedule.moments)
         return Run(chosen, joined, tuple(actions), window_bytes, solver, schedule, result, timeline_of(arrays, result))
 
@@ -226,7 +216,7 @@ class Runs:
 
         Of choices whose bounds are equal, those with more recomputation are tried: their bounds are closer.
         """
-        free = Runs(self.facts, self.hardware, WithinSlowdown(0.0), 0, self.host_budget_bytes, self.patience)
+        free = Runs(replace(self.problem, goal=WithinSlowdown(0.0), reserve_bytes=0))
         free.limit_s = _ANY_TIME_S
         most_first = list(dict.fromkeys(choices))[::-1]
         smallest = sorted(most_first, key=lambda chosen: math.floor(min(free.bound(chosen), _MOST_BYTES) / _AS_SMALL))[
@@ -236,7 +226,7 @@ class Runs:
         share = 1.0
         for _ in range(_DESCENTS):
             goal = MeetBudget(int(best.timeline.peak_bytes * share))
-            lower = Runs(self.facts, self.hardware, goal, 0, self.host_budget_bytes, self.patience)
+            lower = Runs(replace(self.problem, goal=goal, reserve_bytes=0))
             found = min((best, *(lower.run(chosen, evaluations=_FEW) for chosen in smallest)), key=lower.score)
             if lower.score(found)[0] > 0.0 or self.over():
                 break

@@ -8,7 +8,8 @@
         │ the best run                    └── above the budget: again, for one lower by the excess
         │ counts a little higher and lower
     solve() once more with more simulations ──▶ StepSolution
-        └─ nothing meets the budget ──▶ the run with the least peak, if that does ──▶ or BudgetError
+        └─ nothing meets the budget ──▶ other variants for the calls with the peak
+                  └─ nor do these ──▶ the run with the least peak, if that does ──▶ or BudgetError
 
 A slowdown is relative to variant 0 with everything kept. Time, peak and memory of a solution are those of the schedule that the
 runtime gets, so all that is lost to events and to ops that calls share is in them.
@@ -19,14 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from graphoffload.facts.goals import Goal, WithinSlowdown
-from graphoffload.facts.plan import Action
-from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.patience import Patience
+from graphoffload.facts.goals import WithinSlowdown
+from graphoffload.facts.plan import Action, Prediction
+from graphoffload.planner.predicted import prediction_of
 from graphoffload.planner.simulator import Timeline
 from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
-from graphoffload.planner.step.facts import StepFacts, Variant
+from graphoffload.planner.step.facts import StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Run, Runs
@@ -39,6 +39,7 @@ _FINALISTS = 4
 _QUICK = 40
 _RUNS = 60
 _MORE = 12
+_REPAIRS = 8
 _SHARES = (0.12, 0.06, 0.03, 0.0)
 _NEAR_BOUND = 1.002
 
@@ -75,27 +76,25 @@ class StepSolution:
         """Extra time relative to variant 0 with everything kept: 0.02 is 2 %."""
         return self.timeline.slowdown
 
+    def prediction(self, reserve_bytes: int) -> Prediction:
+        """The figures of the step, for a budget from which so much came off."""
+        return prediction_of(
+            self.timeline,
+            self.keep_timeline,
+            reserve_bytes=reserve_bytes,
+            lower_bound_s=self.lower_bound_s,
+            lower_bound_peak_bytes=self.lower_bound_peak_bytes,
+        )
 
-def plan_step(
-    facts: StepFacts,
-    hardware: HardwareProfile,
-    goal: Goal,
-    *,
-    reserve_bytes: int = 0,
-    host_budget_bytes: int | None = None,
-    patience: Patience | None = None,
-) -> StepSolution:
-    """The best plan found for the step; the best until `patience` ends.
 
-    Args:
-        goal: KeepIfFits without bytes keeps everything; with bytes it is as MeetBudget.
-        reserve_bytes: come off a budget.
+def plan_step(problem: StepProblem) -> StepSolution:
+    """The best plan found for the step; the best until the problem's patience ends.
 
     Raises:
         BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
     """
-    runs = Runs(facts, hardware, goal, reserve_bytes, host_budget_bytes, patience)
-    keep = runs.keep
+    runs = Runs(problem)
+    facts, goal, keep = problem.facts, problem.goal, runs.keep
     fits = not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0)
     if fits or not facts.calls:
         return _solution(runs, keep)
@@ -103,15 +102,44 @@ def plan_step(
     if isinstance(goal, WithinSlowdown):
         best = min((best, keep), key=runs.score)
     elif runs.score(best)[0] > 0.0:
-        best = runs.least([choose(facts, mixes) for mixes in uniform(facts)])
+        levels = [choose(facts, mixes) for mixes in uniform(facts)]
+        best = _repaired(runs, [best, *(runs.run(chosen, evaluations=_QUICK) for chosen in reversed(levels))])
         if runs.score(best)[0] > 0.0:
+            best = runs.least(levels)
+        if runs.score(best)[0] > 0.0 and not problem.or_least:
             raise step_infeasible(runs, best)
     return _solution(runs, best)
 
 
+def _repaired(runs: Runs, starts: Sequence[Run]) -> Run:
+    """The best of runs that are above the budget, each with another variant for the call that has the peak, again and again.
+
+    Calls of one graph differ in how much else is held when they run. The peak of a step that recomputes everything is often
+    that of one call, whose backward comes when all that the calls before it save is still there.
+    """
+    best = min(starts, key=runs.score)
+    for start in starts:
+        run = start
+        for _ in range(_REPAIRS):
+            call = run.joined.call_at(run.timeline.peak_step)
+            if runs.score(run)[0] <= 0.0 or call is None or runs.over():
+                break
+            changed = [
+                (*run.chosen[:call], variant, *run.chosen[call + 1 :])
+                for variant in range(len(runs.problem.facts.graphs[runs.problem.facts.calls[call].graph]))
+                if variant != run.chosen[call]
+            ]
+            found = min((runs.run(chosen, evaluations=_QUICK) for chosen in changed), key=runs.score, default=run)
+            if runs.score(found) >= runs.score(run):
+                break
+            run = found
+        best = min((best, run), key=runs.score)
+    return best
+
+
 def _search(runs: Runs) -> Run | None:
     """The best run: mixes by their bound, the best few as runs, then counts around the best. None: bounds exclude all mixes."""
-    facts = runs.facts
+    facts = runs.problem.facts
     search = MixSearch(facts, runs.bound, most=runs.counts(runs.keep.joined, _VALUES), over=runs.over)
     order = search.best()
     if not order:
@@ -139,9 +167,7 @@ def _search(runs: Runs) -> Run | None:
     return min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
 
 
-def _best_first(
-    runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int
-) -> Mixes:
+def _best_first(runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int) -> Mixes:
     """The mixes with the best of at most so many runs: a few that differ, then by their bounds, while one may be better."""
     mixes = order[0]
     best = runs.score(run(mixes))
@@ -167,11 +193,11 @@ def _distinct(order: Sequence[Mixes]) -> list[Mixes]:
 
 
 def _solution(runs: Runs, run: Run) -> StepSolution:
-    actions: list[list[Action]] = [[] for _ in runs.facts.calls]
+    actions: list[list[Action]] = [[] for _ in runs.problem.facts.calls]
     for (call, _), action in zip(run.joined.of, run.actions, strict=True):
         actions[call].append(action)
     time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
-    slowdown = isinstance(runs.goal, WithinSlowdown)
+    slowdown = isinstance(runs.problem.goal, WithinSlowdown)
     bound = time_s if run is runs.keep and not slowdown else _bound(runs)
     again_s = max(0.0, run.timeline.keep_time_s - keep_s)
     return StepSolution(
@@ -191,7 +217,7 @@ def _solution(runs: Runs, run: Run) -> StepSolution:
 
 def _bound(runs: Runs) -> float | None:
     """The LP relaxation of keep-all's programs with their chains, which allows what any mix of variants does."""
-    facts = runs.facts
+    facts = runs.problem.facts
     if not facts.bounds:
         return None
     saved = [min(variant.saved_input_bytes for variant in variants) for variants in facts.graphs]

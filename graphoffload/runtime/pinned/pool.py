@@ -2,12 +2,17 @@
 
 torch's own pinned allocator rounds every request up to a power of two, which can take twice the planned RAM. This pool
 page-locks the exact size. Page-locking takes a quarter of a second to a second per GiB. It is therefore done in advance, while
-graphs compile (`prepare`), and undone only on request, or if idle memory would make the total exceed the largest set ever in
-flight by more than 5 %.
+graphs compile (`prepare`), and memory is kept from step to step.
 
     acquire   an idle buffer of this size                     every step except the first
               else one is cut from free memory                another shape: idle buffers are joined and cut again
               else excess memory is given up, and new memory is allocated and page-locked
+
+Idle memory goes back to the system
+
+    turn      where training did not need it for a long while (pinned/window.py)
+    acquire   where the total would exceed the largest set ever in flight by more than 5 %, or the system has no more memory
+    on request, and by torch._dynamo.reset()
 
 A copy may still read or write a buffer that returns to the pool. The buffer carries the event of that copy, and the next user's
 stream waits for it. The host waits only for idle buffers that are to be cut again.
@@ -19,11 +24,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from graphoffload.errors import HostMemoryError, PageableMemoryWarning
-from graphoffload.runtime.pinned.slabs import HostBuffer, Key, Kind, Slab, in_background, rounded
+from graphoffload.runtime.pinned.slabs import HostBuffer, Key, Kind, Slab, allocated, in_background, rounded
+from graphoffload.runtime.pinned.window import TURNS, Window, not_needed
 from graphoffload.units import format_bytes, parse_size, per_gib
 
 _SLACK = 1.05
@@ -37,6 +44,7 @@ class HostMemory:
     buffers: pieces in use or idle. allocations: how often memory was allocated from the operating system (and page-locked).
     by_tensor: bytes in use by tensor; several microbatches in flight are added up. pinning_s_per_gib: seconds of page-locking
     for each GiB, over all memory that was ever page-locked, including threads that run during compiling; None if there is none.
+    returned_bytes: idle memory that went back to the operating system so far.
     """
 
     held_bytes: int
@@ -47,6 +55,7 @@ class HostMemory:
     allocations: int = 0
     by_tensor: dict[str, int] = field(default_factory=dict, hash=False)
     pinning_s_per_gib: float | None = None
+    returned_bytes: int = 0
 
 
 class HostPool:
@@ -60,6 +69,8 @@ class HostPool:
         self._coming: Counter[Key] = Counter()
         self._in_use_bytes = self._for_good_bytes = self._peak_bytes = self._count = self._allocations = 0
         self._pinned_ever_bytes, self._pinning_s = 0, 0.0
+        self._returned_bytes = 0
+        self._window = Window(0)
         self._arranged_for = ""
         self.budget_bytes: int | None = None
         self.reclaim: Callable[[], object] | None = None
@@ -104,9 +115,13 @@ class HostPool:
 
     def _hand_out(self, buffer: HostBuffer) -> HostBuffer:
         buffer.fresh = False
-        self._in_use_bytes += buffer.nbytes
-        if self._in_use_bytes > self._peak_bytes:
-            self._peak_bytes = self._in_use_bytes
+        window = self._window
+        buffer.slab.last_window = window.number
+        self._in_use_bytes = in_use = self._in_use_bytes + buffer.nbytes
+        if in_use > window.peak_bytes:
+            window.peak_bytes = in_use
+            if in_use > self._peak_bytes:
+                self._peak_bytes = in_use
         return buffer
 
     def _acquire_slowly(self, key: Key, name: str, *, reclaim: bool = True) -> HostBuffer:
@@ -138,21 +153,32 @@ class HostPool:
                 "still to come. Raise host_budget, or keep fewer microbatches in flight."
             )
 
-    def _allocate(self, nbytes: int, kind: Kind, closing: list[Slab], name: str) -> Slab:
-        for slab in closing:
-            slab.close()
+    def _allocate(self, nbytes: int, kind: Kind, closing: list[Slab], name: str, *, ahead: bool = False) -> Slab:
+        """Memory from the operating system. `ahead`: for later, so that other memory made in advance does not go for it."""
+        self._close(closing)
+        make_room = partial(self.release_idle, fresh=not ahead)
         try:
-            slab = Slab(nbytes, kind)
+            slab = allocated(nbytes, kind, make_room if self._held() > self._in_use_bytes else None)
         except (RuntimeError, MemoryError) as error:
             raise HostMemoryError(
                 f"No host memory for {name or 'an offloaded tensor'}: {format_bytes(nbytes)} asked for, "
                 f"{format_bytes(self._held())} held already. Lower host_budget, or call graphoffload.release_host_memory()."
             ) from error
+        slab.last_window = self._window.number
         self._allocations += 1
         if slab.pinned:
             self._pinned_ever_bytes += slab.nbytes
             self._pinning_s += slab.pinning_s
         return slab
+
+    def _close(self, slabs: list[Slab]) -> int:
+        """Give memory back that is no longer the pool's; returns its bytes."""
+        for slab in slabs:
+            slab.close()
+        returned = sum(slab.nbytes for slab in slabs)
+        with self._lock:
+            self._returned_bytes += returned
+        return returned
 
     def _held(self) -> int:
         return sum(slab.nbytes for slab in self._slabs)
@@ -177,8 +203,8 @@ class HostPool:
 
         `keep`: how many buffers of each key remain. Returns how many were turned.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return 0  # asking an event would break the capture
+        if _capturing():
+            return 0
         melted = 0
         for key, buffers in self._idle.items():
             if kind is not None and key[1:] != kind:
@@ -222,6 +248,7 @@ class HostPool:
             wanted = Counter[Key]((nbytes, pin, device) for nbytes in sizes if nbytes)
             preallocated = sum(buffer.nbytes for idle in self._idle.values() for buffer in idle if buffer.fresh)
             promised = self._in_use_bytes + preallocated + sum(key[0] * count for key, count in wanted.items())
+            self._window.peak_bytes = max(self._window.peak_bytes, promised)
             missing = wanted - Counter({key: sum(not buffer.fresh for buffer in idle) for key, idle in self._idle.items()})
             if missing:
                 self._melt(kind, everything=False, keep=wanted)
@@ -279,7 +306,7 @@ class HostPool:
                 total = sum(rounded(key[0]) for key in chunk)
                 with self._lock:
                     closing = self._oversize(total, promised=promised)
-                slab = self._allocate(total, chunk[0][1:], closing, "what was planned")
+                slab = self._allocate(total, chunk[0][1:], closing, "what was planned", ahead=True)
                 del left[: len(chunk)]
                 self._deliver(slab, chunk)
         except (HostMemoryError, PageableMemoryWarning):
@@ -314,15 +341,38 @@ class HostPool:
                 buffer.for_good = False
             self._idle.setdefault(buffer.key, []).append(buffer)
 
-    def release_idle(self) -> int:
-        """Give idle memory back to the operating system; returns its bytes. Waits for copies that still use it."""
+    def turn(self) -> int:
+        """Training goes from a backward to a forward: idle memory that it did not need for a long while goes back to the
+        operating system. Returns its bytes."""
         with self._lock:
-            self._melt(None, everything=True)
+            window = self._window
+            if not window.turn():
+                return 0
+            resting = not any(self._coming.values()) and not _capturing()
+            excess = self._held() - _SLACK * max(window.peak_bytes, self._in_use_bytes) if resting else 0
+            closing = not_needed(self._slabs, self._idle.values(), window.number, excess) if excess > 0 else []
+            if not closing and window.turns < TURNS:
+                return 0
+            if closing and not window.is_over(sum(slab.pinning_s for slab in closing)):
+                return 0
+            self._window = Window(self._in_use_bytes, window.number + 1)
+            gone = {id(slab) for slab in closing}
+            for key, buffers in self._idle.items():
+                self._idle[key] = [buffer for buffer in buffers if id(buffer.slab) not in gone]
+                self._count -= len(buffers) - len(self._idle[key])
+            self._slabs = [slab for slab in self._slabs if id(slab) not in gone]
+        return self._close(closing)
+
+    def release_idle(self, *, fresh: bool = True) -> int:
+        """Give idle memory back to the operating system; returns its bytes. Waits for copies that still use it.
+
+        `fresh`: memory made in advance as well; without it nothing is waited for.
+        """
+        with self._lock:
+            self._melt(None, everything=fresh)
             closing = [slab for slab in self._slabs if slab.unused]
             self._slabs = [slab for slab in self._slabs if not slab.unused]
-        for slab in closing:
-            slab.close()
-        return sum(slab.nbytes for slab in closing)
+        return self._close(closing)
 
     def snapshot(self) -> HostMemory:
         """The bytes held now."""
@@ -331,8 +381,13 @@ class HostPool:
             took = per_gib(self._pinning_s, self._pinned_ever_bytes) if self._pinned_ever_bytes else None
             return HostMemory(
                 self._held(), self._in_use_bytes, pinned, self._peak_bytes, self._count, self._allocations,
-                pinning_s_per_gib=took,
+                pinning_s_per_gib=took, returned_bytes=self._returned_bytes,
             )  # fmt: skip
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is captured: to ask an event would break it."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 POOL = HostPool()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from graphoffload.errors import PageableMemoryWarning, warn
+from graphoffload.hardware import host_memory
 from graphoffload.units import format_bytes
 
 ALIGNMENT = 64
 _PAGE = 4096
+_SPARE_SHARE = 0.05  # of the system's memory: left free by a slab, if idle memory can go instead
 _PORTABLE = 1  # page-locked for every device of the process, not only the current one
 
 Kind = tuple[bool, int]
@@ -29,17 +32,19 @@ def rounded(nbytes: int) -> int:
 class Slab:
     """`nbytes` of host memory; `pinned` says whether copies from it can overlap with compute; `free` lists (offset, bytes).
 
-    `pinning_s`: what it took to fault the memory in and to page-lock it.
+    `pinning_s`: what it took to fault the memory in and to page-lock it. `last_window`: the last one in which it was used.
+    `make_room`: gives memory back where page-locking is refused, so that it is tried again; returns how much.
 
     Raises:
         RuntimeError, MemoryError: the operating system refuses the memory.
         PageableMemoryWarning: where warnings of this class are errors and the memory cannot be page-locked.
     """
 
-    __slots__ = ("_owner", "_raw", "address", "free", "kind", "nbytes", "pinned", "pinning_s")
+    __slots__ = ("_owner", "_raw", "address", "free", "kind", "last_window", "nbytes", "pinned", "pinning_s")
 
-    def __init__(self, nbytes: int, kind: Kind) -> None:
+    def __init__(self, nbytes: int, kind: Kind, make_room: Callable[[], int] | None = None) -> None:
         pin = kind[0]
+        self.last_window = -1
         self.kind = kind
         self.nbytes = nbytes
         self._owner = torch.empty(nbytes + (_PAGE if pin else 0), dtype=torch.uint8)
@@ -47,7 +52,7 @@ class Slab:
         self._raw = self._owner[start : start + nbytes]
         self.address = self._raw.data_ptr()
         began = time.perf_counter()
-        self.pinned = pin and nbytes > 0 and _page_lock(self._raw)
+        self.pinned = pin and nbytes > 0 and _page_lock(self._raw, make_room)
         self.pinning_s = time.perf_counter() - began if self.pinned else 0.0
         self.free = [(0, nbytes)]
 
@@ -87,6 +92,25 @@ class Slab:
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
+def allocated(nbytes: int, kind: Kind, make_room: Callable[[], int] | None) -> Slab:
+    """A slab. `make_room` gives idle memory back, and returns how much: before the system is out of memory, since it does not
+    refuse memory but ends processes; and where the slab is refused all the same.
+
+    Raises:
+        RuntimeError, MemoryError, PageableMemoryWarning: as Slab.
+    """
+    if make_room is not None:
+        ram = host_memory.for_this_process()
+        if ram.available_bytes - nbytes < _SPARE_SHARE * ram.total_bytes:
+            make_room()
+    try:
+        return Slab(nbytes, kind, make_room)
+    except (RuntimeError, MemoryError):
+        if make_room is None or not make_room():
+            raise
+    return Slab(nbytes, kind)
+
+
 class HostBuffer:
     """A piece of a slab. `last_copy`: event of a copy that may still use it; `fresh`: made in advance, never used yet.
 
@@ -119,9 +143,15 @@ class HostBuffer:
         return view
 
 
-def _page_lock(raw: torch.Tensor) -> bool:
+def _page_lock(raw: torch.Tensor, make_room: Callable[[], int] | None) -> bool:
     raw.zero_()  # first touch by all intra-op threads: page-locking untouched memory faults it in on one
-    code = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), _PORTABLE))
+
+    def register() -> int:
+        return int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), _PORTABLE))
+
+    code = register()
+    if code != 0 and make_room is not None and make_room():
+        code = register()
     if code == 0:
         return True
     warn(

@@ -35,7 +35,7 @@ from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.step import follow
 from graphoffload.runtime.step.calls import Copy, StepCall, reload_early
 from graphoffload.runtime.step.resident import Staying
-from graphoffload.runtime.streams.copy_streams import DeviceStreams
+from graphoffload.runtime.streams.protocol import CopyStreams
 
 _LONGEST = 4096  # calls of one forward whose order is learnt
 _SHARE = 4  # Share of a forward's offloaded bytes that may be outstanding between its graphs, unless the user gave a number.
@@ -98,7 +98,7 @@ class Track:
         self._second_last: tuple[str, ...] = ()
         self._as_before = False
 
-    def begin(self, run: RunPlan, streams: DeviceStreams | None) -> Call:
+    def begin(self, run: RunPlan, streams: CopyStreams | None) -> Call:
         """A compiled forward starts."""
         at = len(self._now)
         if at == 0:
@@ -156,6 +156,15 @@ class _Tracks(threading.local):
 
 
 _TRACKS = _Tracks()
+
+
+def forget() -> None:
+    """Nothing that this thread ran is called again: what is pending or came back early is freed, after its copy."""
+    with LOCK:
+        for track in _TRACKS.of.values():
+            _settle(track, len(track.pending))
+            drop_prefetched(track)
+    _TRACKS.of.clear()
 
 
 def enter(entry: OffloadedTensor) -> None:

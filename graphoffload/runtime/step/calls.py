@@ -17,7 +17,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,9 @@ from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.layouts import empty
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
-from graphoffload.runtime.streams.copy_streams import DeviceStreams, streams_of
+from graphoffload.runtime.pinned.pool import POOL
+from graphoffload.runtime.streams.copy_streams import streams_of
+from graphoffload.runtime.streams.protocol import CopyStreams
 from graphoffload.torch_internals import allocator, autograd
 from graphoffload.torch_internals.storages import expired
 
@@ -72,13 +74,13 @@ class StepCall:
 
     index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
     without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
-    tensors that live, by id. inputs: memory of the inputs that other graphs computed, in a recorded run. schedule: None
-    where nothing is planned for it.
+    tensors that live, by id. inputs: memory of the inputs that other graphs computed, in a recorded run. output_bytes: of what
+    it returned, by output of its autograd node, in a recorded run. schedule: None where nothing is planned for it.
     """
 
     __slots__ = (
-        "__weakref__", "began", "ended", "entries", "graph", "index", "inputs", "is_variant", "kept_bytes", "key", "run",
-        "schedule", "seen", "token", "variant",
+        "__weakref__", "began", "ended", "entries", "graph", "index", "inputs", "is_variant", "kept_bytes", "key",
+        "output_bytes", "run", "schedule", "seen", "token", "variant",
     )  # fmt: skip
 
     def __init__(self, run: StepRun, index: int, graph: int) -> None:
@@ -87,6 +89,7 @@ class StepCall:
         self.variant = 0
         self.kept_bytes = 0
         self.inputs: tuple[Any, ...] = ()
+        self.output_bytes: Mapping[int, int] = {}
         self.schedule: Schedule | None = None
         self.entries: dict[int, OffloadedTensor] = {}
         self.seen: set[int] = set()
@@ -126,9 +129,9 @@ class _Token:
     def __init__(self, call: StepCall) -> None:
         self.call = call
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, gradients: Any) -> None:
         """The hook before its backward."""
-        self.call.run.backward_began(self.call)
+        self.call.run.backward_began(self.call, gradients)
 
     def end(self, *_: Any) -> None:
         """The hook after its backward."""
@@ -143,15 +146,16 @@ class StepRun:
     copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
     aborted: an error ended it. learnt: it is over, and what it taught is known.
+    start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended.
     """
 
     __slots__ = (
-        "aborted", "ahead", "calls", "changes", "copies", "ended", "learnt", "marks", "off", "plan", "recording",
-        "resident_bytes", "room_bytes", "settled", "streams", "turned", "watches",
+        "aborted", "ahead", "calls", "changes", "copies", "ended", "learnt", "marks", "off", "peak_bytes",
+        "plan", "recording", "resident_bytes", "room_bytes", "settled", "start_peak_bytes", "streams", "turned", "watches",
     )  # fmt: skip
 
     def __init__(
-        self, streams: DeviceStreams | None, *, recording: bool, watching: bool = False, plan: Any = None
+        self, streams: CopyStreams | None, *, recording: bool, watching: bool = False, plan: Any = None
     ) -> None:
         self.streams = streams
         self.watches = watching and streams is not None and allocator.start()
@@ -164,6 +168,8 @@ class StepRun:
         self.ahead: list[OffloadedTensor] = []
         self.ended: list[int] = []
         self.settled = self.resident_bytes = self.room_bytes = 0
+        self.start_peak_bytes = streams.allocated_bytes()[1] if streams is not None else 0
+        self.peak_bytes = 0
         self.turned = self.off = self.aborted = self.learnt = False
 
     def begin(self, graph: int) -> StepCall:
@@ -183,13 +189,14 @@ class StepRun:
             node.register_hook(token.end)
             call.token = weakref.ref(token)
         if self.recording:
+            call.output_bytes = {} if node is None else autograd.output_bytes(outputs, node)
             self._mark("forward end", call)
 
-    def backward_began(self, call: StepCall) -> None:
-        """The backward of a call starts, in autograd's thread."""
+    def backward_began(self, call: StepCall, gradients: Sequence[Any] = ()) -> None:
+        """The backward of a call starts, in autograd's thread; `gradients` of its outputs, before autograd fills in zeros."""
         call.began = True
         if self.recording:
-            self._mark("backward", call)
+            self._mark("backward", call, autograd.zeros_bytes(call.output_bytes, gradients))
         self.turn()
         self.start_early(call, START)
 
@@ -197,6 +204,8 @@ class StepRun:
         """The backward of a call is issued."""
         call.ended = True
         self.ended.append(call.index)
+        if call.index == 0 and self.streams is not None:
+            self.peak_bytes = self.streams.allocated_bytes()[1]
         if self.recording:
             self._mark("backward end", call)
             if call.index == 0 and self.streams is not None and len(self.calls) > 1:
@@ -298,11 +307,13 @@ class StepRun:
             self.ahead.clear()
             self.copies.clear()
 
-    def _mark(self, kind: str, call: StepCall) -> None:
+    def _mark(self, kind: str, call: StepCall, soon_bytes: int = 0) -> None:
+        """Note this moment. soon_bytes: what is allocated at once after it, and counts as if it were already."""
         allocated = peak = 0
         event = None
         if self.streams is not None:
             allocated, peak = self.streams.allocated_bytes()
+            allocated += soon_bytes
             event = self.streams.timed_event()
         self.marks.append(Mark(kind, call.index, allocated, peak, self.ours_bytes(), event, time.time_ns() // 1000))
 
@@ -342,10 +353,20 @@ class Steps(threading.local):
         """The latest run on a device."""
         return self.runs.get(device)
 
-    def start(self, device: torch.device, make: Callable[[DeviceStreams | None], StepRun]) -> StepRun:
+    def start(self, device: torch.device, make: Callable[[CopyStreams | None], StepRun]) -> StepRun:
         """Another run on a device; whoever starts it has finished the last one."""
         run = self.runs[device] = LATEST[device] = make(streams_of(device))
+        POOL.turn()
         return run
+
+    def forget(self) -> None:
+        """Nothing that this thread ran is called again: its runs end, and what they hold goes with them."""
+        for device, run in self.runs.items():
+            run.off = True  # a backward that is still to come asks for its tensors by itself
+            run.finish()
+            if LATEST.get(device) is run:
+                del LATEST[device]
+        self.runs.clear()
 
 
 STEPS = Steps()

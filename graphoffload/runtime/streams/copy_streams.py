@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,10 +20,8 @@ from graphoffload.errors import CaptureError, NoStreamsWarning, RuntimeStateErro
 from graphoffload.log import log
 from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.streams.memcpy import KINDS, find_copy, find_memcpy, forget_last_error, relaxed_capture
+from graphoffload.runtime.streams.protocol import Block, CaptureStreams, CopyStreams, Named
 from graphoffload.torch_internals import autograd, streams
-
-Block = tuple[int, int, int]
-"""Addresses of destination and source, and bytes."""
 
 _MOST_STREAMS = 64
 _CAPTURED = (
@@ -40,14 +38,6 @@ Event: Any = type("Event", (torch.cuda.Event,), {**_IN_C, "seen_by": None, "raw"
 seen_by: a compute stream that waits for the last record; work that it issues afterwards runs after it. raw: the driver's own
 event, if the compiled copy uses it.
 """
-
-
-class Named(Protocol):
-    """The tensor of a copy, for messages and hooks."""
-
-    @property
-    def name(self) -> str:
-        """The tensor and its module."""
 
 
 class DeviceStreams:
@@ -239,11 +229,11 @@ class DeviceStreams:
         return peak - current
 
 
-_STREAMS: dict[torch.device, DeviceStreams | None] = {}
+_STREAMS: dict[torch.device, CopyStreams | None] = {}
 _LOCK = threading.Lock()
 
 
-def streams_of(device: torch.device) -> DeviceStreams | None:
+def streams_of(device: torch.device) -> CopyStreams | None:
     """Side streams of `device`; None if copies are synchronous (a CPU, or a device without streams)."""
     try:
         return _STREAMS[device]
@@ -252,10 +242,10 @@ def streams_of(device: torch.device) -> DeviceStreams | None:
             return _STREAMS.setdefault(device, _make(device))
 
 
-_CAPTURE_STREAMS: dict[int, DeviceStreams] = {}
+_CAPTURE_STREAMS: dict[int, CaptureStreams] = {}
 
 
-def capture_streams_of(device: torch.device) -> DeviceStreams | None:
+def capture_streams_of(device: torch.device) -> CaptureStreams | None:
     """The same for copies inside captures; None where there are no streams, or no way to read a number during a capture."""
     streams = streams_of(device)
     if streams is None or find_memcpy() is None:

@@ -1,0 +1,42 @@
+"""A model's blocks: the numbered modules of its lists, which torch.utils.checkpoint would be put around.
+
+    model.layers.0 ─▶ model.layers.1 ─▶ model.norm        blocks: model.layers.0 and model.layers.1, with all that is inside
+
+A block is the outermost numbered module around an operation. What must not run again is in no block: it is saved.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+
+from torch.fx import Graph, Node
+
+from graphoffload.analysis.chains import may_run_again
+from graphoffload.analysis.module_paths import module_stack
+
+_NUMBERED = re.compile(r"((?:.*?\.)?\d+)(?:\.|$)")
+
+
+def blocks_of(joint: Graph) -> Mapping[str, int]:
+    """Operations of forward that may run again, each with its block's number in the order of the graph, from 1 on.
+
+    Empty if there are fewer than two blocks. What the user tagged is left out.
+    """
+    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
+    backward: set[Node] = set()
+    left_out: set[Node] = set()
+    for node in joint.nodes:
+        if str(node.target).startswith("tangents") or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+            continue
+        block = next((match[1] for path in module_stack(node) if (match := _NUMBERED.match(path))), None)
+        if node.op != "call_function" or block is None or node.meta.get("recompute") is not None:
+            continue
+        if not may_run_again(node) or (node.target is operator.getitem and node.args[0] in left_out):
+            left_out.add(node)
+            continue
+        found[node.name] = numbers.setdefault(block, len(numbers) + 1)
+    return found if len(numbers) > 1 else {}

@@ -1,0 +1,162 @@
+"""What is known of a sequence of calls, and whether its plan still holds at the start of its next run.
+
+    memory outside, the device's free memory     another amount than it was planned with, by more than a percent
+    the last run's own peak                      above the budget: planned with that much less, unless that changes nothing
+    what was asked for                           set_budget, set_slowdown
+
+A run's own peak is one that it raised between its first forward and the end of its last backward. What an optimizer takes
+between two runs is none of it: no plan of the activations lowers that. Nor is the peak of a run that left its plan, such as two
+microbatches at once: a plan with less would hold for runs that need none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from graphoffload.compiler.device_limits import device_budget_now
+from graphoffload.compiler.override import OVERRIDE
+from graphoffload.compiler.step_plan import Asked, StepPlan
+from graphoffload.errors import BudgetExceededWarning, warn
+from graphoffload.facts.goals import UNMEASURABLE
+from graphoffload.planner.step.facts import StepFacts
+from graphoffload.runtime.step.calls import StepRun
+from graphoffload.units import format_bytes
+
+_SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory outside may differ from what was planned with
+_FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with less to be given up
+_FREED_RUNS = 8  # in a row: between the microbatches of one step, gradients come and go
+_WARM = 2  # runs of a plan that compile its backwards
+_EXCESS_BYTES = 64 * 2**20
+_RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
+
+GOAL_WAS_SET = "another goal was set"
+_AFTER_ERROR = "less memory after an error"
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """A run whose peak was above its budget, and by how much; less was planned with after it."""
+
+    peak_bytes: int
+    excess_bytes: int
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of one sequence.
+
+    sequence: its graphs. after: the sequence that followed it last time. runs: recorded, until they are `facts`. plan: once
+    there is one. asked: what the plan is for.
+    fixed: nothing is planned until something else is asked for. alone: it is one call of a graph that has a plan of its own.
+    version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
+    start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
+    retries: how often the allocator had to give memory back to serve an allocation; retried: runs in a row that it had to.
+    followed: runs under the present plan. freed: runs in a row with much less outside than it was planned with.
+    excess: of the last plan that exceeded its budget. beyond: plans do not lower the peak, so nothing more is taken for it.
+    """
+
+    sequence: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    runs: list[StepRun] = field(default_factory=list)
+    facts: StepFacts | None = None
+    plan: StepPlan | None = None
+    asked: Asked | None = None
+    fixed: bool = False
+    alone: bool = False
+    version: int = 0
+    taken_bytes: int = 0
+    start_bytes: int = 0
+    planned_bytes: int = 0
+    retries: int = 0
+    retried: int = 0
+    followed: int = 0
+    freed: int = 0
+    excess: Excess | None = None
+    beyond: bool = False
+
+
+def learn_shortage(known: Known, lacking_bytes: int) -> None:
+    """A planned run had too little memory: the next one is planned with less."""
+    known.taken_bytes += lacking_bytes
+    known.version = -1
+
+
+def why_again(known: Known, device: torch.device, last: StepRun | None) -> str:
+    """What changed since a step was planned, in words; "" if it is as it was. `last`: the run that ended before this moment."""
+    plan, asked = known.plan, known.asked
+    assert plan is not None
+    assert asked is not None
+    if known.version != OVERRIDE.version:
+        known.excess, known.beyond = None, False
+        return _AFTER_ERROR if known.version < 0 else GOAL_WAS_SET
+    if last is None or last.streams is None:
+        return ""
+    known.followed += 1
+    budget = asked.goal.device_budget_bytes
+    retries = last.streams.retries()
+    known.retried, known.retries = known.retried + 1 if retries > known.retries else 0, retries
+    if asked.budget_bytes is None and known.retried >= _RETRIED:
+        known.retried = 0
+        known.taken_bytes += int(_SAME_SHARE * (budget or 0))
+        return "the allocator had to give back what it caches in the middle of a step"
+    if budget is None:
+        return ""
+    return _exceeded(known, asked, plan, last) or _other_memory(known, asked, plan, device, last)
+
+
+def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
+    """Why a step above its budget is planned again; with a warning where the budget was given."""
+    budget = asked.goal.device_budget_bytes
+    assert budget is not None
+    excess = last.peak_bytes - budget
+    as_planned = last.plan is plan and not last.off and known.followed > _WARM
+    own = as_planned and last.peak_bytes > last.start_peak_bytes
+    if not own or excess <= _EXCESS_BYTES or known.beyond:
+        return ""
+    before, known.excess = known.excess, Excess(last.peak_bytes, excess)
+    if before is not None and last.peak_bytes > before.peak_bytes - before.excess_bytes // 2:
+        known.taken_bytes, known.beyond = max(0, known.taken_bytes - before.excess_bytes), True
+        if asked.budget_bytes is not None:
+            warn(
+                BudgetExceededWarning,
+                f"device_budget={format_bytes(asked.budget_bytes)} is exceeded by {format_bytes(excess)}, and a plan with less "
+                "activation memory does not lower the step's peak: something else holds it. Look for large tensors between "
+                "the compiled graphs or inside one operation, or make the batch or sequence smaller.",
+                stacklevel=6,
+            )
+        return "less activation memory did not lower the step's peak"
+    known.taken_bytes += excess
+    if asked.budget_bytes is not None:
+        warn(
+            BudgetExceededWarning,
+            f"device_budget={format_bytes(asked.budget_bytes)} was exceeded by {format_bytes(excess)} in the last step, whose "
+            f"peak was predicted to be {format_bytes(plan.solution.timeline.peak_bytes)}. The step is planned again with that "
+            "much less. Nothing has to be done unless this comes again; then give a budget that is smaller by it.",
+            stacklevel=6,
+        )
+    return f"the last step took {format_bytes(excess)} more than its budget"
+
+
+def _other_memory(known: Known, asked: Asked, plan: StepPlan, device: torch.device, last: StepRun) -> str:
+    """Whether there is more or less memory outside, or on the device, than it was planned with."""
+    assert asked.goal.device_budget_bytes is not None
+    assert last.streams is not None
+    planned_for = budget = asked.goal.device_budget_bytes - asked.taken_bytes
+    more = last.streams.allocated_bytes()[0] - known.planned_bytes
+    if asked.budget_bytes is None and device.type == "cuda":
+        budget = min(budget, device_budget_now(device, of_a_step=True) - known.taken_bytes)
+    same = max(_SAME_BYTES, int(_SAME_SHARE * budget))
+    predicted = plan.solution.timeline.peak_bytes
+    peak = predicted + more
+    if predicted > planned_for:  # the least plan, and only more memory allows another one
+        budget = max(budget, peak)
+    if more > same and peak > budget:
+        return f"{format_bytes(more)} more are allocated outside"
+    if peak > budget + same:
+        return f"{format_bytes(peak - budget)} less are free on the device"
+    known.freed = known.freed + 1 if -more > max(same, _FREED_SHARE * budget) else 0
+    if known.freed >= _FREED_RUNS and plan.solution.slowdown > UNMEASURABLE:
+        return f"{format_bytes(-more)} less are allocated outside"
+    return ""
