@@ -30,7 +30,7 @@ def check(log: Log, course: Course) -> None:
     assert all(loss == loss and abs(loss) < 1e3 for loss in log.losses)
     warm = course.steps // 3
     assert max(log.held) > 0
-    assert set(log.held[warm:]) == {log.held[warm]}, "host bytes are held that were not at warm-up"
+    assert max(log.held[warm:]) == log.held[warm], "host bytes are held that were not at warm-up"  # less: some went back
     assert set(log.allocations[warm:]) == {log.allocations[warm]}, "host memory was taken after warm-up"
     assert set(log.device[warm:]) == {log.device[warm]}, "device bytes leak"
 
