@@ -113,6 +113,8 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
     excess = last.peak_bytes - budget
     as_planned = last.plan is plan and not last.off and known.followed > _WARM
     own = as_planned and last.peak_bytes > last.start_peak_bytes
+    if own and excess <= _EXCESS_BYTES:
+        known.excess = None  # this plan did lower the peak: a later one above the budget has another cause
     if not own or excess <= _EXCESS_BYTES or known.beyond:
         return ""
     before, known.excess = known.excess, Excess(last.peak_bytes, excess)

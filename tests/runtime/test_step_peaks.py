@@ -62,7 +62,7 @@ def peak() -> int:
 
 
 def test_a_peak_above_the_budget(trained: Any, lazy: LazyStreams) -> None:
-    """It is planned with that much less, and once that held, nothing more changes."""
+    """It is planned with that much less, and once that held, nothing more changes until it is above again."""
     model, expected = trained
     before, budget = peak(), budget_at(0.5)
     excess = budget // 10
@@ -73,7 +73,11 @@ def test_a_peak_above_the_budget(trained: Any, lazy: LazyStreams) -> None:
     lazy.allocated = 0, 0  # the counter is reset
     for _ in range(QUIET):
         assert not run(model, lazy, budget, expected)
+        lazy.allocated = 0, 0
     assert peak() == planned
+    (text,) = run(model, lazy, budget + excess, expected)
+    assert "was exceeded by" in text, "the plan before this one did lower the peak"
+    assert peak() < planned
 
 
 def test_a_peak_that_no_plan_lowers(trained: Any, lazy: LazyStreams) -> None:
