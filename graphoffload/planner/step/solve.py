@@ -54,7 +54,7 @@ class StepSolution:
             `keep_timeline`, and its `recompute_s` what the chosen variants compute more.
         keep_timeline: every call runs variant 0 and keeps everything.
         lower_bound_s: no plan within the budgets is faster. lower_bound_peak_bytes: no plan within the slowdown is smaller.
-            None for the other goal, and where `StepFacts.bounds` is empty.
+            None for the other goal, where `StepFacts.bounds` is empty, and where a call runs a variant that is not bounded.
         max_inflight_bytes: the window that the actions were found for; the counts of `calls` are what bounds it.
         solver: who proposed the actions. calls: the schedule of each. reload_steps: places of the reload ops of each variant.
     """
@@ -198,7 +198,7 @@ def _solution(runs: Runs, run: Run) -> StepSolution:
         actions[call].append(action)
     time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
     slowdown = isinstance(runs.problem.goal, WithinSlowdown)
-    bound = time_s if run is runs.keep and not slowdown else _bound(runs)
+    bound = time_s if run is runs.keep and not slowdown else _bound(runs, run.chosen)
     again_s = max(0.0, run.timeline.keep_time_s - keep_s)
     return StepSolution(
         chosen=run.chosen,
@@ -215,10 +215,10 @@ def _solution(runs: Runs, run: Run) -> StepSolution:
     )
 
 
-def _bound(runs: Runs) -> float | None:
-    """The LP relaxation of keep-all's programs with their chains, which allows what any mix of variants does."""
+def _bound(runs: Runs, chosen: Sequence[int]) -> float | None:
+    """The LP relaxation of keep-all's programs with their chains, which allows what any mix of bounded variants does."""
     facts = runs.problem.facts
-    if not facts.bounds:
+    if not facts.bounds or not all(facts.variant(call, variant).bounded for call, variant in enumerate(chosen)):
         return None
     saved = [min(variant.saved_input_bytes for variant in variants) for variants in facts.graphs]
     variants = [Variant("bound", frozenset(), facts.bounds[call.graph], saved[call.graph]) for call in facts.calls]
