@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._inductor.async_compile import AsyncCompile
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +24,7 @@ from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline
 from graphoffload.testing.layers import ResidualMlps
 
+pytestmark = pytest.mark.usefixtures("kernels_that_do_nothing")  # memory is counted, and nothing that is computed
 WIDTH, TOKENS, HEADS, VOCAB = 128, 512, 4, 1000
 
 
@@ -104,12 +104,6 @@ class Gated(nn.Module):
         for gate, up, down in zip(self.gates, self.ups, self.downs, strict=True):
             x = x + down(nn.functional.silu(gate(x)) * up(x))
         return x.square().mean()
-
-
-@pytest.fixture(autouse=True)
-def kernels_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's code allocates and frees as it does; only what it computes is not compiled, which takes most of the time."""
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
 
 
 def measured_peak_bytes(step: Any) -> int:
