@@ -328,9 +328,7 @@ def assert_flat(log: Log, course: Course, *, slack_bytes: int) -> None:
         most = early
         if what in ("resident", "reserved"):
             most += slack_bytes
-        elif what in ("held", "pinned"):
-            most += early // 4
-        elif what in ("HostBuffer", "Slab", "OffloadedTensor"):
+        elif what in ("held", "pinned", "HostBuffer", "Slab", "OffloadedTensor"):
             most += early // 2
         assert late <= most, f"{what} grew from {early} to {late}"
 

@@ -133,20 +133,10 @@ class Broken(Blocks):
         return x.float().square().mean()
 
 
-class OneByOne(Broken):
-    """The same with every block in a graph of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-            torch._dynamo.graph_break()
-        return x.float().square().mean()
-
-
-@pytest.mark.parametrize(("block", "model"), [(Experts, Broken), (Attention, Broken), (Attention, OneByOne)])
-def test_a_step_of_several_graphs_fits_as_well(block: type[nn.Module], model: type[Blocks]) -> None:
+@pytest.mark.parametrize("block", [Experts, Attention])
+def test_a_step_of_several_graphs_fits_as_well(block: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    made, x = model(4, block).to(torch.bfloat16), torch.randn(TOKENS, WIDTH).to(torch.bfloat16)
+    made, x = Broken(4, block).to(torch.bfloat16), torch.randn(TOKENS, WIDTH).to(torch.bfloat16)
     made.checkpointed = True
     checkpointing = explained(made, x, 1 << 40)
     made.checkpointed = False
