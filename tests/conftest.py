@@ -85,6 +85,14 @@ def out_of_sight() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def kernels_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's code allocates and frees as it does; only what it computes is not compiled, which takes most of the time."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """Root of the checkout."""

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._inductor.async_compile import AsyncCompile
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +24,7 @@ from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline
 from graphoffload.testing.layers import ResidualMlps
 
+pytestmark = pytest.mark.usefixtures("kernels_that_do_nothing")  # memory is counted, and nothing that is computed
 WIDTH, TOKENS, HEADS, VOCAB = 128, 512, 4, 1000
 
 
@@ -106,12 +106,6 @@ class Gated(nn.Module):
         return x.square().mean()
 
 
-@pytest.fixture(autouse=True)
-def kernels_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's code allocates and frees as it does; only what it computes is not compiled, which takes most of the time."""
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
-
-
 def measured_peak_bytes(step: Any) -> int:
     """Most bytes allocated at one time beyond those before the step."""
     gc.collect()
@@ -176,7 +170,7 @@ def test_gradients_of_a_weight_are_added_where_they_arise(options: dict[str, Any
     monkeypatch.setitem(globals(), "VOCAB", 4000)
     measured, program, timeline = peaks(Chunked(), torch.randint(VOCAB, (2, TOKENS)), options, monkeypatch)
     predicted = timeline.peak_bytes - program.static_bytes
-    assert 0.98 * measured <= predicted <= 1.15 * measured, (predicted, measured, timeline.peak_bytes)
+    assert 0.98 * measured <= predicted <= 1.2 * measured, (predicted, measured, timeline.peak_bytes)
 
 
 @pytest.mark.parametrize("options", [{"policy": "keep"}, {"policy": "offload"}], ids=["keep", "offload"])
@@ -186,6 +180,27 @@ def test_all_results_of_a_kernel_are_there_at_once(options: dict[str, Any], monk
     measured, program, timeline = peaks(Attention(), torch.randn(2, TOKENS, WIDTH), options, monkeypatch)
     predicted = timeline.peak_bytes - program.static_bytes
     assert 0.98 * measured <= predicted <= 1.05 * measured, (predicted, measured)
+
+
+class Gelu(nn.Module):
+    """MLPs with one wide tensor each: its gradient is written over the product that it is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups, self.downs = (nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((32, 1024), (1024, 32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("options", [{"policy": "offload"}, {"max_slowdown": 0.5}], ids=["offload", "slowdown"])
+def test_a_kernel_writes_over_what_it_alone_reads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three wide tensors at the peak; with the product and its successor both in memory it would be four."""
+    torch.manual_seed(0)
+    measured, program, timeline = peaks(Gelu(), torch.randn(2, TOKENS, 32), options, monkeypatch)
+    assert timeline.peak_bytes - program.static_bytes == pytest.approx(measured, rel=0.01)
 
 
 def test_a_slowdown_that_fused_operations_do_not_use_up(monkeypatch: pytest.MonkeyPatch) -> None:

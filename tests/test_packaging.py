@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECK = "import graphoffload, graphoffload.passes as p, graphoffload.compiler.backend; print(graphoffload.__file__, p.__file__)"
+CHECK = "import graphoffload as g, graphoffload.passes as p, graphoffload.compiler.backend; print(g.__file__, p.__file__)\n"
 COMPILED = f"graphoffload/runtime/streams/_copy{sysconfig.get_config_var('EXT_SUFFIX')}"
-IS_COMPILED = "from graphoffload.runtime.streams import native; print(native.compiled().__file__)"
+IS_COMPILED = "from graphoffload.runtime.streams import native; print(native.compiled().__file__)\n"
+BACKENDS = "import torch; print(torch._dynamo.list_backends())\n"
 
 pytestmark = pytest.mark.slow
 
@@ -70,10 +71,10 @@ def test_wheel(checkout: Path, modules: set[str], tmp_path: Path) -> None:
         text = wheel.read(entry_points).decode()
         wheel.extractall(tmp_path / "site")
     assert "[torch_dynamo_backends]\ngraphoffload = graphoffload.compiler.backend:graphoffload" in text
-    where = run(sys.executable, "-c", CHECK, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    found = run(sys.executable, "-c", CHECK + IS_COMPILED, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    where, built = found.splitlines()
     assert where.split() == [str(tmp_path / "site" / "graphoffload" / f) for f in ("__init__.py", "passes/__init__.py")]
-    built = run(sys.executable, "-c", IS_COMPILED, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
-    assert built.strip() == str(tmp_path / "site" / COMPILED)
+    assert built == str(tmp_path / "site" / COMPILED)
     tools = run(sys.executable, "-m", "graphoffload", "bench", "--list", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert "over:11.5GB" in tools, "what measures is installed as well"
 
@@ -114,9 +115,8 @@ def test_editable_install(checkout: Path, tmp_path: Path) -> None:
     here = str(tmp_path / "others")
     link_other_packages(Path(here))
     run(*pip, "-e", checkout, cwd=tmp_path, PYTHONPATH=here)
-    where = run(python, "-c", CHECK, cwd=tmp_path, PYTHONPATH=here)
+    listed, where, built = run(python, "-c", BACKENDS + CHECK + IS_COMPILED, cwd=tmp_path, PYTHONPATH=here).splitlines()
+    assert "'graphoffload'" in listed
     assert where.split()[0] == str(checkout / "graphoffload" / "__init__.py")
     assert Path(where.split()[1]).resolve() == checkout / "passes" / "__init__.py"
-    assert run(python, "-c", IS_COMPILED, cwd=tmp_path, PYTHONPATH=here).strip() == str(checkout / COMPILED)
-    listed = run(python, "-c", "import torch; print(torch._dynamo.list_backends())", cwd=tmp_path, PYTHONPATH=here)
-    assert "'graphoffload'" in listed
+    assert built == str(checkout / COMPILED)

@@ -2,7 +2,8 @@
 
     model.layers.0 ─▶ model.layers.1 ─▶ model.norm        blocks: model.layers.0 and model.layers.1, with all that is inside
 
-A block is the outermost numbered module around an operation. What must not run again is in no block: it is saved.
+A block is the outermost numbered module around an operation. What must not run again is in no block: it is saved. A graph
+that is itself one block of a model, compiled alone, has no numbered modules of its own: on request it is one block.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from graphoffload.analysis.module_paths import module_stack
 _NUMBERED = re.compile(r"((?:.*?\.)?\d+)(?:\.|$)")
 
 
-def blocks_of(joint: Graph) -> Mapping[str, int]:
+def blocks_of(joint: Graph, *, whole: bool = False) -> Mapping[str, int]:
     """Operations of forward that may run again, each with its block's number in the order of the graph, from 1 on.
 
-    Empty if there are fewer than two blocks. What the user tagged is left out.
+    Where there are fewer than two blocks: empty, or with `whole` all operations as one block. What the user tagged is left out.
     """
     found: dict[str, int] = {}
+    everything: list[str] = []
     numbers: dict[str, int] = {}
     backward: set[Node] = set()
     left_out: set[Node] = set()
@@ -33,10 +35,14 @@ def blocks_of(joint: Graph) -> Mapping[str, int]:
             backward.add(node)
             continue
         block = next((match[1] for path in module_stack(node) if (match := _NUMBERED.match(path))), None)
-        if node.op != "call_function" or block is None or node.meta.get("recompute") is not None:
+        if node.op != "call_function" or node.meta.get("recompute") is not None or (block is None and not whole):
             continue
         if not may_run_again(node) or (node.target is operator.getitem and node.args[0] in left_out):
             left_out.add(node)
             continue
-        found[node.name] = numbers.setdefault(block, len(numbers) + 1)
-    return found if len(numbers) > 1 else {}
+        everything.append(node.name)
+        if block is not None:
+            found[node.name] = numbers.setdefault(block, len(numbers) + 1)
+    if len(numbers) > 1:
+        return found
+    return dict.fromkeys(everything, 1) if whole else {}

@@ -130,7 +130,8 @@ def operation_of(node: Node) -> Operation:
     """The operation that a node calls.
 
     torch wraps random operations of checkpoint regions: `run_and_save_rng_state(op, *args)` returns (state, value), and
-    `run_with_rng_state(state, op, *args)` returns the value. For these the wrapped operation is returned.
+    `run_with_rng_state(state, op, *args)` returns the value, as does `graphsafe_run_with_rng_state(op, *args, rng_state=...)`,
+    which takes the place of both on a GPU. For these the wrapped operation is returned.
     """
     name = getattr(node.target, "__name__", "")
     value = value_of(node)
@@ -138,6 +139,9 @@ def operation_of(node: Node) -> Operation:
         return Operation(node.args[0], node.args[1:], node.kwargs, value[1])
     if name == "run_with_rng_state":
         return Operation(node.args[1], node.args[2:], node.kwargs, value)
+    if name == "graphsafe_run_with_rng_state":
+        own = {key: argument for key, argument in node.kwargs.items() if key != "rng_state"}
+        return Operation(node.args[0], node.args[1:], own, value)
     return Operation(node.target, node.args, node.kwargs, value)
 
 

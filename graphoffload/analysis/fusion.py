@@ -69,6 +69,10 @@ CRUMBS = 0.01  # two independent operations are fused only if they share more th
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
 
 
+WITH_RANDOM_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
+"""How torch calls a random operation of a checkpoint region; on a GPU by the last one. Their nodes have no value."""
+
+
 def kind_of(node: Node, *, fuses: bool) -> Kind:
     """The kind of a node; see the module's docstring."""
     if node.op != "call_function" or node.target is operator.getitem:
@@ -87,7 +91,7 @@ def kind_of(node: Node, *, fuses: bool) -> Kind:
 
 def value_of(node: Node) -> object:
     """The value that tracing left on a node; that of its results for random operations of regions, which have none."""
-    if "val" in node.meta or not getattr(node.target, "__name__", "").startswith(("run_and_save_rng", "run_with_rng")):
+    if "val" in node.meta or getattr(node.target, "__name__", "") not in WITH_RANDOM_STATE:
         return node.meta.get("val")
     results = sorted((user.args[1], user) for user in node.users if user.target is operator.getitem and "val" in user.meta)
     return tuple(user.meta["val"] for _, user in results) or None

@@ -1,14 +1,26 @@
-"""Lifetimes of the values of one graph, in steps of the order in which the graph runs."""
+"""Lifetimes of the values of one graph, in steps of the order in which the graph runs.
+
+A fused kernel may write its result over an operand, and then both are one piece of memory:
+
+    mm ─▶ dgelu ─▶ mm_1          dgelu alone reads mm, each element for its own: mm ends one step before dgelu exists
+
+Inductor does so where the operand is a temporary that nothing else is left to read (decide_inplace_update in
+torch/_inductor/scheduler.py). It also does so for an operand whose other readers have run, and for saved activations; these
+count as two pieces here. A plan may then hold less than predicted, never more.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch.fx import Node
 
 from graphoffload.analysis.fusion import Fusion
-from graphoffload.analysis.storages import group_by_storage
+from graphoffload.analysis.storages import concrete, fake, group_by_storage, storage_id
+from graphoffload.torch_internals.inductor import config
+from graphoffload.torch_internals.operators import OpOverload
 
 
 def made_at(fusion: Fusion) -> dict[Node, int]:
@@ -22,8 +34,80 @@ def made_at(fusion: Fusion) -> dict[Node, int]:
 
 def lives_in_memory(nodes: Iterable[Node], fusion: Fusion, at: dict[Node, int]) -> Iterator[tuple[int, Node, int, int]]:
     """(storage, producer, first step, last step) of each storage that exists in memory; `at` is `made_at(fusion)`."""
-    for identity, members in group_by_storage(nodes).items():
+    groups = group_by_storage(nodes)
+    over = _overwritten(groups, fusion)
+    for identity, members in groups.items():
         made = members[0]
         if identity in fusion.real:
             first, last = fusion.spans.get(made, (at[made], at[made]))
-            yield identity, made, first, max([last, *(fusion.spans[reader][1] for reader in fusion.readers.get(identity, ()))])
+            ends = [fusion.spans[reader][1] for reader in fusion.readers.get(identity, ())]
+            yield identity, made, first, over[identity] if identity in over else max([last, *ends])
+
+
+def _overwritten(groups: dict[int, list[Node]], fusion: Fusion) -> dict[int, int]:
+    """The last step before another value takes over, for each storage that the only operation that reads it writes over."""
+    found: dict[int, int] = {}
+    if not fusion.fuses or not config.inplace_buffers:
+        return found
+    writers: set[Node] = set()
+    for identity, members in groups.items():
+        readers = fusion.readers.get(identity, [])
+        if identity not in fusion.real or len(readers) != 1 or not _may_go(members, fusion):
+            continue
+        made, writer = members[0], readers[0]
+        value, result = fake(made), fake(writer)
+        assert value is not None
+        if writer in writers or result is None or fusion.kinds[writer] != "fused" or storage_id(result) not in fusion.real:
+            continue
+        if fusion.spans[made] == fusion.spans[writer]:  # one kernel: both are its results
+            continue
+        if value.dtype == result.dtype and _in_step(value, result) and _reads_in_step(writer, identity, fusion):
+            writers.add(writer)
+            found[identity] = fusion.spans[writer][0] - 1
+    return found
+
+
+def _may_go(members: list[Node], fusion: Fusion) -> bool:
+    """Whether a storage is a temporary of its graph, made by one operation that has no other result."""
+    made = members[0]
+    if not isinstance(made.target, OpOverload) or made.target.namespace not in ("aten", "prims"):
+        return False
+    if made.target is torch.ops.aten.cat.default:  # its operands are written into it: Inductor does not give it away
+        return False
+    return made in fusion.spans and not any(user.op == "output" for member in members for user in member.users)
+
+
+def _in_step(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the elements of two tensors lie in memory in the same order, without gaps. False where a size is symbolic."""
+    if any(concrete(number) is None for value in (one, other) for number in (*value.shape, *value.stride())):
+        return False
+    if one.shape == other.shape and one.stride() == other.stride():
+        return one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+    return one.numel() == other.numel() and one.is_contiguous() and other.is_contiguous()
+
+
+def _reads_in_step(writer: Node, identity: int, fusion: Fusion) -> bool:
+    """Whether each element of a result is computed from the same element of a storage, through values that do not exist too."""
+    pending, seen = [writer], {writer}
+    while pending:
+        node = pending.pop()
+        value = fake(node)
+        if value is None or not (fusion.kinds[node] == "view" or _is_pointwise(node)):
+            return False
+        for source in node.all_input_nodes:
+            read = fake(source)
+            if read is None:
+                continue
+            behind = storage_id(read)
+            if identity not in fusion.sources.get(behind, (behind,)):
+                continue
+            if not _in_step(read, value) if fusion.kinds[node] == "view" else read.shape != value.shape:
+                return False
+            if source not in seen and (behind != identity or fusion.kinds[source] == "view"):
+                seen.add(source)
+                pending.append(source)
+    return True
+
+
+def _is_pointwise(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -46,7 +46,7 @@ def trial_of(request: Request, analyse: Callable[..., GraphAnalysis]) -> Trial:
     """
     analysis = analyse(request)
     if not any(map(_advised, request.joint.graph.nodes)):
-        return _never_larger(feasible_trial(analysis, lambda plain: _in_blocks(plain, analyse)), analysis)
+        return _never_larger(feasible_trial(analysis, lambda plain: in_blocks(plain, analyse)), analysis)
     analysis.region_hint, advice = _decided_by_regions(request.joint, analysis.table)
     analysis.notes.extend([f"{analysis.region_hint}: {advice}"] if analysis.region_hint else [])
     relaxing = replace(request, relax=True)
@@ -74,15 +74,17 @@ def trial_of(request: Request, analyse: Callable[..., GraphAnalysis]) -> Trial:
         return relaxed
 
 
-def _in_blocks(analysis: GraphAnalysis, analyse: Callable[..., GraphAnalysis]) -> GraphAnalysis | None:
+def in_blocks(
+    analysis: GraphAnalysis, analyse: Callable[..., GraphAnalysis], *, whole: bool = False
+) -> GraphAnalysis | None:
     """The same graph with every block a region that is computed again; None if the model has no blocks, or somebody has decided
-    about an activation: by policy, pattern or tag.
+    about an activation: by policy, pattern or tag. `whole`: a graph without blocks is one.
 
     What is required of any plan's partitions stays: no decision is made again, no random number is drawn again, and backward
     reads no more of the caller's memory.
     """
     asked = any(wanted.action is not None and wanted.allowed != ("keep",) for wanted in analysis.wanted)
-    blocks = {} if asked else blocks_of(analysis.request.joint.graph)
+    blocks = {} if asked else blocks_of(analysis.request.joint.graph, whole=whole)
     if not blocks:
         return None
     again = analyse(replace(analysis.request, blocks=blocks), analysis.binding)

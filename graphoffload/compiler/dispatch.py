@@ -10,16 +10,17 @@ compiled when a plan first asks for them, between two steps, from the graph and 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from graphoffload.compiler.checkpoint_regions import in_blocks
 from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, traced_only
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.optimizer_state import share_of_trained
@@ -180,7 +181,7 @@ def dispatcher(graph: Graph, again: Retraceable, first: Compiled) -> Callable[..
     """What Dynamo calls: `first` until a step is planned."""
     dispatched = Dispatched(graph, again, first)
 
-    @functools.wraps(first.function)  # with its attributes, such as `_boxed_call`
+    @wraps(first.function)  # with its attributes, such as `_boxed_call`
     def run(*args: Any) -> Any:
         return dispatched.run(*args)
 
@@ -239,7 +240,7 @@ class _Looking(CustomPartitionerFn):
             return partitioning.min_cut(gm, joint_inputs, kwargs)
         parameters = partitioning.must_be_parameters(gm.graph, self.session.parameters)
         analysis = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
-        self.found = Family(*variants_of(analysis))
+        self.found = Family(*variants_of(analysis, lambda plain, whole: in_blocks(plain, analyse, whole=whole)))
         return analysis.pair.forward, analysis.pair.backward
 
     def uuid(self) -> str:

@@ -17,13 +17,13 @@ from graphoffload.analysis.module_paths import boundary_names, module_path, modu
 from graphoffload.analysis.outputs import returned_by
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.verify import verify_graphs
-from graphoffload.compiler.checkpoint_regions import hint_of, trial_of
+from graphoffload.compiler.checkpoint_regions import hint_of, in_blocks, trial_of
 from graphoffload.compiler.constraints import Constraint, check_tags, constraints_for, without_effect
 from graphoffload.compiler.decide import Decided
 from graphoffload.compiler.placement import PlannedPair, make_plan
 from graphoffload.compiler.recipes import is_small, recipe_trial
 from graphoffload.compiler.request import GraphAnalysis, Request
-from graphoffload.compiler.trial import Trial, device_name, partition
+from graphoffload.compiler.trial import Trial, device_name, partition, seen_from
 from graphoffload.errors import BudgetError, GoalMissedWarning, NotOffloadedWarning, warn
 from graphoffload.facts.goals import Goal, WithinSlowdown
 from graphoffload.facts.limits import Limits
@@ -113,7 +113,8 @@ def _trial(request: Request) -> Trial:
     analysis = analyse(request)
     if recipe is FIRST:
         recipe = request.session.recipe = EVERYTHING_KEPT if is_small(analysis, request.limits.room_bytes) else SMALLEST
-    return recipe_trial(analysis, recipe)
+    blocks = in_blocks(analysis, analyse, whole=True) if recipe.blocks else None
+    return recipe_trial(analysis, recipe) if blocks is None else seen_from(analysis, recipe_trial(blocks, recipe))
 
 
 def _goal_missed(goal: Goal, limits: Limits, timeline: Timeline, decided: Decided) -> str:

@@ -25,7 +25,7 @@ from graphoffload.analysis.saved_values import returned_bytes
 from graphoffload.compiler import trial as trials
 from graphoffload.compiler.decide import without_recomputation
 from graphoffload.compiler.request import GraphAnalysis
-from graphoffload.compiler.trial import Trial, against, instance_of, keep_all
+from graphoffload.compiler.trial import Trial, against, instance_of, keep_all, seen_from
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.patience import Patience
@@ -40,7 +40,6 @@ _SEARCHES = 2
 _WORTH = 0.03
 _UNUSED = 0.005  # of keep-all's time, unused by a plan for a slowdown: about what unfused operations cost
 _FAR = 0.03  # of keep-all's time above the bound: beyond it, other ways and tighter budgets are tried
-_WITH_ITS_BLOCK = "computed again with its block"
 _NOTED_SLOWDOWN = 0.1  # from this slowdown on, a note names the tensors at the peak
 _RUNG = 1.02
 _RUNGS = 4
@@ -127,9 +126,8 @@ def _or_in_blocks(analysis: GraphAnalysis, found: _SearchResult, blocks: GraphAn
     if (first := found.best) and first.timeline.time_s - _condition_s(first, trial.analysis) <= trial.timeline.time_s:
         return found
     bound_s = None if found.best is None else found.best.decided.lower_bound_s  # of plans that choose among all activations
-    reasons = {**{tensor.name: _WITH_ITS_BLOCK for tensor in analysis.table.tensors}, **trial.reasons}
-    decided = replace(trial.decided, lower_bound_s=bound_s)
-    return replace(found, best=replace(trial, original=analysis.table, reasons=reasons, decided=decided))
+    best = seen_from(analysis, replace(trial, decided=replace(trial.decided, lower_bound_s=bound_s)))
+    return replace(found, best=best)
 
 
 def _held(trial: Trial) -> str:

@@ -2,15 +2,16 @@
 
     keep ──▶ light ──▶ third ──▶ two thirds ──▶ smallest      recompute more and more: what costs least time a byte comes first
     keep ──▶ third of light ──▶ two thirds of light ──▶ light ──▶ smallest              where nearly everything is cheap
+                                                                  smallest ──▶ blocks    where whole blocks save clearly less
 
-A family of variants has at most five members, nested. Each is partitioned for real, since memory follows the kernels that the
+A family of variants has at most six members, nested. Each is partitioned for real, since memory follows the kernels that the
 compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the step says which
 (planner/step).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -22,8 +23,9 @@ from graphoffload.compiler.decide import Decided
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial, excess_of, instance_of, keep_all, partition_again
 from graphoffload.facts.plan import Action
-from graphoffload.facts.recipe import EVERYTHING_KEPT, SMALLEST, Recipe
+from graphoffload.facts.recipe import EVERYTHING_KEPT, IN_BLOCKS, SMALLEST, Recipe
 from graphoffload.facts.saved_tensors import INPUT
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.planner.step.facts import Variant
@@ -32,6 +34,9 @@ _CHEAP = 0.2
 """The lightest variant computes again what takes less than this share of the time of its copy."""
 _SHARES = (("third", 1 / 3), ("two thirds", 2 / 3))
 """The next ones also compute again these shares of the other bytes."""
+_LEFT, _CLEARLY = 0.02, 0.97
+"""A graph is tried as one block where the smallest variant saves more than this share of keep-all's bytes, besides inputs.
+Blocks are a variant where they save, or have at their peak, at most this share of what the smallest does."""
 _FEW = 0.1
 """Of the bytes that may be computed again: if fewer are not cheap, there are variants lighter than the lightest instead."""
 
@@ -100,12 +105,19 @@ def _placed(program: Program, timeline: Timeline, reload_steps: Mapping[str, int
     return replace(timeline, schedule=tuple(schedule))
 
 
-def variants_of(analysis: GraphAnalysis) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Program, tuple[int, ...]]:
+def variants_of(
+    analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis, bool], GraphAnalysis | None]
+) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Program, tuple[int, ...]]:
     """The family of a graph, least recomputation first; the recipe of each; keep-all with its recompute chains, whose LP
-    relaxation bounds every choice; and the bytes of each variant's activations that are inputs."""
+    relaxation bounds every choice but that of whole blocks; and the bytes of each variant's activations that are inputs.
+
+    Args:
+        in_blocks: makes the analysis of the same graph with its blocks computed again whole, or the graph as one block if the
+            second argument says so; None where it has no blocks, or somebody has decided.
+    """
     keep = instance_of(analysis)
     recipes = [EVERYTHING_KEPT, *_between(analysis, keep), SMALLEST]
-    variants, chosen, inputs, seen = [], [], [], set()
+    variants, chosen, inputs, seen, least_bytes = [], [], [], set(), 0
     for recipe in recipes:
         again = replace(analysis, notes=[*analysis.notes])
         first = _first_actions(again, recipe)
@@ -118,9 +130,34 @@ def variants_of(analysis: GraphAnalysis) -> tuple[tuple[Variant, ...], tuple[Rec
         instance = instance_of(again)
         program = _of_one_call(again.pair, _with_choices(again, instance, recipe, first))
         variants.append(Variant(recipe.name, recomputes, program, _saved_input_bytes(again)))
-        inputs.append(sum(tensor.planned_bytes for tensor in again.table.tensors if tensor.op == INPUT))
+        inputs.append(_input_bytes(again))
         chosen.append(replace(recipe, recomputes=recomputes, offloads=frozenset()))
+        least_bytes = again.table.saved_bytes
+    blocks = in_blocks(analysis, least_bytes - inputs[-1] > _LEFT * analysis.table.saved_bytes)
+    variant = None if blocks is None else _of_blocks(analysis, blocks)
+    if blocks is not None and variant is not None and _is_less(variant, variants[-1], analysis.hardware):
+        variants.append(variant)
+        inputs.append(_input_bytes(blocks))
+        chosen.append(IN_BLOCKS)
     return tuple(variants), tuple(chosen), _of_one_call(analysis.pair, _with_chains(analysis, keep)), tuple(inputs)
+
+
+def _of_blocks(analysis: GraphAnalysis, blocks: GraphAnalysis) -> Variant:
+    program = _with_choices(blocks, instance_of(blocks), IN_BLOCKS, _first_actions(blocks, IN_BLOCKS))
+    recomputes = {tensor.name for tensor in analysis.table.tensors} - {tensor.name for tensor in blocks.table.tensors}
+    saved = _saved_input_bytes(blocks)
+    return Variant(IN_BLOCKS.name, frozenset(recomputes), _of_one_call(blocks.pair, program), saved, bounded=False)
+
+
+def _is_less(one: Variant, other: Variant, hardware: HardwareProfile) -> bool:
+    """Whether one variant saves clearly less than another one, or has a clearly lower peak, with everything kept."""
+    saved = [sum(candidate.nbytes for candidate in variant.program.candidates) for variant in (one, other)]
+    peaks = [simulate(v.program, v.program.keep_actions(), hardware).peak_bytes for v in (one, other)]
+    return saved[0] <= _CLEARLY * saved[1] or peaks[0] <= _CLEARLY * peaks[1]
+
+
+def _input_bytes(analysis: GraphAnalysis) -> int:
+    return sum(tensor.planned_bytes for tensor in analysis.table.tensors if tensor.op == INPUT)
 
 
 def _between(analysis: GraphAnalysis, keep: Instance) -> list[Recipe]:

@@ -83,7 +83,8 @@ def _ran(graph: Dispatched, call: StepCall) -> int:
     names = [recipe.name for recipe in graph.family.recipes]
     if plan is None or not plan.variant:
         return 0
-    return names.index(plan.variant) if plan.variant in names else len(names) - 1
+    alike = [at for at, recipe in enumerate(graph.family.recipes) if not recipe.blocks]
+    return names.index(plan.variant) if plan.variant in names else alike[-1]
 
 
 class _Record:

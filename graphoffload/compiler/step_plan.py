@@ -125,9 +125,8 @@ def _compiled(
     for (graph, variant), names in offloads.items():
         recipe = graphs[graph].family.recipes[variant]
         steps = solution.reload_steps.get((graph, variant), {})
-        chosen = Recipe(
-            recipe.name, recipe.recomputes, frozenset(names), tuple(sorted((n, s) for n, s in steps.items() if n in names))
-        )
+        reload_steps = tuple(sorted((name, step) for name, step in steps.items() if name in names))
+        chosen = replace(recipe, offloads=frozenset(names), reload_steps=reload_steps)
         compiled[graph, variant] = graphs[graph].variant(chosen)
     ids = [_ids(compiled[fact.graph, variant]) for fact, variant in zip(facts.calls, solution.chosen, strict=True)]
     calls = []

@@ -211,3 +211,9 @@ def _schedule(analysis: GraphAnalysis, instance: Instance, actions: dict[str, Ac
         limit_bytes = max(limit_bytes, (request.goal.device_budget_bytes or 0) - request.limits.reserve_bytes)
     late = not isinstance(analysis.request.config.max_inflight_bytes, int)  # else what is outstanding is the user's number
     return with_slack(instance.program, timeline, simulated, limit_bytes=limit_bytes, late=late)
+
+
+def seen_from(analysis: GraphAnalysis, trial: Trial) -> Trial:
+    """The trial of a graph whose blocks are computed again whole, with a decision for each activation of the plain graph."""
+    reasons = dict.fromkeys((tensor.name for tensor in analysis.table.tensors), "computed again with its block")
+    return replace(trial, original=analysis.table, reasons={**reasons, **trial.reasons})

@@ -23,23 +23,29 @@ class Recipe:
             that may be offloaded.
         reload_steps: (name, step of the backward before which its reload stands); what is not named is reloaded just in time
             for a call that runs alone.
+        blocks: whether the graph's blocks are computed again whole, as torch.utils.checkpoint does (analysis/blocks.py). Names
+            are then those of activations that are saved all the same.
     """
 
     name: str = "alone"
     recomputes: frozenset[str] | None = frozenset()
     offloads: frozenset[str] | None = frozenset()
     reload_steps: tuple[tuple[str, int], ...] = ()
+    blocks: bool = False
 
     @property
     def identity(self) -> str:
         """What the key of a plan knows it by."""
         parts = ("*" if names is None else ",".join(sorted(names)) for names in (self.recomputes, self.offloads))
-        return "|".join((*parts, ",".join(f"{name}:{step}" for name, step in self.reload_steps)))
+        steps = ",".join(f"{name}:{step}" for name, step in self.reload_steps)
+        return "|".join((*parts, steps, *(("blocks",) if self.blocks else ())))
 
 
 SMALLEST = Recipe("smallest", recomputes=None, offloads=None)
 """The variant that holds least until backward: it runs where nothing is known of a step yet."""
 EVERYTHING_KEPT = Recipe("keep")
 """The variant that changes nothing."""
+IN_BLOCKS = Recipe("blocks", blocks=True)
+"""Whole blocks again: it reaches what no chain of single activations does, such as attention with its random state."""
 FIRST = Recipe("first")
 """Either of the two, as the graph's size says: for the first compile of a graph that is one of several."""

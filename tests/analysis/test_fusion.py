@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from unittest import mock
 
@@ -192,7 +193,7 @@ def test_attention_has_flops_and_its_backward_a_workspace_on_a_gpu() -> None:
 
 def test_attention_with_its_random_state_costs_what_it_does() -> None:
     """Under a checkpoint torch saves the state of the random numbers before attention, and puts it back to run it again."""
-    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+    from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state, run_with_rng_state
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
@@ -207,11 +208,15 @@ def test_attention_with_its_random_state_costs_what_it_does() -> None:
     saving.meta["val"] = (torch.empty(5056, dtype=torch.uint8, device="meta"), plain.meta["val"])
     again = graph.call_function(run_with_rng_state, (saving, plain.target, *arguments))
     again.meta["val"] = plain.meta["val"]
+    on_gpu = graph.call_function(graphsafe_run_with_rng_state, (plain.target, *arguments), {"rng_state": saving})
+    for at, value in enumerate(plain.meta["val"]):  # torch leaves a value on the parts alone
+        graph.call_function(operator.getitem, (on_gpu, at)).meta["val"] = torch.empty_like(value)
     (expected,) = node_costs(fusion_of(plain.graph, fuses=True), PROFILES["h200-sxm"])[3:4]
     fusion = fusion_of(graph, fuses=True)
     found = dict(zip(fusion.order, node_costs(fusion, PROFILES["h200-sxm"]), strict=True))
-    assert found[saving].flops == found[again].flops == expected.flops > 0
+    assert found[saving].flops == found[again].flops == found[on_gpu].flops == expected.flops > 0
     assert found[again].time_s == pytest.approx(expected.time_s, rel=0.05)
+    assert found[on_gpu].time_s == pytest.approx(expected.time_s, rel=0.05)
 
 
 def test_what_merely_reads_the_same_data_far_apart_stays_apart() -> None:

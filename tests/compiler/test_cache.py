@@ -238,9 +238,12 @@ def test_two_models_alive_at_once_keep_their_own_plans() -> None:
 SCRIPT = """
 import json
 import torch
+import torch._inductor.config
 from torch import nn
 from torch._dynamo.utils import counters
 import graphoffload
+
+torch._inductor.config.cpp.vec_isa_ok = False  # where its cache is empty, Inductor takes ten seconds to find out
 
 
 class Model(nn.Module):  # a bare nn.Sequential is not compiled in place: torch skips its own modules' code

@@ -123,6 +123,30 @@ def test_blocks_fit_into_the_memory_that_checkpointing_takes(block: type[nn.Modu
     assert report.predicted_slowdown <= as_checkpointed + 1e-9
 
 
+class Broken(Blocks):
+    """The same with its loss in a graph of its own: the step is planned, and not a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        torch._dynamo.graph_break()
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("block", [Experts, Attention])
+def test_a_step_of_several_graphs_fits_as_well(block: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    made, x = Broken(4, block).to(torch.bfloat16), torch.randn(TOKENS, WIDTH).to(torch.bfloat16)
+    made.checkpointed = True
+    checkpointing = explained(made, x, 1 << 40)
+    made.checkpointed = False
+    report = explained(made, x, checkpointing.keep_peak_bytes)
+    assert report.predicted_peak_bytes <= checkpointing.keep_peak_bytes < report.keep_peak_bytes
+    assert report.step is not None
+    assert "blocks" in {variant for _, variant in report.step.calls}
+    assert 0.0 < report.predicted_slowdown <= 0.5
+
+
 def test_a_decision_of_a_block_is_saved_in_its_smallest_form() -> None:
     """Attention without a kernel asks which rows have no score at all: a byte a row is saved, and not a byte a score."""
     model, x = model_of(4, Noisy)

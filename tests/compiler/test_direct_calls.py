@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 import graphoffload
@@ -46,7 +47,12 @@ def step(inner: str = "inductor", *, dynamic: bool | None = None) -> tuple[Resul
     torch._dynamo.reset()
     config = graphoffload.OffloadConfig(policy="offload", inner=inner, min_tensor_bytes=0, verify="checksum")
     module = compiled(CASE.fresh("cpu"), graphoffload.OffloadBackend(config), dynamic=dynamic)
-    with inductor_config.patch(force_disable_caches=True), observe() as seen, counted() as calls:
+    with (
+        inductor_config.patch(fx_graph_cache=False),  # not all caches: the same kernels need not be compiled again
+        functorch_config.patch(enable_autograd_cache=False),
+        observe() as seen,
+        counted() as calls,
+    ):
         result = run_step(module, CASE.example("cpu", seed=0))
     return result, calls, seen.counters["offloads"]
 

@@ -244,11 +244,11 @@ def test_a_path_keeps_where_its_frame_starts(root: str, path: str, expected: str
     assert matches(path, clean_path(placed(root, path)), [root] if root else []) or not path
 
 
-def llama() -> nn.Module:
-    """A peft model of two layers, with adapters."""
+def llama(layers: int = 2) -> nn.Module:
+    """A peft model with adapters."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, use_cache=False, **sizes)
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=layers, use_cache=False, **sizes)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
     model: nn.Module = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
     return model
@@ -280,7 +280,7 @@ def _peft_step(model: nn.Module, **options: Any) -> tuple[set[str], int]:
 @pytest.mark.parametrize("wrap", [False, True], ids=["alone", "as accelerate wraps it"])
 def test_a_peft_model_with_checkpointing_trains(wrap: bool) -> None:
     """Its hooks make Dynamo skip the outer frames: graphs start further in, and none is the whole."""
-    model = llama()
+    model = llama(layers=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable()

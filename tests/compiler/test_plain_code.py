@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("kernels_that_do_nothing")  # what is compared is code
+
+
 def code(build: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any) -> list[str]:
     """What Inductor writes for forward and backward, without the running number of the graph."""
     torch.compiler.reset()
@@ -55,12 +59,18 @@ def code(build: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any)
     return [re.sub(r"AOT ID: \['\d+_", "AOT ID: ['_", text) for text in written]
 
 
+@functools.cache
+def plain_code(model: str) -> list[str]:
+    """That of plain torch.compile."""
+    return code(*MODELS[model], backend="inductor")
+
+
 @pytest.mark.parametrize(
     "asked", [{}, {"policy": "keep"}, {"device_budget": "1GiB", "hardware": "h200-sxm", "reserve": 0}], ids=str
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_what_keeps_everything_is_plain_torch_s_code(model: str, asked: dict[str, Any]) -> None:
-    plain = code(*MODELS[model], backend="inductor")
+    plain = plain_code(model)
     assert len(plain) == 2
     assert code(*MODELS[model], backend=graphoffload.OffloadBackend(**asked)) == plain
     assert not graphoffload.last_plans()[-1].changes_anything
@@ -68,8 +78,7 @@ def test_what_keeps_everything_is_plain_torch_s_code(model: str, asked: dict[str
 
 def test_what_offloads_is_other_code() -> None:
     """The comparison can fail."""
-    plain = code(*MODELS["mlp"], backend="inductor")
-    assert code(*MODELS["mlp"], backend=graphoffload.OffloadBackend(policy="offload", min_tensor_bytes=0)) != plain
+    assert code(*MODELS["mlp"], backend=graphoffload.OffloadBackend(policy="offload", min_tensor_bytes=0)) != plain_code("mlp")
 
 
 def test_fusions_that_are_left_out_are_said(caplog: pytest.LogCaptureFixture) -> None:

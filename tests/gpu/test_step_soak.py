@@ -72,10 +72,10 @@ def test_a_long_run() -> None:
     assert min(log.happened[event] for event in EVENTS) >= COURSE.steps // COURSE.every // len(EVENTS)
     assert stats["deferred"] > COURSE.steps
     assert stats["prefetch_hits"] > COURSE.steps
-    assert_flat(log, COURSE, slack_bytes=RESIDENT_BYTES)
     with twin_copies(), mock.patch.object(step_again, "_EXCESS_BYTES", PLENTY):  # clones exceed any budget
         twin = timed(model, COURSE, "synchronous clones", books=False)
     assert twin.losses == log.losses
+    assert_flat(log, COURSE, slack_bytes=RESIDENT_BYTES)
     assert log.refused == [], "budgets between the least and keep-all were not met"
 
 
@@ -129,7 +129,7 @@ def test_page_locked_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPa
         for seed in range(4):
             this.step(ROWS[-1], seed)
         held, before = graphoffload.host_memory().pinned_bytes, resident_bytes()
-        assert held > 2**26
+        assert held > 2**25
         if reset:
             torch._dynamo.reset()
         else:

@@ -234,3 +234,26 @@ def test_nothing_to_offload_is_an_error_with_the_peak():
     with pytest.raises(BudgetError) as caught:
         plan_step(StepProblem(facts, toy(10.0), MeetBudget(60)))
     assert caught.value.least_bytes == 70
+
+
+def test_whole_blocks_are_for_what_chains_do_not_reach():
+    """A variant without a bound: it is ignored near the bound, and used for a budget that no other variant meets."""
+    facts = llama(2)
+    facts = replace(facts, calls=tuple(replace(call, before_backward=Gap()) for call in facts.calls))
+    smallest = facts.graphs[0][-1]
+    program = replace(smallest.program, candidates=(), buffers=())
+    blocks = replace(smallest, name="blocks", program=program, saved_input_bytes=0, bounded=False)
+    more = replace(facts, graphs=((*facts.graphs[0], blocks),))
+    keep = plan_step(StepProblem(facts, H200, KeepIfFits(None))).timeline.peak_bytes
+    near = StepProblem(facts, H200, MeetBudget(int(0.9 * keep)))
+    assert plan_step(replace(near, facts=more)) == plan_step(near)
+    least = []
+    for given_facts in (facts, more):
+        with pytest.raises(BudgetError) as refused:
+            plan_step(StepProblem(given_facts, H200, MeetBudget(1)))
+        assert refused.value.least_bytes is not None
+        least.append(refused.value.least_bytes)
+    assert least[1] < 0.97 * least[0]
+    solution = plan_step(StepProblem(more, H200, MeetBudget(least[1])))
+    assert len(facts.graphs[0]) in solution.chosen
+    assert solution.lower_bound_s is None

@@ -127,6 +127,19 @@ def test_as_little_as_page_locking_again_is_worth(system: types.SimpleNamespace,
     assert turns(memory, [], TURNS) == 64 * KIB
 
 
+def test_what_only_looks_as_if_it_were_in_use_goes_back(system: types.SimpleNamespace) -> None:
+    """Nobody asks for host memory once a plan keeps everything: the pool itself looks for handles that are gone."""
+    memory = HostPool()
+    gone = take(memory, [64 * KIB])
+
+    def reclaim() -> None:
+        while gone:
+            memory.give_back(gone.pop())
+
+    memory.reclaim = reclaim
+    assert turns(memory, [], 2 * TURNS) == 64 * KIB
+
+
 def test_slabs_in_use_or_in_a_copy_stay(system: types.SimpleNamespace) -> None:
     """The copy's event is asked, and never waited for."""
     memory = HostPool()

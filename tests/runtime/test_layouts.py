@@ -230,8 +230,7 @@ class Patches(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
-        for _ in range(2):
-            x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
         return x.square().mean()
 
 

@@ -164,7 +164,7 @@ def test_bad_goals(lazy: LazyStreams) -> None:
 
 def test_a_budget_that_no_plan_meets(lazy: LazyStreams) -> None:
     """The error names the least one, which is met; before and after it the model trains."""
-    model = fresh()
+    model = fresh(Block(), Block())  # the search for the least budget takes seconds a block
     (expected,) = kept(model, [batch()])
     compiled(model, "1B")
     for _ in range(2):

@@ -34,6 +34,7 @@ class Variant:
         saved_input_bytes: activations among the graph's inputs that its backward reads. They are its caller's memory, and this
             variant keeps them alive until its backward ends.
         reason: why the graph has this variant.
+        bounded: whether all that it does is among what the graph's bound allows.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Variant:
     program: Program
     saved_input_bytes: int = 0
     reason: str = ""
+    bounded: bool = True
 
     def __post_init__(self) -> None:
         """Refuse a program that is more than one call."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import WithinSlowdown
 from graphoffload.facts.plan import Action, Prediction
 from graphoffload.planner.predicted import prediction_of
@@ -42,6 +43,8 @@ _MORE = 12
 _REPAIRS = 8
 _SHARES = (0.12, 0.06, 0.03, 0.0)
 _NEAR_BOUND = 1.002
+_FAR = 0.03  # of keep-all's time, or of the peak
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class StepSolution:
             `keep_timeline`, and its `recompute_s` what the chosen variants compute more.
         keep_timeline: every call runs variant 0 and keeps everything.
         lower_bound_s: no plan within the budgets is faster. lower_bound_peak_bytes: no plan within the slowdown is smaller.
-            None for the other goal, and where `StepFacts.bounds` is empty.
+            None for the other goal, where `StepFacts.bounds` is empty, and where a call runs a variant that is not bounded.
         max_inflight_bytes: the window that the actions were found for; the counts of `calls` are what bounds it.
         solver: who proposed the actions. calls: the schedule of each. reload_steps: places of the reload ops of each variant.
     """
@@ -90,9 +93,65 @@ class StepSolution:
 def plan_step(problem: StepProblem) -> StepSolution:
     """The best plan found for the step; the best until the problem's patience ends.
 
+    Variants that compute whole blocks again are looked at where the others miss the goal, or are far from their bound. They are
+    taken where they are clearly better: their times are less certain than those of chains.
+
     Raises:
         BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
     """
+    chains = tuple(tuple(variant for variant in variants if variant.bounded) for variants in problem.facts.graphs)
+    if chains == problem.facts.graphs:
+        return _planned(problem)
+    try:
+        found = _planned(replace(problem, facts=replace(problem.facts, graphs=chains)))
+    except BudgetError as refused:
+        return _planned_instead(problem, refused)
+    if not _is_far(problem, found):
+        return found
+    try:
+        other = _planned(problem)
+    except BudgetError:
+        return found
+    return other if _is_clearly_better(problem, other, found) else found
+
+
+def _planned_instead(problem: StepProblem, refused: BudgetError) -> StepSolution:
+    """A plan of all variants where a part of them has none; where all have none, the error that names the lower budget."""
+    try:
+        return _planned(problem)
+    except BudgetError as error:
+        raise min(refused, error, key=lambda error: error.least_bytes or 0) from None
+
+
+def _missed(problem: StepProblem, solution: StepSolution) -> float:
+    """Bytes above the budget, or seconds beyond the slowdown."""
+    if isinstance(problem.goal, WithinSlowdown):
+        return max(0.0, solution.slowdown - problem.goal.max_slowdown) * solution.keep_timeline.time_s
+    budget = problem.goal.device_budget_bytes
+    return 0.0 if budget is None else max(0.0, solution.timeline.peak_bytes + problem.reserve_bytes - budget)
+
+
+def _is_far(problem: StepProblem, solution: StepSolution) -> bool:
+    """Whether a plan misses the goal, or a much better one may exist."""
+    if _missed(problem, solution) > _ROUNDING:
+        return True
+    if isinstance(problem.goal, WithinSlowdown):
+        low_bytes, peak_bytes = solution.lower_bound_peak_bytes, solution.timeline.peak_bytes
+        return low_bytes is None or peak_bytes > low_bytes + _FAR * peak_bytes
+    low_s, keep_s = solution.lower_bound_s, solution.keep_timeline.time_s
+    return low_s is None or solution.timeline.time_s > low_s + _FAR * keep_s
+
+
+def _is_clearly_better(problem: StepProblem, one: StepSolution, other: StepSolution) -> bool:
+    missed = [_missed(problem, solution) for solution in (one, other)]
+    if max(missed) > _ROUNDING:
+        return missed[0] < missed[1]
+    if isinstance(problem.goal, WithinSlowdown):
+        return one.timeline.peak_bytes < (1.0 - _FAR) * other.timeline.peak_bytes
+    return one.timeline.time_s < other.timeline.time_s - _FAR * other.keep_timeline.time_s
+
+
+def _planned(problem: StepProblem) -> StepSolution:
     runs = Runs(problem)
     facts, goal, keep = problem.facts, problem.goal, runs.keep
     fits = not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0)
@@ -198,7 +257,7 @@ def _solution(runs: Runs, run: Run) -> StepSolution:
         actions[call].append(action)
     time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
     slowdown = isinstance(runs.problem.goal, WithinSlowdown)
-    bound = time_s if run is runs.keep and not slowdown else _bound(runs)
+    bound = time_s if run is runs.keep and not slowdown else _bound(runs, run.chosen)
     again_s = max(0.0, run.timeline.keep_time_s - keep_s)
     return StepSolution(
         chosen=run.chosen,
@@ -215,10 +274,10 @@ def _solution(runs: Runs, run: Run) -> StepSolution:
     )
 
 
-def _bound(runs: Runs) -> float | None:
-    """The LP relaxation of keep-all's programs with their chains, which allows what any mix of variants does."""
+def _bound(runs: Runs, chosen: Sequence[int]) -> float | None:
+    """The LP relaxation of keep-all's programs with their chains, which allows what any mix of bounded variants does."""
     facts = runs.problem.facts
-    if not facts.bounds:
+    if not facts.bounds or not all(facts.variant(call, variant).bounded for call, variant in enumerate(chosen)):
         return None
     saved = [min(variant.saved_input_bytes for variant in variants) for variants in facts.graphs]
     variants = [Variant("bound", frozenset(), facts.bounds[call.graph], saved[call.graph]) for call in facts.calls]

@@ -345,9 +345,12 @@ class HostPool:
         """Training goes from a backward to a forward: idle memory that it did not need for a long while goes back to the
         operating system. Returns its bytes."""
         with self._lock:
-            window = self._window
-            if not window.turn():
+            if not self._window.turn():
                 return 0
+        if self.reclaim is not None:
+            self.reclaim()  # a plan that keeps everything has no ops that would do so
+        with self._lock:
+            window = self._window
             resting = not any(self._coming.values()) and not _capturing()
             excess = self._held() - _SLACK * max(window.peak_bytes, self._in_use_bytes) if resting else 0
             closing = not_needed(self._slabs, self._idle.values(), window.number, excess) if excess > 0 else []

@@ -1,0 +1,145 @@
+"""Which results take over the memory of what they are computed from: never one that Inductor gives memory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.codegen.common import KernelArgs
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from graphoffload.analysis.fusion import fusion_of
+from graphoffload.analysis.lifetimes import lives_in_memory, made_at
+from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
+
+W = 32
+SQUARE, WIDE = (W, W), (W, 4 * W)
+
+
+def dgelu(d: Tensor, w: Tensor, h: Tensor) -> Tensor:
+    """The product is read once, element by element."""
+    return torch.ops.aten.gelu_backward(d @ w, h) @ w.t()
+
+
+def through_views(d: Tensor, w: Tensor) -> Tensor:
+    """As a linear layer's gradient comes: a matrix, seen as a batch of them."""
+    return ((d @ w).view(4, W // 4, 4 * W) * 2 + 1).view(W, 4 * W) @ w.t()
+
+
+def of_two_products(d: Tensor, w: Tensor) -> Tensor:
+    """One result takes over one of two."""
+    return ((d @ w) * (d.sin() @ w)) @ w.t()
+
+
+def read_again(d: Tensor, w: Tensor) -> Tensor:
+    """A later product reads it, too."""
+    product = d @ w
+    return product.cos() @ w.t() + product @ w.t()
+
+
+def two_readers(d: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results of one kernel are computed from it."""
+    product = d @ w
+    return product.cos() @ w.t(), (product * 3) @ w.t()
+
+
+def turned(d: Tensor, w: Tensor) -> Tensor:
+    """Each element is computed from another one."""
+    return (d @ d).t().contiguous().sin() @ w
+
+
+def rows(d: Tensor, w: Tensor) -> Tensor:
+    """Every element is computed from a whole row."""
+    return functional.softmax(d @ w, -1) @ w.t()
+
+
+def narrower(d: Tensor, w: Tensor) -> Tensor:
+    """It has other elements."""
+    return (d @ w).double().sin() @ w.t().double()
+
+
+def returned(d: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The caller gets it."""
+    product = d @ w
+    return product, product.sin() @ w.t()
+
+
+def an_input(d: Tensor, w: Tensor) -> Tensor:
+    """The caller has it."""
+    return d.sin() @ w
+
+
+def a_part(d: Tensor, w: Tensor) -> Tensor:
+    """Its other half is not written to."""
+    return (d @ w)[:, : 2 * W].sin() @ w[:, : 2 * W].t()
+
+
+def joined(d: Tensor, w: Tensor) -> Tensor:
+    """What is written into a larger tensor has no memory to give away."""
+    return torch.cat([d @ w, d.sin() @ w]).sin() @ w.t()
+
+
+def normed(d: Tensor, w: Tensor) -> Tensor:
+    """A kernel that reduces rows reads it twice."""
+    product = d @ w
+    return (product * product.square().mean(-1, keepdim=True).rsqrt()) @ w.t()
+
+
+GIVES = (dgelu, through_views, of_two_products)
+KEEPS = (read_again, two_readers, turned, rows, narrower, returned, an_input, a_part, joined, normed)
+
+
+@contextlib.contextmanager
+def in_place() -> Iterator[list[tuple[str, str]]]:
+    """Pairs of buffers that Inductor makes one piece of memory; only those of the whole size count."""
+    found: list[tuple[str, str]] = []
+    original = KernelArgs.make_inplace
+
+    def noting(args: KernelArgs, old: str, new: str) -> None:
+        size = torch._inductor.virtualized.V.graph.get_buffer(new).get_size()
+        if torch.Size(map(int, size)).numel() >= W * W:
+            found.append((old, new))
+        original(args, old, new)
+
+    settings = torch._inductor.config.patch({**AS_PLANNED, "fx_graph_cache": False})
+    with mock.patch.object(KernelArgs, "make_inplace", noting), settings, planned_fusions(None):
+        yield found
+
+
+@pytest.mark.parametrize("function", [*GIVES, *KEEPS])
+def test_what_is_written_over(function: Callable[..., object]) -> None:
+    shapes = (SQUARE, WIDE, WIDE)[: function.__code__.co_argcount]
+    inputs = [torch.randn(shape) for shape in shapes]
+
+    def returning(*given: Tensor) -> tuple[object, ...]:
+        result = function(*given)
+        return result if isinstance(result, tuple) else (result,)
+
+    module = make_fx(returning, select_decomp_table(), tracing_mode="fake")(*inputs)
+    fusion = fusion_of(module.graph, fuses=True)
+    lives = {made: (first, last) for _, made, first, last in lives_in_memory(module.graph.nodes, fusion, made_at(fusion))}
+    over = [made for made, (_, last) in lives.items() if any(last < fusion.spans[reader][0] for reader in readers(made, lives))]
+    with in_place() as pairs:
+        compile_fx_inner(GraphModule(module, module.graph), inputs)
+    assert len(over) == (function in GIVES), over
+    assert len(over) <= len(pairs), (over, pairs)
+
+
+def readers(made: torch.fx.Node, lives: dict[torch.fx.Node, tuple[int, int]]) -> list[torch.fx.Node]:
+    """The values in memory that are computed from one of them."""
+    found, pending = [], [*made.users]
+    while pending:
+        user = pending.pop()
+        if user in lives:
+            found.append(user)
+        else:
+            pending.extend(user.users)
+    return found

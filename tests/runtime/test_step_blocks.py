@@ -1,0 +1,91 @@
+"""Steps whose variants compute whole blocks again, on lazy streams: gradients are those of everything kept, to the bit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lazy import LazyStreams
+from torch import Tensor, nn
+
+import graphoffload
+from graphoffload.errors import BudgetError
+from tests.runtime.stepping import OPTIONS, PLENTY, lazy, plan_now
+
+__all__ = ["lazy"]
+
+WIDTH, HEADS, TOKENS = 64, 4, 128
+
+
+class Attention(nn.Module):
+    """A block whose attention no chain of single activations runs again; `drops`: it draws random numbers as well."""
+
+    def __init__(self, drops: float) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.drops = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), drops
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.view(1, -1, HEADS, WIDTH // HEADS).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(x.shape)
+        return x + F.dropout(self.down(F.gelu(self.up(x))), self.drops)
+
+
+class Model(nn.Module):
+    """Blocks, two in a graph or each in its own, and a loss in eager."""
+
+    def __init__(self, drops: float, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(drops) for _ in range(count))
+        self.halves = self.half, self.half
+
+    def half(self, x: Tensor, start: int) -> Tensor:
+        for block in self.blocks[start::2]:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for start, half in enumerate(self.halves):
+            x = half(x, start)
+        return x.square().mean()
+
+
+def gradients(model: Model, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(x).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("drops", [0.0, 0.2])
+@pytest.mark.parametrize("parts", ["halves", "each block"])
+def test_gradients_of_blocks_that_run_again(lazy: LazyStreams, parts: str, drops: float) -> None:
+    torch.manual_seed(0)
+    model, x = Model(drops, 8 if parts == "halves" else 12), torch.randn(TOKENS, WIDTH)
+    backend: Any = graphoffload.OffloadBackend(**OPTIONS, device_budget=PLENTY, host_budget=0)
+    if parts == "halves":
+        model.halves = tuple(torch.compile(model.half, backend=backend, dynamic=False) for _ in range(2))  # type: ignore
+    else:
+        for block in model.blocks:
+            block.compile(backend=backend, dynamic=False)
+    for _ in range(3):
+        expected = gradients(model, x)
+    graphoffload.set_budget("1B")
+    with pytest.raises(BudgetError) as refused:
+        gradients(model, x)
+    assert refused.value.least_bytes is not None
+    graphoffload.set_budget(refused.value.least_bytes)
+    for _ in range(3):
+        found = gradients(model, x)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    plan = plan_now()
+    assert plan is not None
+    variants = {compiled.plan.variant for compiled, _, _ in plan.calls if compiled.plan is not None}
+    assert "blocks" in variants
+    assert plan.solution.timeline.peak_bytes <= refused.value.least_bytes
+    assert plan.solution.slowdown > 0
+    assert plan.solution.lower_bound_s is None, "chains of single activations do not bound what blocks do"
+    assert re.search("blocks computed again whole", plan.summary)
