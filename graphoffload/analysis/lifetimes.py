@@ -6,7 +6,7 @@ A fused kernel may write its result over an operand, and then both are one piece
 
 Inductor does so where the operand is a temporary that nothing else is left to read (decide_inplace_update in
 torch/_inductor/scheduler.py). It also does so for an operand whose other readers have run, and for saved activations; these
-count as two pieces here. A plan may then hold less than predicted, never more.
+count as two pieces here, so a plan may hold less than predicted.
 """
 
 from __future__ import annotations
