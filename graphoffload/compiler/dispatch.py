@@ -10,11 +10,11 @@ compiled when a plan first asks for them, between two steps, from the graph and 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -181,7 +181,7 @@ def dispatcher(graph: Graph, again: Retraceable, first: Compiled) -> Callable[..
     """What Dynamo calls: `first` until a step is planned."""
     dispatched = Dispatched(graph, again, first)
 
-    @wraps(first.function)  # with its attributes, such as `_boxed_call`
+    @functools.wraps(first.function)  # with its attributes, such as `_boxed_call`
     def run(*args: Any) -> Any:
         return dispatched.run(*args)
 

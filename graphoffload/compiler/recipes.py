@@ -134,8 +134,7 @@ def variants_of(
         chosen.append(replace(recipe, recomputes=recomputes, offloads=frozenset()))
         least_bytes = again.table.saved_bytes
     blocks = in_blocks(analysis, least_bytes - inputs[-1] > _LEFT * analysis.table.saved_bytes)
-    variant = None if blocks is None else _of_blocks(analysis, blocks)
-    if blocks is not None and variant is not None and _is_less(variant, variants[-1], analysis.hardware):
+    if blocks is not None and _is_less(variant := _of_blocks(analysis, blocks), variants[-1], analysis.hardware):
         variants.append(variant)
         inputs.append(_input_bytes(blocks))
         chosen.append(IN_BLOCKS)
