@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -39,7 +39,7 @@ class Switch:
 
     def __init__(self, how: str, configure: Callable[[], OffloadConfig]) -> None:
         self.how = how
-        self._configure = configure
+        self.configure = configure
         self._config: OffloadConfig | None = None
         self._planned = self._untrained = self._others = 0
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -77,7 +77,7 @@ class Switch:
             return as_before()  # type: ignore[no-any-return]
         if self._config is None:
             try:
-                self._config = self._configure()
+                self._config = self.configure()
             except ConfigError as error:
                 raise dynamo.as_it_is(error) from None
         if not self._planned:
@@ -164,6 +164,36 @@ def turn_on_by_environment(text: str) -> None:
         return OffloadConfig.from_options()
 
     _turn_on(f"{VARIABLE}={text}", configure)
+
+
+class SwitchedOn:
+    """The switch for the length of a training run, as a trainer's callback has it: before and after, it is as it was.
+
+    Args:
+        how: what turned it on. options: as of install().
+
+    Raises:
+        ConfigError: an unknown option, or a bad value.
+    """
+
+    def __init__(self, how: str, options: Mapping[str, Any]) -> None:
+        self.how, self.config = how, OffloadConfig.from_options(options)
+        self._before: tuple[Switch, ...] | None = None
+
+    def begin(self) -> None:
+        """Turn it on; again without effect."""
+        if self._before is None:
+            self._before = tuple(_ACTIVE)
+            _turn_on(self.how, lambda: self.config)
+
+    def end(self) -> None:
+        """Off, or on as before."""
+        if self._before is None:
+            return
+        before, self._before = self._before, None
+        uninstall()
+        for switch in before:
+            _turn_on(switch.how, switch.configure)
 
 
 def _turn_on(how: str, configure: Callable[[], OffloadConfig]) -> None:
