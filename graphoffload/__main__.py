@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     started = commands.add_parser("run", help="a script or a command as it is, planned", description=text, **shape)
     _add_fields(started, FIELD_NAMES)
     rest: dict[str, Any] = {"nargs": argparse.REMAINDER, "default": []}
-    started.add_argument("-m", dest="module", metavar="MODULE", help="a module with its arguments, as python -m runs it", **rest)
+    started.add_argument("-m", dest="module", metavar="MODULE", help="a module and its arguments, as python -m runs it", **rest)
     started.add_argument("command_given", metavar="COMMAND", help="a script, or a command such as torchrun", **rest)
     started.set_defaults(run=_run, known=[f"--{_dashed(name)}" for name in FIELD_NAMES])
     add_tools(commands.add_parser("bench", help="measure steps on this machine", description=bench.__doc__, **shape), shape)

@@ -25,12 +25,11 @@ _OLDEST, _NEWEST = "2.4", "2.6"
 class GraphOffloadCallback(Callback):  # type: ignore[misc]
     """Turns graphoffload on during fit, and logs its figures (integrations/figures.py) every `log_every_n_steps` steps.
 
-    Compile what `training_step` calls: `self.net.compile()`. Lightning never calls the LightningModule itself, so that compiling
-    that has no effect.
+    Compile what `training_step` calls: `self.net.compile()`. Lightning never calls the LightningModule itself, so that
+    compiling that has no effect.
 
     Args:
-        options: as of graphoffload.install(). Where the environment's GRAPHOFFLOAD=1 has turned it on, they take its place until
-            fit ends.
+        options: as of graphoffload.install(), until fit ends. Without any, the environment's (GRAPHOFFLOAD=1) hold.
 
     Raises:
         ConfigError: an unknown option, a bad value, or a Lightning that is too old.

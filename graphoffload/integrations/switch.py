@@ -152,6 +152,11 @@ def uninstall() -> None:
         _ACTIVE.pop().turn_off()
 
 
+def is_on() -> bool:
+    """Whether what Inductor compiles now is planned."""
+    return bool(_ACTIVE)
+
+
 def turn_on_by_environment(text: str) -> None:
     """GRAPHOFFLOAD=text at the import of torch. What is wrong about it is said at the first graph."""
 
@@ -167,22 +172,22 @@ def turn_on_by_environment(text: str) -> None:
 
 
 class SwitchedOn:
-    """The switch for the length of a training run, as a trainer's callback has it: before and after, it is as it was.
+    """The switch for the length of a training run, as a trainer's callback has it: afterwards it is as it was before.
 
     Args:
-        how: what turned it on. options: as of install().
+        how: what turned it on. options: as of install(); without any, a switch that is on already stays as it is.
 
     Raises:
         ConfigError: an unknown option, or a bad value.
     """
 
     def __init__(self, how: str, options: Mapping[str, Any]) -> None:
-        self.how, self.config = how, OffloadConfig.from_options(options)
+        self.how, self.given, self.config = how, bool(options), OffloadConfig.from_options(options)
         self._before: tuple[Switch, ...] | None = None
 
     def begin(self) -> None:
         """Turn it on; again without effect."""
-        if self._before is None:
+        if self._before is None and (self.given or not _ACTIVE):
             self._before = tuple(_ACTIVE)
             _turn_on(self.how, lambda: self.config)
 

@@ -26,8 +26,7 @@ class GraphOffloadCallback(TrainerCallback):  # type: ignore[misc]
     `state.log_history`; `add_to(trainer)` puts them before TensorBoard and the like as well, which come first otherwise.
 
     Args:
-        options: as of graphoffload.install(). Where the environment's GRAPHOFFLOAD=1 has turned it on, they take its place until
-            train() ends.
+        options: as of graphoffload.install(), until train() ends. Without any, the environment's (GRAPHOFFLOAD=1) hold.
 
     Raises:
         ConfigError: an unknown option, a bad value, or transformers that are too old.

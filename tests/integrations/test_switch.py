@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -284,9 +285,10 @@ def ran(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 def test_off_imports_nothing(tmp_path: Path) -> None:
     """`import torch` imports the entry point's own file and its two packages, which are empty."""
-    done = ran(sys.executable, "-c", "import sys, torch; print([m for m in sys.modules if m.startswith('graphoffload')])", cwd=tmp_path)
+    code = "import sys, torch; print([name for name in sys.modules if name.startswith('graphoffload')])"
+    done = ran(sys.executable, "-c", code, cwd=tmp_path)
     names = {"graphoffload", "graphoffload.integrations", "graphoffload.integrations.autoload"}
-    assert set(eval(done.stdout)) == names, done.stderr
+    assert set(ast.literal_eval(done.stdout)) == names, done.stderr
 
 
 @pytest.mark.slow
@@ -328,7 +330,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("command", "part"),
-    [([], "no command"), (["gone.py"], "gone.py does not exist"), (["no-such-command-here"], "on the PATH"), (["--x"], "--x is no")],
+    [([], "no command"), (["gone.py"], "gone.py does not exist"), (["no-such-command"], "on the PATH"), (["--x"], "--x is no")],
 )
 def test_bad_commands(command: list[str], part: str) -> None:
     """Each says what was meant to be run."""
