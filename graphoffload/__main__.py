@@ -39,7 +39,7 @@ from graphoffload.compiler.optimizer_state import NAMES
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
 from graphoffload.hardware.measurement import cache_path, measure, resolve_hardware
 from graphoffload.hardware.profile import PROFILES
-from graphoffload.integrations.launch import launch
+from graphoffload.integrations.commands import launch
 from graphoffload.log import log
 from graphoffload.options.config import ENV_PREFIX, FIELD_NAMES, OffloadConfig, parse_text
 from graphoffload.report.offload_report import OffloadReport

@@ -165,9 +165,9 @@ def test_without_options_a_switch_stays() -> None:
     (active,) = switch._ACTIVE
     told = switch.SwitchedOn("a callback", {})
     told.begin()
-    assert switch._ACTIVE == [active]
+    assert [active] == switch._ACTIVE
     told.end()
-    assert switch._ACTIVE == [active]
+    assert [active] == switch._ACTIVE
 
 
 def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:

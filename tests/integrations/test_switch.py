@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.errors import ConfigError, NotOffloadedWarning
-from graphoffload.integrations import autoload, launch, switch
+from graphoffload.integrations import autoload, commands, switch
 from graphoffload.runtime import registry
 from graphoffload.torch_internals import inductor
 from graphoffload.torch_internals.inductor_calls import take_over
@@ -322,10 +322,10 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts and modules by this Python, anything else from the PATH."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    assert launch.full_command(["train.py", "--lr", "1"]) == [sys.executable, "train.py", "--lr", "1"]
-    assert launch.full_command(["--", "train.py"]) == [sys.executable, "train.py"]
-    assert launch.full_command(["-m", "pkg", "x"]) == [sys.executable, "-m", "pkg", "x"]
-    assert launch.full_command(["env", "python"]) == ["env", "python"]
+    assert commands.full_command(["train.py", "--lr", "1"]) == [sys.executable, "train.py", "--lr", "1"]
+    assert commands.full_command(["--", "train.py"]) == [sys.executable, "train.py"]
+    assert commands.full_command(["-m", "pkg", "x"]) == [sys.executable, "-m", "pkg", "x"]
+    assert commands.full_command(["env", "python"]) == ["env", "python"]
 
 
 @pytest.mark.parametrize(
@@ -335,16 +335,16 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_commands(command: list[str], part: str) -> None:
     """Each says what was meant to be run."""
     with pytest.raises(ConfigError, match=part):
-        launch.full_command(command)
+        commands.full_command(command)
 
 
 def test_an_environment_in_which_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before the command runs: torch calls no entry points, or finds none of ours."""
-    assert launch.with_switch({"A": "b"}, {"policy": "offload"}) == {
+    assert commands.with_switch({"A": "b"}, {"policy": "offload"}) == {
         "A": "b", "GRAPHOFFLOAD": "1", "GRAPHOFFLOAD_POLICY": "offload",
     }  # fmt: skip
     with pytest.raises(ConfigError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
-        launch.with_switch({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, {})
-    monkeypatch.setattr(launch, "_GROUP", "no.such.group")
+        commands.with_switch({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, {})
+    monkeypatch.setattr(commands, "_GROUP", "no.such.group")
     with pytest.raises(ConfigError, match="not installed"):
-        launch.with_switch({}, {})
+        commands.with_switch({}, {})
