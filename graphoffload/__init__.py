@@ -2,6 +2,7 @@
 
     model.compile(backend="graphoffload")                                       # fit this GPU; change nothing when it fits
     model.compile(backend="graphoffload", options={"device_budget": "40GiB"})   # fit this much, at the least cost in time
+    GRAPHOFFLOAD=1 torchrun train.py                                            # a script that compiles, as it is
 
 A tour, in the order in which one compile goes through the packages:
 
@@ -34,20 +35,57 @@ compile. Every complaint is a class in errors.py. `python -m graphoffload` shows
 docs/one_tensor.md follows one activation all the way, with code that runs; docs/layout.md says where to change what.
 """
 
-from graphoffload.api.changing import set_budget, set_slowdown
-from graphoffload.api.introspect import explain, offload
-from graphoffload.api.tuning import tune
-from graphoffload.compiler.backend import OffloadBackend
-from graphoffload.compiler.partitioner import OffloadPartitioner, partition_fn
-from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.options.boundaries import mark_boundaries, mark_boundary
-from graphoffload.options.config import OffloadConfig
-from graphoffload.report.offload_report import OffloadReport
-from graphoffload.runtime import host_memory, release_host_memory, reset_stats, stats
-from graphoffload.runtime.registry import last_plans
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphoffload.api.changing import set_budget, set_slowdown
+    from graphoffload.api.introspect import explain, offload
+    from graphoffload.api.tuning import tune
+    from graphoffload.compiler.backend import OffloadBackend
+    from graphoffload.compiler.partitioner import OffloadPartitioner, partition_fn
+    from graphoffload.hardware.profile import HardwareProfile
+    from graphoffload.integrations.switch import install, uninstall
+    from graphoffload.options.boundaries import mark_boundaries, mark_boundary
+    from graphoffload.options.config import OffloadConfig
+    from graphoffload.report.offload_report import OffloadReport
+    from graphoffload.runtime import host_memory, release_host_memory, reset_stats, stats
+    from graphoffload.runtime.registry import last_plans
 
 __all__ = [
     "HardwareProfile", "OffloadBackend", "OffloadConfig", "OffloadPartitioner", "OffloadReport", "explain", "host_memory",
-    "last_plans", "mark_boundaries", "mark_boundary", "offload", "partition_fn", "release_host_memory", "reset_stats",
-    "set_budget", "set_slowdown", "stats", "tune",
+    "install", "last_plans", "mark_boundaries", "mark_boundary", "offload", "partition_fn", "release_host_memory",
+    "reset_stats", "set_budget", "set_slowdown", "stats", "tune", "uninstall",
 ]  # fmt: skip
+
+_HOMES = {
+    "api.changing": ("set_budget", "set_slowdown"),
+    "api.introspect": ("explain", "offload"),
+    "api.tuning": ("tune",),
+    "compiler.backend": ("OffloadBackend",),
+    "compiler.partitioner": ("OffloadPartitioner", "partition_fn"),
+    "hardware.profile": ("HardwareProfile",),
+    "integrations.switch": ("install", "uninstall"),
+    "options.boundaries": ("mark_boundaries", "mark_boundary"),
+    "options.config": ("OffloadConfig",),
+    "report.offload_report": ("OffloadReport",),
+    "runtime": ("host_memory", "release_host_memory", "reset_stats", "stats"),
+    "runtime.registry": ("last_plans",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import everything at the first use of any name: `import torch` imports this file (integrations/autoload.py)."""
+    if not name.startswith("_"):
+        for home, names in _HOMES.items():
+            module = import_module(f"{__name__}.{home}")
+            globals().update({exported: getattr(module, exported) for exported in names})
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

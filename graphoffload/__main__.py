@@ -1,7 +1,8 @@
-"""The command line: what this GPU can do, what a plan for a model would be without training, and what steps really take.
+"""The command line: what this GPU can do, what a plan for a model would be, any script as it is, and what steps really take.
 
     python -m graphoffload hardware [NAME] [--list]
     python -m graphoffload explain script.py:build --hardware h200-sxm --device-budget 40GiB --out pictures
+    python -m graphoffload run --device-budget 40GiB torchrun train.py --lr 1e-4
     python -m graphoffload bench --model llama4k --variants checkpoint over:8.6GB
 
 `build` is a function of the script without arguments that returns (model, args), (model, args, kwargs) or (model, kwargs): args
@@ -38,8 +39,9 @@ from graphoffload.compiler.optimizer_state import NAMES
 from graphoffload.errors import BudgetError, ConfigError, GraphOffloadError
 from graphoffload.hardware.measurement import cache_path, measure, resolve_hardware
 from graphoffload.hardware.profile import PROFILES
+from graphoffload.integrations.commands import launch
 from graphoffload.log import log
-from graphoffload.options.config import ENV_PREFIX, OffloadConfig, parse_text
+from graphoffload.options.config import ENV_PREFIX, FIELD_NAMES, OffloadConfig, parse_text
 from graphoffload.report.offload_report import OffloadReport
 from graphoffload.units import format_bytes
 
@@ -132,14 +134,23 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument("--meta", action="store_true", help="call the function on the meta device: no memory is taken")
     known = f"count the state of {', '.join(NAMES)}, which training makes; without it the report says what it leaves out"
     explained.add_argument("--optimizer", metavar="NAME", help=known)
-    fields = explained.add_argument_group("the configuration", f"Also set by {ENV_PREFIX}<FIELD>; an option wins.")
-    for field in dataclasses.fields(OffloadConfig):
-        fields.add_argument(
-            f"--{_dashed(field.name)}", dest=f"field_{field.name}", metavar="VALUE", help=field_help(field.name)
-        )
+    _add_fields(explained, [field.name for field in dataclasses.fields(OffloadConfig)])
     explained.set_defaults(run=_explain)
+    text = inspect.cleandoc(_run.__doc__ or "")
+    started = commands.add_parser("run", help="a script or a command as it is, planned", description=text, **shape)
+    _add_fields(started, FIELD_NAMES)
+    rest: dict[str, Any] = {"nargs": argparse.REMAINDER, "default": []}
+    started.add_argument("-m", dest="module", metavar="MODULE", help="a module and its arguments, as python -m runs it", **rest)
+    started.add_argument("command_given", metavar="COMMAND", help="a script, or a command such as torchrun", **rest)
+    started.set_defaults(run=_run, known=[f"--{_dashed(name)}" for name in FIELD_NAMES])
     add_tools(commands.add_parser("bench", help="measure steps on this machine", description=bench.__doc__, **shape), shape)
     return parser
+
+
+def _add_fields(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    fields = parser.add_argument_group("the configuration", f"Also set by {ENV_PREFIX}<FIELD>; an option wins.")
+    for name in names:
+        fields.add_argument(f"--{_dashed(name)}", dest=f"field_{name}", metavar="VALUE", help=field_help(name))
 
 
 def field_help(name: str) -> str:
@@ -213,9 +224,13 @@ def _explain(args: argparse.Namespace) -> int:
     return DONE
 
 
+def _given(args: argparse.Namespace) -> dict[str, str]:
+    return {name[len("field_") :]: text for name, text in vars(args).items() if name.startswith("field_") and text is not None}
+
+
 def _config(args: argparse.Namespace) -> OffloadConfig:
     """The options given, over the environment."""
-    given = {name[len("field_") :]: text for name, text in vars(args).items() if name.startswith("field_") and text is not None}
+    given = _given(args)
     inductor: dict[str, Any] = {}
     if (text := given.pop("inductor_options", None)) is not None:
         try:
@@ -286,6 +301,20 @@ def _no_gpu(config: OffloadConfig) -> list[str]:
     if torch.cuda.is_available() or config.reserve != "auto" or resolve_hardware(config.hardware).source != "cpu":
         return []
     return ["", "No GPU here and none named: times are a CPU's. --hardware h200-sxm plans for that GPU."]
+
+
+# run
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a script, a module or a command with graphoffload on for whatever Inductor compiles there (GRAPHOFFLOAD=1).
+
+    Options of graphoffload stand before the command; what follows the command's name is its own. The script compiles as it
+    does without this: model.compile(), torch.compile(model), or a trainer's option. docs/trainers.md has each trainer's.
+    """
+    _config(args)
+    launch(["-m", *args.module] if args.module else args.command_given, _given(args))
+    return DONE
 
 
 # The script

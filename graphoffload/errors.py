@@ -67,6 +67,10 @@ class UntestedTorchWarning(GraphOffloadWarning):
     """torch is newer (or older) than the versions graphoffload was tested with."""
 
 
+class UntestedTrainerWarning(GraphOffloadWarning):
+    """A trainer is newer than the releases that its integration was tested with."""
+
+
 class LargeSlowdownWarning(GraphOffloadWarning):
     """max_slowdown allows steps of more than twice the time: percent, perhaps, where a fraction is meant."""
 

@@ -22,7 +22,7 @@ if CONTROLLER:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="graphoffload-test-cache-")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that outnumber the cores wait for each other, 50 times as long
-for _name in [name for name in os.environ if name.startswith("GRAPHOFFLOAD_")]:
+for _name in [name for name in os.environ if name.startswith("GRAPHOFFLOAD")]:
     del os.environ[_name]
 os.environ["GRAPHOFFLOAD_CACHE_DIR"] = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "graphoffload")
 

@@ -26,6 +26,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "train_gpt.py": ["--steps", "12", "--layers", "1", "--width", "64", "--context", "64", "--min-tensor-bytes", "16384"],
     "train_hf_llama.py": ["--steps", "6", "--layers", "2", "--inner", "aot_eager"],
     "hf_trainer.py": ["--steps", "12"],
+    "trainers.py": ["all", "--steps", "4"],
     "explain_plan.py": ["--layers", "2", "--device-budget", "4GiB"],
     "write_a_policy.py": [],
     "pareto.py": ["--tiny", "--methods", "ours", "--steps", "2", "--block", "1"],
@@ -104,6 +105,23 @@ def test_hf_trainer(needed: str) -> None:
     copied = re.search(r"^offloaded (\d+) bytes in (\d+) copies, reloaded (\d+) bytes", out, re.M)
     assert copied, out
     assert int(copied[1]) == int(copied[3]) > 0, "every microbatch had a backward"
+
+
+@pytest.mark.slow
+def test_trainers() -> None:
+    """Each trainer that is installed trains as a plain loop does, and its activations went to the host."""
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    out = run_example("trainers.py", *ARGUMENTS["trainers.py"])
+    lines = {line.split()[0]: line for line in out.splitlines() if "losses" in line}
+    found = {name: (line.split("losses ")[1].split(";")[0], int(line.split()[-6])) for name, line in lines.items()}
+    assert found["loop"][1] == 0
+    assert {"transformers", "accelerate", "regional"} <= set(found), out
+    for name, (losses, copied) in found.items():
+        assert name == "loop" or copied > 0, out
+        if name != "trl":  # which trains an adapter
+            assert losses == found["loop"][0], out
+    for name, needed in (("trl", "trl"), ("lightning", "lightning"), ("fabric", "lightning")):
+        assert (name in found) is (importlib.util.find_spec(needed) is not None), out
 
 
 def test_explain_plan() -> None:

@@ -33,6 +33,7 @@ from graphoffload.facts.recipe import FIRST
 from graphoffload.log import log
 from graphoffload.monitor.budget_check import watch_budget
 from graphoffload.monitor.not_compiled import taken_in
+from graphoffload.monitor.outer_hooks import warn_of_outer_hooks
 from graphoffload.monitor.shared_budget import count_calls
 from graphoffload.options.config import OffloadConfig, split_options
 from graphoffload.runtime import captured
@@ -121,6 +122,7 @@ def compile_graph(
     if not needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return inner(untrained(gm, example_inputs, config), None)
+    warn_of_outer_hooks()
     graph = dynamos_graph(gm, example_inputs, config)
     again = dynamo.retraceable(gm) if may_join(graph) else None
     recipe = FIRST if again is not None and is_one_of_several(graph) else None

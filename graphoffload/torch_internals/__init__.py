@@ -5,6 +5,7 @@ dynamo             what is compiled now, wrappers of torch.compile, limits, and 
 partitioning       min-cut, how it is called, and what AOTAutograd knows of a graph's inputs
 checkpoint_tags    CheckpointPolicy in node metadata
 inductor           its settings and entry points, rules by which it makes kernels, the code that it writes
+inductor_calls     what torch.compile calls where the backend is Inductor
 autograd           counters and hooks of autograd, and AOTAutograd's compiled functions
 storages           identity of storages, and weak references to them
 streams            current device and stream, the allocator's counters

@@ -25,6 +25,12 @@ saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensor
 """The innermost active pair of saved-tensor hooks. Without it: each handle needs a ticket, and each reload a
 synchronisation."""
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread. Without it: checkpointing around what is compiled is not named, where it
+    runs forward under no_grad."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler records. Without it: each copy pays for a range with its tensor's name."""
 

@@ -1,0 +1,42 @@
+"""What torch.compile calls where the backend is Inductor. Seen in torch 2.11 to 2.15.
+
+Apart from `inductor`, since importing that takes seconds: this module is imported while torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.fx import GraphModule
+
+
+class Taker(Protocol):
+    """What gets each graph in Inductor's place."""
+
+    def __call__(
+        self, gm: GraphModule, inputs: Sequence[Any], settings: dict[str, Any], as_before: Callable[[], Any]
+    ) -> Callable[..., Any]:
+        """Compile a graph. settings: of torch._inductor.config, as torch.compile was given them. as_before: Inductor."""
+
+
+def take_over(taker: Taker) -> Callable[[], None]:
+    """Have `taker` compile what torch.compile hands to Inductor; returns what undoes that.
+
+    Without it: only scripts that name the backend are planned.
+    """
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    before = wrapper.__call__
+
+    def call(self: Any, model_: GraphModule, inputs_: Sequence[Any], **kwargs: Any) -> Any:
+        settings = {**self.config, **(kwargs.get("config_patches") or {})}
+        return taker(model_, inputs_, settings, lambda: before(self, model_, inputs_, **kwargs))
+
+    wrapper.__call__ = call
+
+    def undo() -> None:
+        if wrapper.__call__ is call:
+            wrapper.__call__ = before
+
+    return undo

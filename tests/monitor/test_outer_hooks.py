@@ -1,0 +1,103 @@
+"""Checkpointing and offloading around the compiled call defeat a plan, and are named; hooks that only look are not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from graphoffload.errors import NotOffloadedWarning
+
+OPTIONS = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 1}
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Tanh(nn.Module):
+    """A product, and what follows it."""
+
+    def __init__(self) -> None:
+        """Of width 8."""
+        super().__init__()
+        self.weight = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of a batch."""
+        return torch.tanh(self.weight(x)) * x
+
+
+class OffloadActivations(saved_tensors_hooks):
+    """As trainers call theirs; their pack function is a function inside of __init__ as well."""
+
+    def __init__(self) -> None:
+        """With hooks that copy."""
+
+        def pack_tensor(value: Tensor) -> Tensor:
+            return value.clone()
+
+        super().__init__(pack_tensor, lambda value: value)
+
+
+def inside(context: Any) -> Call:
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        with context:
+            result: Tensor = module(x)
+        return result
+
+    return call
+
+
+def checkpointed(reentrant: bool) -> Call:
+    return lambda module, x: checkpoint(module, x, use_reentrant=reentrant)
+
+
+def told(call: Call) -> tuple[list[str], Tensor]:
+    """Warnings of ours while a compiled module is trained, and its gradient."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Tanh()
+    module.compile(backend="graphoffload", options=OPTIONS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            module.zero_grad()
+            call(module, torch.ones(4, 8, requires_grad=True)).sum().backward()
+    assert module.weight.weight.grad is not None
+    return [str(w.message) for w in caught if w.category is NotOffloadedWarning], module.weight.weight.grad
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (checkpointed(False), ("torch.utils.checkpoint", "gradient_checkpointing=False")),
+        (checkpointed(True), ("torch.utils.checkpoint", "gradient_checkpointing=False")),
+        (inside(save_on_cpu()), ("torch.autograd.graph.save_on_cpu", "activation_offloading=False")),
+        (inside(OffloadActivations()), (f"{__name__}.OffloadActivations", "activation_offloading=False")),
+    ],
+    ids=["checkpoint", "reentrant", "save_on_cpu", "trainer"],
+)
+def test_named_once(call: Call, parts: tuple[str, ...]) -> None:
+    """With what to switch off; gradients are right all the same."""
+    (text,), gradient = told(call)
+    for part in parts:
+        assert part in text
+    _, alone = told(lambda module, x: module(x))
+    assert torch.equal(gradient, alone)
+
+
+def test_what_only_looks_is_not_named() -> None:
+    """Neither hooks that count what is saved, nor nothing at all, nor checkpointing inside of what is compiled."""
+    assert told(inside(saved_tensors_hooks(lambda value: value, lambda value: value)))[0] == []
+    assert told(lambda module, x: module(x))[0] == []
+
+    torch._dynamo.reset()
+    module = Tanh()
+    outer = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False), backend="graphoffload", options=OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotOffloadedWarning)
+        outer(torch.ones(4, 8, requires_grad=True)).sum().backward()
