@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import graphoffload
+from graphoffload.cli import run as commands
 from graphoffload.errors import ConfigError, NotOffloadedWarning
-from graphoffload.integrations import autoload, commands, switch
+from graphoffload.integrations import autoload, switch
 from graphoffload.runtime import registry
 from graphoffload.torch_internals import inductor
 from graphoffload.torch_internals.inductor_calls import take_over
