@@ -4,8 +4,8 @@
     read(key)           the value; None where nobody has put it yet
     first(key)          whether this rank is the first that asks: one of them does what is to be done once
 
-Nothing here waits. torch's own `get` and `wait` wait for a key, and hold the client's lock meanwhile, which other threads of the
-process need (NCCL's watchdog). `check` answers at once.
+Nothing here waits. torch's own `get` and `wait` wait for a key, and hold the client's lock meanwhile, which other threads of
+the process need (NCCL's watchdog). `check` answers at once.
 
 A group of one process has no peers: nothing is asked, and nothing costs anything.
 """
@@ -13,6 +13,7 @@ A group of one process has no peers: nothing is asked, and nothing costs anythin
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -65,26 +66,32 @@ class Peers:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None,
         rank: int,
         world: int,
         *,
         deadline_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store, self.rank, self.world, self.clock = store, rank, world, clock
+        self._given, self.rank, self.world, self.clock = store, rank, world, clock
         self.deadline_s = DEADLINE_S if deadline_s is None else deadline_s
-        self.broken = ""
+        self.broken = "" if store is not None else "it has none"
         self.absent: set[int] = set()
         self.local = 0
         self.met: Any = None
         self._named: Counter[str] = Counter()
         self._listed: set[str] = set()
+        self._said = False
 
     @property
     def others(self) -> list[int]:
         """The other ranks."""
         return [rank for rank in range(self.world) if rank != self.rank]
+
+    @property
+    def _store(self) -> Store:
+        assert self._given is not None
+        return self._given
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -103,7 +110,7 @@ class Peers:
             StoreFailed: the store does not answer.
         """
         with self._asking():
-            self.store.set(key, json.dumps(value))
+            self._store.set(key, json.dumps(value))
 
     def has(self, *keys: str) -> bool:
         """Whether all of these keys are there; one question to the store.
@@ -112,7 +119,7 @@ class Peers:
             StoreFailed: the store does not answer.
         """
         with self._asking():
-            return bool(self.store.check(list(keys)))
+            return bool(self._store.check(list(keys)))
 
     def read(self, key: str) -> Any:
         """The value of a key; None where it is not there.
@@ -121,7 +128,7 @@ class Peers:
             StoreFailed: the store does not answer, or what is there is no JSON.
         """
         with self._asking():
-            return json.loads(self.store.get(key)) if self.store.check([key]) else None
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def first(self, key: str) -> bool:
         """Whether no rank has asked this before.
@@ -130,7 +137,7 @@ class Peers:
             StoreFailed: the store does not answer.
         """
         with self._asking():
-            return int(self.store.add(key, 1)) == 1
+            return int(self._store.add(key, 1)) == 1
 
     def named(self, structure: str) -> str:
         """A name for one more thing of this structure: ranks that run the same program give the same names."""
@@ -138,12 +145,12 @@ class Peers:
         return f"{structure}.{self._named[structure]}"
 
     def list(self, name: str) -> None:
-        """Tell all ranks that this one has steps of this name, what it runs and where.
+        """Tell all ranks that this one has steps of this name ("": none), what it runs and where.
 
         Raises:
             StoreFailed: the store does not answer.
         """
-        self._listed.add(name)
+        self._listed |= {name} - {""}
         self.put(f"of/{self.rank}", {"steps": sorted(self._listed), "versions": versions(), "host": host()})
 
     def listed(self, rank: int) -> Mapping[str, Any] | None:
@@ -173,18 +180,34 @@ class Peers:
             f"plan. Rank {low} and rank {high} have {said}. Give every rank the same, also in its environment."
         )
 
-    def warn_alone(self, missing: Sequence[int], what: str) -> None:
-        """Say that something is planned without some ranks, or without the store."""
+    def warn_alone(self, missing: Sequence[int], what: str, waited_s: float | None = None) -> None:
+        """Say that something is planned without some ranks, or without the store, which is said once."""
         if self.broken:
+            if self._said:
+                return
+            self._said = True
             why = f"the store of the process group does not answer ({self.broken})"
         else:
-            why = f"{ranks_text(missing)} of {self.world} told nothing in {self.deadline_s:g} s"
+            spent_s = self.deadline_s if waited_s is None else waited_s
+            why = f"{ranks_text(missing)} of {self.world} told nothing in {spent_s:g} s"
+        share = ""
+        if not _local_world_size() and self.local < 2:
+            share = " LOCAL_WORLD_SIZE is not set, so host_budget takes the memory of the whole host: set it, as torchrun does."
         warn(
             PerRankPlanWarning,
             f"rank {self.rank} of {self.world} {what}: {why}. Gradients are right whatever the others decide, but the slowest "
             "rank sets the pace of all, and the rank with the least memory may run out of it. Train the same graphs on every "
-            "rank, or give device_budget and hardware as fixed values.",
+            f"rank, or give device_budget and hardware as fixed values.{share}",
             stacklevel=5,
+        )
+
+    def warn_misfit(self, rank: int, error: Exception) -> None:
+        """Say that this rank cannot do what another one decided for all."""
+        warn(
+            PerRankPlanWarning,
+            f"rank {self.rank} of {self.world} plans its step alone, since what rank {rank} decided does not fit here: {error} "
+            "Gradients are right all the same. Run the same program with the same batch sizes on every rank.",
+            stacklevel=6,
         )
 
 
@@ -195,6 +218,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
         shown = [*shown[:8], f"{len(shown) - 8} more"]
     text = " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1]))) if shown else "none"
     return f"rank{'s' * (len(shown) != 1)} {text}"
+
+
+def short(text: str) -> str:
+    """A digest for keys."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def versions() -> dict[str, str]:
@@ -238,15 +266,17 @@ def peers() -> Peers | None:
         _GROUP.generation += 1
         own = store if store is None else processes.with_prefix(store, f"graphoffload/{_GROUP.generation}")
         _GROUP.store, _GROUP.found = store, Peers(own, rank, world)
-        if store is None:
-            _GROUP.found.broken = "the process group has none"
     return _GROUP.found
 
 
 def local_ranks() -> int:
     """Ranks on this host: as torchrun, Open MPI or MPICH say, or as the ranks told each other; 0: not known."""
+    said, found = _local_world_size(), peers()
+    return said or (1 if found is None else found.local)
+
+
+def _local_world_size() -> int:
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if os.environ.get(name, "").isdigit():
             return max(1, int(os.environ[name]))
-    found = peers()
-    return 1 if found is None else found.local
+    return 0

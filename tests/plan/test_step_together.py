@@ -18,12 +18,13 @@ from graphoffload.planner.simulator import simulate
 from graphoffload.planner.step.events import moments_of, schedule_step
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem
 from graphoffload.planner.step.joint import join
-from graphoffload.planner.step.solve import StepSolution, follow_step, plan_step
+from graphoffload.planner.step.solve import plan_step
 from graphoffload.planner.step.together import (
     Decision,
     RankFacts,
     decision_of,
     facts_of_rank,
+    followed,
     merged,
     with_variants,
 )
@@ -36,7 +37,7 @@ GB = 1000 * MB
 
 def told(problem: StepProblem) -> RankFacts:
     """As it comes out of the store."""
-    facts = facts_of_rank(problem, "goal", divided=True)
+    facts = facts_of_rank(problem, divided=True)
     assert RankFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
     return facts
 
@@ -78,13 +79,6 @@ def with_outside(facts: StepFacts, nbytes: int) -> StepFacts:
     return replace(facts, calls=calls, base_bytes=facts.base_bytes + nbytes)
 
 
-def followed(problem: StepProblem, decision: Decision) -> StepSolution:
-    """What a rank makes of a decision."""
-    return follow_step(
-        problem, decision.chosen, decision.calls, decision.reload_steps, decision.offloads, decision.solver
-    )
-
-
 def recipes(facts: StepFacts) -> list[list[Recipe]]:
     """Names are all that is asked of them here."""
     return [[Recipe(variant.name, recomputes=variant.recomputes) for variant in variants] for variants in facts.graphs]
@@ -113,7 +107,9 @@ def test_moments_are_those_of_the_schedule(facts: StepFacts, hardware, data) -> 
     """The inverse, for any actions."""
     chosen = [data.draw(st.integers(0, len(facts.graphs[call.graph]) - 1)) for call in facts.calls]
     joined = join(facts, chosen)
-    actions = [c.fixed or ("offload" if c.can_offload and data.draw(st.booleans()) else "keep") for c in joined.program.candidates]
+    actions = [
+        c.fixed or ("offload" if c.can_offload and data.draw(st.booleans()) else "keep") for c in joined.program.candidates
+    ]
     planned = simulate(joined.program, actions, hardware).schedule
     made = schedule_step(facts, chosen, joined, planned)
     assert moments_of(facts, chosen, joined, made.calls, made.reload_steps) == made.moments

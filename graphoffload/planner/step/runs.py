@@ -219,11 +219,12 @@ class Runs:
             KeyError: it names what the programs do not have.
         """
         joined = join(self.problem.facts, chosen, self._named)
+        facts = self.problem.facts
+        names = (facts.variant(call, chosen[call]).program.candidates[index].name for call, index in joined.of)
         own: list[Action] = [
-            "offload" if self.problem.facts.variant(call, chosen[call]).program.candidates[index].name in actions[call] else "keep"
-            for call, index in joined.of
+            "offload" if name in actions[call] else "keep" for (call, _), name in zip(joined.of, names, strict=True)
         ]
-        moments = moments_of(self.problem.facts, chosen, joined, calls, reload_steps)
+        moments = moments_of(facts, chosen, joined, calls, reload_steps)
         arrays = arrays_of(joined.program, self.problem.hardware)
         result = replay_step(arrays, own, moments)
         schedule = StepSchedule(tuple(calls), reload_steps, moments)

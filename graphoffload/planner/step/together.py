@@ -1,11 +1,11 @@
-"""One plan for several ranks: what each of them tells, the problem that is made of it, and the decision that all of them follow.
+"""One plan for several ranks: what each of them tells, the problem that is made of it, and the decision that all follow.
 
     RankFacts of rank 0, 1, ... ──▶ merged(): the slowest times, the least room ──▶ plan_step ──▶ Decision ──▶ follow_step
                                              on one rank                                          on every rank
 
-What a rank has left is its *room*: its budget less its reserve, less what is outside the graphs. A rank with 4 GiB more memory and
-2 GiB more outside has 2 GiB more room. So the merged problem has the least budget of all ranks, and at each call as much outside
-as the rank with the least room there has beside that budget.
+What a rank has left is its *room*: its budget less its reserve, less what is outside the graphs. A rank with 4 GiB more memory
+and 2 GiB more outside has 2 GiB more room. So the merged problem has the least budget of all ranks, and at each call as much
+outside as the rank with the least room there has beside that budget.
 
 One rank solves, and the others take its decision. Plans would differ otherwise: the planner is deterministic, and its input is
 not the same, since every rank measures its own kernels, and which activations a variant computes again follows from these
@@ -28,7 +28,7 @@ from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.events import CallSchedule
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem, Variant
-from graphoffload.planner.step.solve import StepSolution
+from graphoffload.planner.step.solve import StepSolution, follow_step
 
 _SAME = 1.0 + 1e-9
 
@@ -48,14 +48,13 @@ class RankFacts:
     """What one rank knows of a step, as numbers.
 
     Attributes:
-        goal: as text, with its kind and its number if the user gave one: the same on all ranks.
         budget_bytes: None where nothing has to fit. reserve_bytes: comes off it. or_least: as StepProblem.
         host_bytes: None: no limit. divided: it is this rank's share of its host's memory, not all of it.
-        base_bytes: as StepFacts. outside_bytes: before the forward and before the backward of each call. gaps: (seconds, peak) before each of them.
+        base_bytes: as StepFacts. outside_bytes: before the forward and before the backward of each call. gaps: (seconds, peak)
+            before each of them.
         times_s: of each graph that keeps everything, its forward and its backward.
     """
 
-    goal: str
     budget_bytes: int | None
     reserve_bytes: int
     or_least: bool
@@ -82,12 +81,11 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
-def facts_of_rank(problem: StepProblem, goal: str, *, divided: bool) -> RankFacts:
+def facts_of_rank(problem: StepProblem, *, divided: bool) -> RankFacts:
     """What a rank tells of its own problem."""
     facts, hardware = problem.facts, problem.hardware
     keep = [variants[0].program for variants in facts.graphs]
     return RankFacts(
-        goal=goal,
         budget_bytes=problem.goal.device_budget_bytes,
         reserve_bytes=problem.reserve_bytes,
         or_least=problem.or_least,
@@ -292,6 +290,17 @@ def decision_of(facts: StepFacts, solution: StepSolution, recipes: Sequence[Sequ
     )
     found = tuple(tuple(each) for each in recipes)
     return Decision(found, solution.chosen, offloads, solution.calls, solution.reload_steps, solution.solver)
+
+
+def followed(problem: StepProblem, decision: Decision) -> StepSolution:
+    """What a decision comes to on a rank, whose problem this is.
+
+    Raises:
+        PlanError: it names what this rank's step does not have.
+    """
+    return follow_step(
+        problem, decision.chosen, decision.calls, decision.reload_steps, decision.offloads, decision.solver
+    )
 
 
 def with_variants(facts: StepFacts, families: Sequence[Sequence[Variant]], bounds: Sequence[Program]) -> StepFacts:
