@@ -31,6 +31,10 @@ from typing import Any
 from graphoffload.compiler import ranks as of_ranks
 from graphoffload.compiler.ranks import Peers
 
+GRACE_RUNS = 2
+"""Runs for which a rank that lists other steps may still come to list this one: ranks whose collectives keep them in step are
+at most one run apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Solve:
@@ -71,7 +75,7 @@ class Rounds:
     Attributes:
         name: of the step, the same on all ranks. round: the latest that this rank has told something in; -1: none.
         alone: nobody had decided in time in that round.
-        told: by rank, what it told in this round; None: it runs other steps.
+        told: by rank, what it told in this round; None: it runs other steps, and not this one.
     """
 
     peers: Peers
@@ -123,8 +127,9 @@ class Rounds:
         self._looks += 1
         if (why := self.asked()) is not None:
             return Opened(why)
-        if (value := self.peers.read(self._key("decision"))) is not None:
-            return Decided(value)
+        if (found := self.peers.read(self._key("decision"))) is not None:
+            self.peers.compare(found["rank"], found["options"], self.told[self.peers.rank]["options"])
+            return Decided(found["value"])
         self._look()
         spent_s = self.peers.clock() - self._since_s
         late = spent_s > self.peers.deadline_s and self._looks > of_ranks.DEADLINE_RUNS
@@ -152,13 +157,14 @@ class Rounds:
         """
         self.peers.list("")
 
-    def decide(self, value: Mapping[str, Any]) -> None:
+    def decide(self, value: Any) -> None:
         """Tell what all do.
 
         Raises:
             StoreFailed: the store does not answer.
         """
-        self.peers.put(self._key("decision"), value)
+        found = {"rank": self.peers.rank, "options": self.told[self.peers.rank]["options"], "value": value}
+        self.peers.put(self._key("decision"), found)
 
     def _key(self, last: object, number: int | None = None) -> str:
         return f"{self.name}/{self.round if number is None else number}/{last}"
@@ -178,7 +184,8 @@ class Rounds:
             if listed is None:
                 continue
             if self.name not in listed["steps"]:
-                self.told[rank] = None
+                if late or self._looks > GRACE_RUNS:
+                    self.told[rank] = None
             elif (value := self.peers.read(self._key(rank))) is not None:
                 ours = self.told[self.peers.rank]
                 self.peers.compare(rank, value["options"], ours["options"])

@@ -260,7 +260,7 @@ def _make(known: Known, device: torch.device, proposal: Proposal, decision: Deci
         return
     if streams is not None and (before is None or before.calls != known.plan.calls):
         streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones
-    common = f"; one plan for {ranks_text(who['ranks'])}" if decision is not None else ""
+    common = f"; one plan for {ranks_text(who['ranks'])}" if decision is not None and len(who["ranks"]) > 1 else ""
     say(known.plan.summary + common + (f"; planned again: {proposal.why}" if proposal.why else ""))
     if proposal.may_exceed:
         _warn_of_excess(known.plan, proposal.asked, proposal.why)
