@@ -58,7 +58,7 @@ def meet(limits: Limits, config: OffloadConfig, module: GraphModule) -> Limits:
     if peers is None:
         return limits
     if peers.met is None:
-        undivided = ranks.local_ranks() == 0
+        undivided = limits.host_auto and ranks.local_ranks() == 0
         mine = _told(limits, config, module, undivided)
         found = {peers.rank: mine, **_exchanged(peers, mine)}
         hosts = [each["host"] for each in found.values()]

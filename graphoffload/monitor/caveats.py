@@ -96,7 +96,7 @@ def _warn_of_ranks() -> None:
         PerRankPlanWarning,
         f"rank {rank} of {size} plans for itself: a partitioner that is used without the backend asks no other rank, and knows "
         "its own free memory and its own measured times alone. Gradients are the same whatever the others decide, but the "
-        'slowest rank sets the pace of all. Use backend="graphoffload"; or give device_budget and hardware as fixed values (such as '
-        '"60GiB" and "h200-sxm"), and set LOCAL_WORLD_SIZE so that host_budget is shared (torchrun does).',
+        'slowest rank sets the pace of all. Use backend="graphoffload"; or give device_budget and hardware as fixed values '
+        '(such as "60GiB" and "h200-sxm"), and set LOCAL_WORLD_SIZE so that host_budget is shared (torchrun does).',
         stacklevel=6,
     )

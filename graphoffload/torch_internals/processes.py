@@ -1,4 +1,4 @@
-"""The store through which the processes of a group find each other, and who this one is.
+"""The store through which the processes of a group find each other, and who this one is. Seen in 2.11 to 2.15.
 
 The store is a table of bytes that torchrun or rank 0 serves. Reading it needs nobody else to do anything at that moment, so
 unlike a collective it cannot wait for a rank that does something else.
