@@ -130,23 +130,20 @@ class Rounds:
         if (found := self.peers.read(self._key("decision"))) is not None:
             self.peers.compare(found["rank"], found["options"], self.told[self.peers.rank]["options"])
             return Decided(found["value"])
-        self._look()
         spent_s = self.peers.clock() - self._since_s
         late = spent_s > self.peers.deadline_s and self._looks > of_ranks.DEADLINE_RUNS
-        missing = self._unknown()
-        if missing and not late:
-            return None
-        present = {rank: told for rank, told in self.told.items() if told is not None}
-        lowest = min(present) == self.peers.rank
-        if lowest and not self._claimed and len({told["goal"] for told in present.values()}) == 1:
-            self._claimed = True
-            if self.peers.first(self._key("claim")):
+        solver = self._solver(late)
+        if solver == self.peers.rank and not self._claimed:
+            present = {rank: told for rank, told in sorted(self.told.items()) if told is not None}
+            self._claimed = len({told["goal"] for told in present.values()}) == 1
+            if self._claimed and self.peers.first(self._key("claim")):
+                missing = self._unknown()
                 self.peers.absent.update(missing)
                 return Solve(present, tuple(missing))
         if spent_s > 2.0 * self.peers.deadline_s and self._looks > 2 * of_ranks.DEADLINE_RUNS:
-            self.peers.absent.update(missing)
             self.alone = True
-            return Alone(tuple(missing or (rank for rank in present if rank != self.peers.rank)))
+            others = [rank for rank, told in self.told.items() if told is not None and rank != self.peers.rank]
+            return Alone(tuple(others if solver in (None, self.peers.rank) else [solver]))
         return None
 
     def leave(self) -> None:
@@ -173,21 +170,32 @@ class Rounds:
         """Ranks that have said nothing yet, without those that were waited for in vain before."""
         return [rank for rank in self.peers.others if rank not in self.told and rank not in self.peers.absent]
 
-    def _look(self) -> None:
-        """Read what others have told in this round, once all have told something or the time is over."""
+    def _solver(self, late: bool) -> int | None:
+        """The rank that solves: the lowest of this step; None: not known yet.
+
+        A rank reads what the lower ones say until it finds one of this step. Only the lowest reads what all say.
+        """
+        for rank in range(self.peers.rank):
+            self._read(rank, late)
+            if self.told.get(rank) is not None:
+                return rank
+            if rank in self._unknown() and not late:
+                return None
         unknown = self._unknown()
-        late = self.peers.clock() - self._since_s > self.peers.deadline_s
-        if not unknown or not (late or self.peers.has(*(f"of/{rank}" for rank in unknown))):
+        if unknown and not late and not self.peers.has(*(f"of/{rank}" for rank in unknown)):
+            return None
+        for rank in self.peers.others:
+            self._read(rank, late)
+        return self.peers.rank if late or not self._unknown() else None
+
+    def _read(self, rank: int, late: bool) -> None:
+        """What another rank has told in this round, if that is not known."""
+        if rank in self.told or (listed := self.peers.listed(rank)) is None:
             return
-        for rank in (*unknown, *sorted(self.peers.absent)):
-            listed = self.peers.listed(rank)
-            if listed is None:
-                continue
-            if self.name not in listed["steps"]:
-                if late or self._looks > GRACE_RUNS:
-                    self.told[rank] = None
-            elif (value := self.peers.read(self._key(rank))) is not None:
-                ours = self.told[self.peers.rank]
-                self.peers.compare(rank, value["options"], ours["options"])
-                self.told[rank] = value
-                self.peers.absent.discard(rank)
+        if self.name not in listed["steps"]:
+            if late or self._looks > GRACE_RUNS:
+                self.told[rank] = None
+        elif (value := self.peers.read(self._key(rank))) is not None:
+            self.peers.compare(rank, value["options"], self.told[self.peers.rank]["options"])
+            self.told[rank] = value
+            self.peers.absent.discard(rank)

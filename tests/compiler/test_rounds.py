@@ -32,10 +32,8 @@ class Clock:
 
 def group(world: int, clock: Clock | None = None, store: Any = None) -> list[Peers]:
     """Ranks that share a store."""
-    store = HashStore() if store is None else store
-    return [
-        Peers(PrefixStore("graphoffload", store), rank, world, deadline_s=60.0, clock=clock or Clock()) for rank in range(world)
-    ]
+    store = PrefixStore("graphoffload", HashStore()) if store is None else store
+    return [Peers(store, rank, world, deadline_s=60.0, clock=clock or Clock()) for rank in range(world)]
 
 
 def facts(rank: int, goal: str = "auto", **options: str) -> dict[str, Any]:
@@ -214,11 +212,25 @@ def test_different_options_are_an_error_on_both_ranks() -> None:
     rounds = started(3)
     for rank, each in enumerate(rounds):
         each.tell(facts(rank, device_budget="60GiB" if rank == 2 else "40GiB"), "")
-    for each in rounds:
+    assert rounds[1].news() is None, "it is like the lowest, and asks no other"
+    for each in (rounds[0], rounds[2]):
         with pytest.raises(ConfigError) as info:
             each.news()
-        for part in ("ranks 0 and 2" if each.peers.rank != 1 else "ranks 1 and 2", "device_budget: 40GiB and 60GiB", "Give"):
+        for part in ("ranks 0 and 2", "device_budget: 40GiB and 60GiB", "Give"):
             assert part in str(info.value)
+
+
+def test_only_one_rank_reads_what_all_say() -> None:
+    """With many ranks: the store is asked about as many things as there are ranks, not as many as there are pairs."""
+    count = 50
+    store = Broken(10**9)
+    rounds = [Rounds(peers, peers.named("s")) for peers in group(count, store=store)]
+    for rank, each in enumerate(rounds):
+        each.tell(facts(rank), "")
+    before = store.left
+    for each in reversed(rounds):
+        each.news()
+    assert before - store.left < 12 * count
 
 
 def test_one_that_comes_late_with_other_options() -> None:
