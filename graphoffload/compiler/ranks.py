@@ -201,6 +201,16 @@ class Peers:
             stacklevel=5,
         )
 
+    def warn_apart(self, rank: int) -> None:
+        """Say that another rank has compiled the same graphs another number of times."""
+        warn(
+            PerRankPlanWarning,
+            f"rank {self.rank} of {self.world} plans a step without rank {rank}, which has had its graphs another number of "
+            "times: one of the two has compiled them again alone. Gradients are right all the same. Call torch._dynamo.reset() on "
+            "every rank or on none, and give the batches of all ranks the same sizes.",
+            stacklevel=6,
+        )
+
     def warn_misfit(self, rank: int, error: Exception) -> None:
         """Say that this rank cannot do what another one decided for all."""
         warn(

@@ -195,7 +195,14 @@ class Rounds:
         if self.name not in listed["steps"]:
             if late or self._looks > GRACE_RUNS:
                 self.told[rank] = None
+                if any(_structure(name) == _structure(self.name) for name in listed["steps"]):
+                    self.peers.warn_apart(rank)
         elif (value := self.peers.read(self._key(rank))) is not None:
             self.peers.compare(rank, value["options"], self.told[self.peers.rank]["options"])
             self.told[rank] = value
             self.peers.absent.discard(rank)
+
+
+def _structure(name: str) -> str:
+    """What steps of this name run; the rest of a name counts equal ones of a process."""
+    return name.rpartition(".")[0]

@@ -50,7 +50,7 @@ def plan_if_due(known: Known, device: torch.device, last: StepRun | None) -> Non
     """Plan the step that begins, if there is a reason: one of this rank's own, or of another one that plans with it."""
     if known.plan is None and known.facts is None and len(known.runs) < RECORDED:
         return
-    before, known.rounds = known.rounds, rounds_of(known.rounds, known.sequence, _graphs(known.sequence))
+    before, known.rounds = known.rounds, rounds_of(known.rounds, known.sequence, _graphs)
     lost = known.proposal if known.rounds is not before else None
     if lost is not None:  # the process group is gone, or its store
         known.proposal = None

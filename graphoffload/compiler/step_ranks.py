@@ -7,14 +7,15 @@ A group of one process has none of this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graphoffload.compiler import ranks
 from graphoffload.compiler.cache_key import structure_key
 from graphoffload.compiler.dispatch import Dispatched
-from graphoffload.compiler.ranks import Peers, options_of
+from graphoffload.compiler.ranks import Peers, StoreFailed, options_of
 from graphoffload.compiler.rounds import Rounds, Solve
 from graphoffload.compiler.step_plan import Asked, StepPlan, problem_of
 from graphoffload.errors import BudgetError, PlanError
@@ -37,16 +38,28 @@ class Proposal:
     may_exceed: bool
 
 
-def rounds_of(now: Rounds | None, sequence: Sequence[int], graphs: Sequence[Dispatched]) -> Rounds | None:
+def rounds_of(
+    now: Rounds | None, sequence: Sequence[int], graphs: Callable[[Sequence[int]], Sequence[Dispatched]]
+) -> Rounds | None:
     """The rounds of a step with the other ranks that there are: as they were, or new ones in a new process group. None: there
-    are no others, or their store does not answer."""
+    are no others, or their store does not answer. graphs: those of a sequence, each once."""
     peers = ranks.peers()
     if peers is None:
         return None
     if peers.broken:
         peers.warn_alone([], "plans alone")
         return None
-    return now if now is not None and now.peers is peers else Rounds(peers, peers.named(_structure(sequence, graphs)))
+    if now is not None and now.peers is peers:
+        return now
+    return Rounds(peers, peers.named(_structure(sequence, graphs(sequence))))
+
+
+def plans_none() -> None:
+    """Tell other ranks, if there are any, that this one runs no step that they could plan with it."""
+    peers = ranks.peers()
+    if peers is not None and not peers.broken:
+        with contextlib.suppress(StoreFailed):
+            peers.list("")
 
 
 def _structure(sequence: Sequence[int], graphs: Sequence[Dispatched]) -> str:

@@ -22,6 +22,7 @@ from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_again import Known, learn_shortage
 from graphoffload.compiler.step_planning import RECORDED, collect_garbage, config_of, plan_if_due
+from graphoffload.compiler.step_ranks import plans_none
 from graphoffload.errors import BudgetError, PlanError, StepNotPlannedWarning, warn
 from graphoffload.monitor.step_memory import shortage_of, watch
 from graphoffload.runtime.step.calls import STEPS, StepRun
@@ -127,8 +128,9 @@ def _learn(device: torch.device, run: StepRun) -> None:
         _PLANNER.known.popitem(last=False)
     if known.plan is None and run.recording and not known.fixed:
         known.runs = [*known.runs[1 - RECORDED :], run]
-    if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant:
+    if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant and not known.alone:
         known.fixed = known.alone = True
+        plans_none()
     if not known.fixed and known.proposal is None:
         _count_changing(run)
 

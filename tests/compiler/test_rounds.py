@@ -92,6 +92,17 @@ def test_a_rank_that_plans_no_step_is_not_waited_for() -> None:
     assert list(found.told) == [0]
 
 
+def test_one_that_compiled_again_alone_is_said() -> None:
+    """Its steps have another number; nobody else's rank could tell."""
+    one, other = started(2)
+    again = Rounds(other.peers, other.peers.named("s"))
+    one.tell(facts(0), "")
+    again.tell(facts(1), "")
+    assert [one.news() for _ in range(GRACE_RUNS)] == [None] * GRACE_RUNS
+    with pytest.warns(PerRankPlanWarning, match=r"rank 0 of 2 plans a step without rank 1.*torch._dynamo.reset"):
+        assert isinstance(one.news(), Solve)
+
+
 def decided(rounds: list[Rounds], value: Any) -> None:
     for each in rounds:
         found = each.news()
