@@ -206,8 +206,8 @@ class Peers:
         warn(
             PerRankPlanWarning,
             f"rank {self.rank} of {self.world} plans a step without rank {rank}, which has had its graphs another number of "
-            "times: one of the two has compiled them again alone. Gradients are right all the same. Call torch._dynamo.reset() on "
-            "every rank or on none, and give the batches of all ranks the same sizes.",
+            "times: one of the two has compiled them again alone. Gradients are right all the same. Call "
+            "torch._dynamo.reset() on every rank or on none, and give the batches of all ranks the same sizes.",
             stacklevel=6,
         )
 
