@@ -1,6 +1,7 @@
 """Two processes train together (gloo on the CPU): gradients are keep-all's, host memory is shared, caches stay whole.
 
-Plans are made per rank; DDP and FSDP2 see compiled blocks as any other modules. On two GPUs: tests/gpu/test_two_gpus.py.
+DDP and FSDP2 see compiled blocks as any other modules. Steps that ranks plan together: test_ranks_agree.py. On two
+GPUs: tests/gpu/test_two_gpus.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from graphoffload.runtime import registry
 def test_gradients_are_those_of_keep_all(tmp_path: Path, inner: str) -> None:
     """On both ranks, every gradient; under Inductor to rounding, for it fuses what is kept otherwise than what is copied.
 
-    Beside it: one PerRankPlanWarning a process, half of the host memory for each, hardware that one of them measured.
+    Beside it: no warning, half of the host memory for each, hardware that one of them measured.
     """
     found = spawned(train, tmp_path, CPU, inner)
     for case in CASES:

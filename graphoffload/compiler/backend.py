@@ -24,10 +24,12 @@ from graphoffload.compiler.compile_variant import (
     untrained,
 )
 from graphoffload.compiler.dispatch import dispatcher, is_one_of_several, may_join
+from graphoffload.compiler.meeting import meet
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.resets import RESETS
 from graphoffload.compiler.session import new_key
 from graphoffload.errors import BudgetError, ConfigError, FallbackWarning, warn
+from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.recipe import FIRST
 from graphoffload.log import log
@@ -126,6 +128,8 @@ def compile_graph(
     graph = dynamos_graph(gm, example_inputs, config)
     again = dynamo.retraceable(gm) if may_join(graph) else None
     recipe = FIRST if again is not None and is_one_of_several(graph) else None
+    if recipe is None:
+        graph = replace(graph, limits=_met(graph))
     try:
         compiled = compile_by(graph, recipe)
     except BudgetError:
@@ -141,6 +145,18 @@ def compile_graph(
         return dispatcher(graph, again, compiled)
     watched = watch_budget(compiled.function, compiled.key, config, graph.limits)
     return count_calls(watched, compiled.key, config, graph.limits)
+
+
+def _met(graph: Graph) -> Limits:
+    """The limits of a graph that is planned alone, with what all ranks have.
+
+    Raises:
+        ConfigError: ranks have different options or versions; it reaches the user as it is.
+    """
+    try:
+        return meet(graph.limits, graph.config, graph.module)
+    except ConfigError as error:
+        raise dynamo.as_it_is(error) from None
 
 
 def plan_graph(

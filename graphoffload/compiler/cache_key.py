@@ -10,8 +10,10 @@ import enum
 import functools
 import hashlib
 import os
+import re
 import secrets
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.options.policies import stable_text
 from graphoffload.torch_internals import releases
 from graphoffload.torch_internals.operators import OpOverload
+
+_DEVICE = re.compile(r"\b(?:cuda|xpu|cpu):\d+|\bindex=\d+")
 
 
 def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
@@ -49,6 +53,20 @@ def graph_key(gm: GraphModule, config: OffloadConfig, extra: str = "") -> str:
     for module in modules:
         digest.update(_context_text(module.meta.get("_checkpoint_context_fn")).encode())
     return digest.hexdigest()[:24]
+
+
+def structure_key(modules: Iterable[GraphModule]) -> str:
+    """Identity of what graphs compute, equal in every process of a program that runs on several devices: without options,
+    versions and numbers of devices."""
+    digest = hashlib.sha256()
+    for module in modules:
+        digest.update(_DEVICE.sub("device", str(module.graph)).encode())
+        for node in module.graph.nodes:
+            value = node.meta.get("val", node.meta.get("example_value"))
+            if isinstance(value, torch.Tensor):
+                digest.update(f"{node.name} {tuple(value.shape)} {value.stride()} {value.dtype}".encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
 
 
 def _context_text(context: Any) -> str:

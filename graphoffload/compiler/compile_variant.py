@@ -17,6 +17,7 @@ from graphoffload.analysis.storages import example_storage_nbytes
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.device_limits import map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.inner_compile import compile_as_planned
+from graphoffload.compiler.meeting import is_alone
 from graphoffload.compiler.module_names import is_part, name_modules
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.session import CompileSession, Purpose, new_key
@@ -175,7 +176,7 @@ def _take_stored(base: str, session: CompileSession) -> None:
         say(f"{plan.graph}: {plan.summary or summary_line(plan)} (from the compile cache)")
     if log.isEnabledFor(10):
         log.debug("%s", plan_table(plan))
-    warn_of_surroundings(plan, config, inductor=config.inner == "inductor")
+    warn_of_surroundings(plan, config, inductor=config.inner == "inductor", alone=is_alone())
 
 
 def _stored(base: str, limits: Limits) -> Plan | None:

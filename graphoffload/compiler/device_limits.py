@@ -11,6 +11,7 @@ import torch
 
 from graphoffload.analysis.storages import example_storage_nbytes, storage_id
 from graphoffload.compiler.optimizer_state import state_bytes
+from graphoffload.compiler.ranks import local_ranks
 from graphoffload.facts.limits import Limits
 from graphoffload.hardware import host_memory
 from graphoffload.hardware.measurement import resolve_hardware
@@ -128,7 +129,7 @@ def _host_budget(config: OffloadConfig) -> int:
     ram = host_memory.for_this_process()
     if config.host_budget != "auto":
         return parse_size(config.host_budget, field="host_budget", whole_bytes=ram.total_bytes)
-    share = int(ram.available_bytes * _HOST_SHARE) // _processes_here() + int(POOL.snapshot().held_bytes * _HOST_SHARE)
+    share = int(ram.available_bytes * _HOST_SHARE) // max(1, local_ranks()) + int(POOL.snapshot().held_bytes * _HOST_SHARE)
     locked = _lockable_bytes()
     return share if locked is None else min(share, locked)
 
@@ -138,11 +139,3 @@ def _lockable_bytes() -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limited = soft not in (resource.RLIM_INFINITY, -1) and torch.cuda.is_available() and os.geteuid() != 0
     return soft if limited else None
-
-
-def _processes_here() -> int:
-    """Ranks on this host, as torchrun, Open MPI or MPICH say; 1 if none of them does."""
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
-        if os.environ.get(name, "").isdigit():
-            return max(1, int(os.environ[name]))
-    return 1

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from graphoffload.compiler.checkpoint_regions import in_blocks
 from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, traced_only
 from graphoffload.compiler.device_limits import resolve_limits
+from graphoffload.compiler.meeting import least
 from graphoffload.compiler.optimizer_state import share_of_trained
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.pipeline import analyse
@@ -89,6 +90,21 @@ class Dispatched:
             self._family = family_of(self.graph, self.again)
         return self._family
 
+    def take_family(self, recipes: Sequence[Recipe]) -> bool:
+        """Have the variants of another rank from now on; whether they are others than those of this one.
+
+        Raises:
+            PlanError: the graph cannot be compiled by these recipes.
+        """
+        wanted = [recipe.identity for recipe in recipes]
+        if [recipe.identity for recipe in self.family.recipes] == wanted:
+            return False
+        found = family_of(self.graph, self.again, recipes)
+        if [recipe.identity for recipe in found.recipes] != wanted:
+            raise PlanError(f"{self.graph.name} cannot be compiled by the variants that another rank plans with.")
+        self._family = found
+        return True
+
     def share_inputs(self, positions: Collection[int]) -> None:
         """These inputs are other calls' as well, so that offloading them for one call frees nothing."""
         left = tuple(at for at in self.graph.activations if at not in positions)
@@ -119,7 +135,7 @@ class Dispatched:
             BudgetError: no plan meets the budget.
         """
         self._lacking_bytes += lacking_bytes
-        limits = resolve_limits(config, self.again.inputs)
+        limits = least(resolve_limits(config, self.again.inputs), config)
         limits = replace(limits, downstream=self.graph.limits.downstream)
         if limits.device_budget_bytes is not None:
             limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - self._lacking_bytes)
@@ -204,23 +220,23 @@ class Family:
         self.variants, self.recipes, self.bound, self.input_bytes = variants, recipes, bound, input_bytes
 
 
-def family_of(graph: Graph, again: Retraceable) -> Family:
-    """Trace a graph once more, for its family of variants.
+def family_of(graph: Graph, again: Retraceable, recipes: Sequence[Recipe] | None = None) -> Family:
+    """Trace a graph once more, for its family of variants: those by these recipes, or those that are found here.
 
     Raises:
         PlanError: torch partitioned nothing.
     """
     graph = replace(graph, module=again.copy(), inputs=again.inputs)
     with again.traced():
-        found, _ = look(graph)
+        found, _ = look(graph, recipes)
     if found is None:
         raise PlanError(f"{graph.name} was partitioned when it was compiled, and is not when it is traced again.")
     return found
 
 
-def look(graph: Graph) -> tuple[Family | None, Callable[..., Any]]:
+def look(graph: Graph, recipes: Sequence[Recipe] | None = None) -> tuple[Family | None, Callable[..., Any]]:
     """A graph's family of variants, None where torch partitions nothing; and the graph with everything kept, uncompiled."""
-    looking = _Looking(graph.session(new_key("look"), "explain", None, of_a_step=True))
+    looking = _Looking(graph.session(new_key("look"), "explain", None, of_a_step=True), recipes)
     function = traced_only(graph, looking)
     return looking.found, function
 
@@ -228,8 +244,8 @@ def look(graph: Graph) -> tuple[Family | None, Callable[..., Any]]:
 class _Looking(CustomPartitionerFn):
     """A partitioner that finds the variants of a graph, and partitions it as torch does."""
 
-    def __init__(self, session: CompileSession) -> None:
-        self.session = session
+    def __init__(self, session: CompileSession, recipes: Sequence[Recipe] | None) -> None:
+        self.session, self.recipes = session, recipes
         self.found: Family | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
@@ -240,7 +256,7 @@ class _Looking(CustomPartitionerFn):
             return partitioning.min_cut(gm, joint_inputs, kwargs)
         parameters = partitioning.must_be_parameters(gm.graph, self.session.parameters)
         analysis = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
-        self.found = Family(*variants_of(analysis, lambda plain, whole: in_blocks(plain, analyse, whole=whole)))
+        self.found = Family(*variants_of(analysis, lambda plain, whole: in_blocks(plain, analyse, whole=whole), self.recipes))
         return analysis.pair.forward, analysis.pair.backward
 
     def uuid(self) -> str:

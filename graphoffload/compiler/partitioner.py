@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from graphoffload.compiler.meeting import is_alone
 from graphoffload.compiler.pipeline import Rewritten, rewrite
 from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, session_of_joint
@@ -86,7 +87,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         rewritten = replace(rewritten, plan=replace(rewritten.plan, notes=notes, part=session.is_part))
         if rewritten.plan.transfers and self.key is None and inductor:
             _check_inductor_settings(self.config)
-        warn_of_surroundings(rewritten.plan, self.config, inductor=inductor)
+        warn_of_surroundings(rewritten.plan, self.config, inductor=inductor, alone=is_alone())
         _announce(rewritten, gm, session)
         return rewritten.graphs.forward, rewritten.graphs.backward
 

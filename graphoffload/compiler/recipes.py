@@ -106,7 +106,9 @@ def _placed(program: Program, timeline: Timeline, reload_steps: Mapping[str, int
 
 
 def variants_of(
-    analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis, bool], GraphAnalysis | None]
+    analysis: GraphAnalysis,
+    in_blocks: Callable[[GraphAnalysis, bool], GraphAnalysis | None],
+    given: Sequence[Recipe] | None = None,
 ) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Program, tuple[int, ...]]:
     """The family of a graph, least recomputation first; the recipe of each; keep-all with its recompute chains, whose LP
     relaxation bounds every choice but that of whole blocks; and the bytes of each variant's activations that are inputs.
@@ -114,15 +116,17 @@ def variants_of(
     Args:
         in_blocks: makes the analysis of the same graph with its blocks computed again whole, or the graph as one block if the
             second argument says so; None where it has no blocks, or somebody has decided.
+        given: the recipes of another rank's family, which has these variants and no others; None: they are found here.
     """
     keep = instance_of(analysis)
-    recipes = [EVERYTHING_KEPT, *_between(analysis, keep), SMALLEST]
+    found = [EVERYTHING_KEPT, *_between(analysis, keep), SMALLEST] if given is None else given
+    recipes = [recipe for recipe in found if not recipe.blocks]
     variants, chosen, inputs, seen, least_bytes = [], [], [], set(), 0
     for recipe in recipes:
         again = replace(analysis, notes=[*analysis.notes])
         first = _first_actions(again, recipe)
         recomputes = frozenset(name for name, action in first.items() if action == "recompute")
-        if recomputes in seen:
+        if recomputes in seen and given is None:
             continue
         seen.add(recomputes)
         if recomputes:
@@ -133,9 +137,12 @@ def variants_of(
         inputs.append(_input_bytes(again))
         chosen.append(replace(recipe, recomputes=recomputes, offloads=frozenset()))
         least_bytes = again.table.saved_bytes
-    blocks = in_blocks(analysis, least_bytes - inputs[-1] > _LEFT * analysis.table.saved_bytes)
-    if blocks is not None and _is_less(variant := _of_blocks(analysis, blocks), variants[-1], analysis.hardware):
-        variants.append(variant)
+    whole = least_bytes - inputs[-1] > _LEFT * analysis.table.saved_bytes
+    blocks = in_blocks(analysis, whole) if given is None or len(given) > len(recipes) else None
+    if blocks is not None and (
+        given is not None or _is_less(_of_blocks(analysis, blocks), variants[-1], analysis.hardware)
+    ):
+        variants.append(_of_blocks(analysis, blocks))
         inputs.append(_input_bytes(blocks))
         chosen.append(IN_BLOCKS)
     return tuple(variants), tuple(chosen), _of_one_call(analysis.pair, _with_chains(analysis, keep)), tuple(inputs)

@@ -17,7 +17,9 @@ import torch
 
 from graphoffload.compiler.device_limits import device_budget_now
 from graphoffload.compiler.override import OVERRIDE
+from graphoffload.compiler.rounds import Rounds
 from graphoffload.compiler.step_plan import Asked, StepPlan
+from graphoffload.compiler.step_ranks import Proposal
 from graphoffload.errors import BudgetExceededWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE
 from graphoffload.planner.step.facts import StepFacts
@@ -32,7 +34,7 @@ _EXCESS_BYTES = 64 * 2**20
 _RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
 
 GOAL_WAS_SET = "another goal was set"
-_AFTER_ERROR = "less memory after an error"
+AFTER_ERROR = "less memory after an error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Known:
     start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
     retries: how often the allocator had to give memory back to serve an allocation; retried: runs in a row that it had to.
     followed: runs under the present plan. freed: runs in a row with much less outside than it was planned with.
+    rounds: with other ranks that run this step. proposal: told to them, and nothing decided yet.
     excess: of the last plan that exceeded its budget. beyond: plans do not lower the peak, so nothing more is taken for it.
     """
 
@@ -75,6 +78,8 @@ class Known:
     freed: int = 0
     excess: Excess | None = None
     beyond: bool = False
+    rounds: Rounds | None = None
+    proposal: Proposal | None = None
 
 
 def learn_shortage(known: Known, lacking_bytes: int) -> None:
@@ -90,7 +95,7 @@ def why_again(known: Known, device: torch.device, last: StepRun | None) -> str:
     assert asked is not None
     if known.version != OVERRIDE.version:
         known.excess, known.beyond = None, False
-        return _AFTER_ERROR if known.version < 0 else GOAL_WAS_SET
+        return AFTER_ERROR if known.version < 0 else GOAL_WAS_SET
     if last is None or last.streams is None:
         return ""
     known.followed += 1

@@ -22,6 +22,7 @@ from graphoffload.log import log
 from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepFacts, StepProblem
 from graphoffload.planner.step.solve import StepSolution, plan_step
+from graphoffload.planner.step.together import Decision, followed
 from graphoffload.report.step_line import line_of_step
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import POOL
@@ -80,24 +81,37 @@ class Asked:
     or_least: bool = False
 
 
+def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) -> StepProblem:
+    """What the planner solves for a step on this device."""
+    hardware = resolve_hardware(graphs[0].graph.config.hardware, str(graphs[0].device))
+    reserve = asked.reserve_bytes + asked.taken_bytes
+    return StepProblem(facts, hardware, asked.goal, reserve, asked.host_budget_bytes, Patience("step"), asked.or_least)
+
+
 def make_step_plan(
-    sequence: tuple[int, ...], graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked, *, runs: bool = True
+    sequence: tuple[int, ...],
+    graphs: Sequence[GraphOfStep],
+    facts: StepFacts,
+    asked: Asked,
+    *,
+    decision: Decision | None = None,
+    runs: bool = True,
 ) -> StepPlan:
     """Plan a step and compile its variants.
 
     Args:
-        graphs: in the order of `facts.graphs`. runs: the plan is to run, so that host memory is taken for it; else only shown.
+        graphs: in the order of `facts.graphs`. decision: what all ranks do; None: it is planned here. runs: the plan is to run,
+            so that host memory is taken for it; else only shown.
 
     Raises:
         BudgetError: no plan of the step meets the budget, and the least one is not as good.
+        PlanError: the decision names what this step does not have.
         ShapeGuardError: a variant would hold for fewer sizes than its graph is called with.
     """
     begun = time.perf_counter()
-    hardware = resolve_hardware(graphs[0].graph.config.hardware, str(graphs[0].device))
-    patience, host = Patience("step"), asked.host_budget_bytes
-    reserve = asked.reserve_bytes + asked.taken_bytes
-    problem = StepProblem(facts, hardware, asked.goal, reserve, host, patience, asked.or_least)
-    solution = plan_step(problem)
+    problem = problem_of(graphs, facts, asked)
+    hardware = problem.hardware
+    solution = plan_step(problem) if decision is None else followed(problem, decision)
     planned_s = time.perf_counter() - begun
     if runs:
         _prepare_host(solution, graphs)

@@ -8,45 +8,26 @@ Plans are kept by sequence: batches of other shapes are other graphs, with plans
 when it is over. Its first graph is known at once, and what followed the last sequence the time before: two tasks in turn that
 share their first blocks each run by their plan.
 
-A plan that is made again for what it was made for before costs no compile. Only what breaks the budget, or frees a good part
-of it, is a reason.
-
-Python's garbage holds device memory until it is collected, at any time: a model that was deleted is a cycle, with all its
-parameters. It is collected before the run that facts are made of and before a plan that was asked for, or that plan would
-leave room for it and refuse budgets that can be met. It counts where a step is planned again for what grew: garbage that
-comes back in each step is memory that the step needs.
+Among several ranks of one program a plan comes a few runs later: no rank waits for another one inside a step (rounds.py).
 """
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 
-from graphoffload.compiler.device_limits import device_budget_now, map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
-from graphoffload.compiler.optimizer_state import unmade_state_bytes
 from graphoffload.compiler.override import OVERRIDE
-from graphoffload.compiler.step_again import GOAL_WAS_SET, Known, learn_shortage, why_again
-from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, shifted
-from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
-from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
-from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
-from graphoffload.facts.limits import Limits
-from graphoffload.log import log, say
+from graphoffload.compiler.step_again import Known, learn_shortage
+from graphoffload.compiler.step_planning import RECORDED, collect_garbage, config_of, plan_if_due
+from graphoffload.compiler.step_ranks import plans_none
+from graphoffload.errors import BudgetError, PlanError, StepNotPlannedWarning, warn
 from graphoffload.monitor.step_memory import shortage_of, watch
-from graphoffload.options.config import OffloadConfig
-from graphoffload.planner.step.facts import StepFacts
 from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
-from graphoffload.units import format_bytes
 
-_RECORDED = 2  # runs of a sequence before it is planned: the first one compiles and warms up
 _SEQUENCES = 64  # that are remembered, the latest
 _WINDOW = 64  # runs; a warning, if more than half of them were not the sequence that was planned
 _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
@@ -100,21 +81,16 @@ def next_run(graph: Dispatched) -> StepRun:
     if known is not None and known.fixed and known.version != OVERRIDE.version:
         known.version = OVERRIDE.version
         if known.alone:
-            graph.plan_alone(_config(graph))
+            graph.plan_alone(config_of(graph))
         else:
             known.fixed = False
     if known is not None and not known.fixed:
-        if known.plan is None and known.facts is not None:
-            _plan(known, device, GOAL_WAS_SET)
-        elif known.plan is None and len(known.runs) >= _RECORDED:
-            _plan(known, device, "")
-        elif known.plan is not None and (why := why_again(known, device, last)):
-            _plan(known, device, why)
+        plan_if_due(known, device, last)
     plan = None if known is None else known.plan
-    recording = known is None or (known.plan is None and not known.fixed)
-    watching = recording and known is not None and len(known.runs) == _RECORDED - 1
+    recording = known is None or (known.plan is None and not known.fixed and known.proposal is None)
+    watching = recording and known is not None and len(known.runs) == RECORDED - 1
     if watching:
-        _collect_garbage(device)
+        collect_garbage(device)
     run = STEPS.start(device, lambda streams: StepRun(streams, recording=recording, watching=watching, plan=plan))
     run.room_bytes = graph.free_room(run)
     return run
@@ -151,10 +127,11 @@ def _learn(device: torch.device, run: StepRun) -> None:
     if len(_PLANNER.known) > _SEQUENCES:
         _PLANNER.known.popitem(last=False)
     if known.plan is None and run.recording and not known.fixed:
-        known.runs = [*known.runs[1 - _RECORDED :], run]
-    if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant:
+        known.runs = [*known.runs[1 - RECORDED :], run]
+    if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant and not known.alone:
         known.fixed = known.alone = True
-    if not known.fixed:
+        plans_none()
+    if not known.fixed and known.proposal is None:
         _count_changing(run)
 
 
@@ -192,135 +169,6 @@ def _count_irregular(run: StepRun) -> None:
 def _plan_alone_with_less(graph: Dispatched, lacking_bytes: int) -> None:
     """A graph with a plan of its own had too little memory: its next run is planned with less, if there is such a plan."""
     try:
-        graph.plan_alone(_config(graph), lacking_bytes)
+        graph.plan_alone(config_of(graph), lacking_bytes)
     except (BudgetError, ShapeGuardError, PlanError) as error:
         warn(StepNotPlannedWarning, f"{error} After this allocation failed, {graph.graph.name} runs on as it is.", stacklevel=4)
-
-
-def _graphs(sequence: Sequence[int]) -> list[Dispatched]:
-    """The graphs of a sequence, each once, in the order of their first calls."""
-    return [GRAPHS[number] for number in dict.fromkeys(sequence)]
-
-
-def _config(graph: Dispatched) -> OffloadConfig:
-    """What is asked for now: as it was compiled, or as it was changed since."""
-    config = graph.graph.config
-    return config.with_options(**OVERRIDE.options) if config.digest() in OVERRIDE.configs else config
-
-
-def _asked(graph: Dispatched, known: Known) -> tuple[Asked, Limits]:
-    config = _config(graph)
-    limits = resolve_limits(config, graph.graph.inputs)
-    counts = config.reserve == "auto" and graph.device.type == "cuda"
-    reserve = unmade_state_bytes(graph.device) if counts else limits.reserve_bytes
-    budget = limits.device_budget_bytes
-    if not limits.explicit and graph.device.type == "cuda":
-        budget = device_budget_now(graph.device, reserve, of_a_step=True)
-    goal: Goal = KeepIfFits(budget)
-    if config.max_slowdown is not None:
-        goal = WithinSlowdown(max(config.max_slowdown, UNMEASURABLE), asked=config.max_slowdown)
-    elif limits.explicit and budget is not None:
-        goal = MeetBudget(budget)
-    given = limits.device_budget_bytes if limits.explicit else None
-    return Asked(goal, reserve, limits.host_budget_bytes, given, known.taken_bytes), limits
-
-
-def _keep_all_bytes(facts: StepFacts, asked: Asked) -> int:
-    """What the step would take with everything kept, at most."""
-    saved = sum(sum(c.nbytes for c in facts.graphs[call.graph][0].program.candidates) for call in facts.calls)
-    outside = max(
-        max(c.forward_outside_bytes, c.backward_outside_bytes, c.before_backward.outside_peak_bytes) for c in facts.calls
-    )
-    return saved + outside + asked.reserve_bytes
-
-
-def _streams(device: torch.device) -> Any:
-    run = STEPS.of(device)
-    return None if run is None else run.streams
-
-
-def _found_facts(known: Known, graphs: list[Dispatched], limits: Limits) -> bool:
-    """Make facts of what was recorded; False where a graph cannot be traced again."""
-    try:
-        drop_shared_inputs(known.runs[-1], graphs)
-        known.facts = facts_of(known.runs, graphs, limits)
-    except (ShapeGuardError, PlanError) as error:
-        _give_up(known, error)
-        return False
-    known.start_bytes = known.runs[-1].marks[0].allocated_bytes
-    known.runs = []
-    return True
-
-
-def _collect_garbage(device: torch.device) -> None:
-    """Free what only Python's garbage holds, or it counts as memory outside, and an optimizer in it as one that will step."""
-    streams = _streams(device)
-    before = streams.allocated_bytes()[0] if streams is not None else 0
-    gc.collect()
-    freed = before - streams.allocated_bytes()[0] if streams is not None else 0
-    if freed > 0:
-        log.info("%s of device memory were garbage that Python had not collected; they are free now", format_bytes(freed))
-
-
-def _give_up(known: Known, error: Exception) -> None:
-    """A graph of the step cannot be compiled again: it goes on as it was compiled first."""
-    known.plan, known.fixed, known.runs = None, True, []
-    remedy = " Compile with dynamic=False." if isinstance(error, ShapeGuardError) else ""
-    text = f"the step is not planned, and its graphs run as they were compiled first: {str(error).rstrip('.')}.{remedy}"
-    warn(StepNotPlannedWarning, text, stacklevel=5)
-
-
-def _plan(known: Known, device: torch.device, why: str) -> None:
-    """Plan a step from what is known of it; `why` it is planned again."""
-    graphs = _graphs(known.sequence)
-    may_exceed = why not in ("", GOAL_WAS_SET)  # training goes on: what was met once is no error later
-    if not may_exceed:
-        _collect_garbage(device)
-    asked, limits = _asked(graphs[0], known)
-    if known.facts is None and not _found_facts(known, graphs, limits):
-        return
-    assert known.facts is not None
-    streams = _streams(device)
-    known.planned_bytes = streams.allocated_bytes()[0] if streams is not None else 0
-    known.version, known.asked, known.followed = OVERRIDE.version, asked, 0
-    known.freed = 0
-    facts = shifted(known.facts, known.planned_bytes - known.start_bytes)
-    before = known.plan
-    wanted, budget = _keep_all_bytes(facts, asked), asked.goal.device_budget_bytes
-    if before is None and map_by_pages_if_tight(device, wanted, budget, of_a_step=True):
-        asked, limits = _asked(graphs[0], known)
-        known.asked = asked
-    try:
-        known.plan = make_step_plan(known.sequence, graphs, facts, replace(asked, or_least=may_exceed))
-    except BudgetError as error:
-        known.plan, known.fixed = None, True
-        if limits.explicit:
-            raise
-        warn(StepNotPlannedWarning, f"{error} The step runs on as it was compiled first, which holds least.", stacklevel=4)
-        return
-    except (ShapeGuardError, PlanError) as error:
-        _give_up(known, error)
-        return
-    if streams is not None and (before is None or before.calls != known.plan.calls):
-        streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones
-    say(known.plan.summary + (f"; planned again: {why}" if why else ""))
-    if may_exceed:
-        _warn_of_excess(known.plan, asked, why)
-
-
-def _warn_of_excess(plan: StepPlan, asked: Asked, why: str) -> None:
-    """Name what is missing where a plan that is made again takes more than its budget."""
-    budget = asked.goal.device_budget_bytes
-    least_bytes = plan.solution.timeline.peak_bytes + asked.reserve_bytes + asked.taken_bytes
-    if budget is None or isinstance(asked.goal, WithinSlowdown) or least_bytes <= budget:
-        return
-    missing = least_bytes - budget
-    given = f"device_budget={format_bytes(asked.budget_bytes)}" if asked.budget_bytes is not None else "what the device has"
-    remedy = "Free memory outside" if asked.budget_bytes is None else f"Give {format_bytes(asked.budget_bytes + missing)}"
-    warn(
-        BudgetExceededWarning,
-        f"no plan of the training step meets {given} any more, since {why}. The step goes on by the plan that takes least, "
-        f"which needs {format_bytes(least_bytes)}: {format_bytes(missing)} too much. {remedy}, or make the batch or sequence "
-        "smaller.",
-        stacklevel=4,
-    )

@@ -52,15 +52,19 @@ def host_time_note(plan: Plan, config: OffloadConfig, kernels: int, *, inductor:
     )
 
 
-def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool) -> None:
-    """Warn about conditions of a new plan, or of one from a compile cache: CUDA graphs that do not span it, and other ranks."""
+def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool, alone: bool = False) -> None:
+    """Warn about conditions of a new plan, or of one from a compile cache: CUDA graphs that do not span it, and other ranks.
+
+    Args:
+        alone: there are other ranks, and the plan was made without knowing what they have.
+    """
     if not plan.changes_anything:
         return
     if plan.transfers and asks_for_cuda_graphs(config) and not inductor:
         asked = f"mode={config.mode!r}" if config.mode else "triton.cudagraphs"
         text = f'{plan.graph}: {asked} has no effect with inner="aot_eager": no CUDA graph is captured. Use inner="inductor".'
         warn(CudaGraphsWarning, text, stacklevel=5)
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if alone and not plan.variant:  # a step's variants are chosen by a plan that its ranks have in common
         _warn_of_ranks()
 
 
@@ -90,9 +94,9 @@ def _warn_of_ranks() -> None:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     warn(
         PerRankPlanWarning,
-        f"rank {rank} of {size} plans for itself, as every rank does: from its own free memory and its own measured times. "
-        "Gradients are the same whatever the others decide, but the slowest rank sets the pace of all. Give device_budget and "
-        'hardware as fixed values (such as "60GiB" and "h200-sxm") for equal plans, and set LOCAL_WORLD_SIZE so that '
-        "host_budget is shared (torchrun does).",
+        f"rank {rank} of {size} plans for itself: a partitioner that is used without the backend asks no other rank, and knows "
+        "its own free memory and its own measured times alone. Gradients are the same whatever the others decide, but the "
+        'slowest rank sets the pace of all. Use backend="graphoffload"; or give device_budget and hardware as fixed values '
+        '(such as "60GiB" and "h200-sxm"), and set LOCAL_WORLD_SIZE so that host_budget is shared (torchrun does).',
         stacklevel=6,
     )

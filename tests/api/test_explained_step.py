@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import graphoffload
 from graphoffload.api import explanation
-from graphoffload.compiler import step_plan, step_runs
+from graphoffload.compiler import step_plan, step_planning, step_runs
 from graphoffload.compiler.optimizer_state import NAMES, named_state_bytes
 from graphoffload.errors import BudgetError, ConfigError
 from graphoffload.options.config import OffloadConfig
@@ -174,7 +174,7 @@ def test_training_makes_the_same_plan_of_the_same_facts(monkeypatch: pytest.Monk
     model = by_compile(Model())
     report = graphoffload.explain(model, options(), optimizer="sgd")(ids())
     facts = looked(model)
-    monkeypatch.setattr(step_runs, "facts_of", lambda runs, graphs, limits: facts)
+    monkeypatch.setattr(step_planning, "facts_of", lambda runs, graphs, limits: facts)
     monkeypatch.setattr(step_plan, "_prepare_host", lambda *_: None)
     registry.forget()
     for _ in range(3):
@@ -347,7 +347,7 @@ def test_a_step_that_is_planned_again_is_reported_as_it_is_now(monkeypatch: pyte
     """Variants of the plan before stay compiled; their figures were added to the new ones."""
     model = by_compile(Model())
     facts = looked(model)
-    monkeypatch.setattr(step_runs, "facts_of", lambda runs, graphs, limits: facts)
+    monkeypatch.setattr(step_planning, "facts_of", lambda runs, graphs, limits: facts)
     registry.forget()
     lines = []
     try:

@@ -166,17 +166,19 @@ def test_a_copy_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_are_made_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a process, and only where a plan changes something: ranks that keep all cannot disagree."""
-    for name, value in (("is_initialized", True), ("get_world_size", 8), ("get_rank", 3)):
+    """Once a process, where a plan changes something and no rank was asked: ranks that keep all cannot disagree."""
+    for name, value in (("get_world_size", 8), ("get_rank", 3)):
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     monkeypatch.setattr(surroundings, "_warned_of_ranks", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_surroundings(plan(count=0), OffloadConfig(), inductor=True)
-    with pytest.warns(PerRankPlanWarning) as caught:
+        warn_of_surroundings(plan(count=0), OffloadConfig(), inductor=True, alone=True)
         warn_of_surroundings(plan(), OffloadConfig(), inductor=True)
+        warn_of_surroundings(replace(plan(), variant="light"), OffloadConfig(), inductor=True, alone=True)
+    with pytest.warns(PerRankPlanWarning) as caught:
+        warn_of_surroundings(plan(), OffloadConfig(), inductor=True, alone=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_surroundings(plan(), OffloadConfig(), inductor=True)
+        warn_of_surroundings(plan(), OffloadConfig(), inductor=True, alone=True)
     for part in ("rank 3 of 8", "device_budget", "h200-sxm", "LOCAL_WORLD_SIZE", "slowest rank"):
         assert part in str(caught[0].message)

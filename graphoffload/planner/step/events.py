@@ -152,7 +152,6 @@ def _settled(
     """Counts by call and event, copies in order, the step after which each source is free, and counts by position."""
     events = _forward_events(facts, chosen, joined, ops)
     positions = [at.position for at in events]
-    candidates = joined.program.candidates
     order = sorted(planned, key=lambda item: (item.offload_at, item.candidate))
     covered: dict[int, int] = {}
     for rank, item in enumerate(order):
@@ -172,14 +171,20 @@ def _settled(
             count = at_most[at.position]
             counts.append((at.position, count))
         settle[at.call][at.event] = count
+    copies = tuple(item.candidate for item in order)
+    return settle, copies, _released(joined, copies, counts), tuple(counts)
+
+
+def _released(joined: Joined, copies: Sequence[int], counts: Sequence[tuple[int, int]]) -> dict[int, int | None]:
+    """The step after which the source of each copy is free, by the counts that compute has waited for by position."""
     release: dict[int, int | None] = {}
     reached = 0
-    for rank, item in enumerate(order):
+    for rank, index in enumerate(copies):
         while reached < len(counts) and counts[reached][1] <= rank:
             reached += 1
-        last_use = int(candidates[item.candidate].last_forward_use)
-        release[item.candidate] = max(counts[reached][0] - 1, last_use) if reached < len(counts) else None
-    return settle, tuple(item.candidate for item in order), release, tuple(counts)
+        last_use = int(joined.program.candidates[index].last_forward_use)
+        release[index] = max(counts[reached][0] - 1, last_use) if reached < len(counts) else None
+    return release
 
 
 def _reload_steps(
@@ -223,10 +228,7 @@ def _wait_step(program: Program, index: int) -> int:
     return program.reload_steps[use] if program.reload_steps else use
 
 
-def _prefetched(
-    facts: StepFacts, chosen: Sequence[int], joined: Joined, reload_steps: ReloadSteps, planned: Sequence[Scheduled]
-) -> tuple[list[dict[Event, list[tuple[int, str]]]], tuple[tuple[int, int], ...]]:
-    """What is started at which event, by call; and (position, candidate) of all, in order."""
+def _backward_events(facts: StepFacts, chosen: Sequence[int], joined: Joined, reload_steps: ReloadSteps) -> list[_At]:
     events: list[_At] = []
     for call, fact in enumerate(facts.calls):
         begin, program = joined.backward_start[call], facts.variant(call, chosen[call]).program
@@ -237,7 +239,14 @@ def _prefetched(
                 continue
             for kind, step in (("reload", ops[candidate.name]), ("wait", _wait_step(program, index))):
                 events.append(_At(begin + step, (-call, _KINDS[kind], index), call, (kind, candidate.name)))
-    events.sort(key=lambda at: (at.position, at.order))
+    return sorted(events, key=lambda at: (at.position, at.order))
+
+
+def _prefetched(
+    facts: StepFacts, chosen: Sequence[int], joined: Joined, reload_steps: ReloadSteps, planned: Sequence[Scheduled]
+) -> tuple[list[dict[Event, list[tuple[int, str]]]], tuple[tuple[int, int], ...]]:
+    """What is started at which event, by call; and (position, candidate) of all, in order."""
+    events = _backward_events(facts, chosen, joined, reload_steps)
     positions = [at.position for at in events]
     places = {(at.call, at.event): place for place, at in enumerate(events)}
     started: dict[int, list[int]] = {}
@@ -253,3 +262,30 @@ def _prefetched(
         prefetch[at.call][at.event] = [(joined.of[k][0], _own_name(joined, k)) for k in started[place]]
         reloads += [(at.position, k) for k in started[place]]
     return prefetch, tuple(reloads)
+
+
+def moments_of(
+    facts: StepFacts, chosen: Sequence[int], joined: Joined, calls: Sequence[CallSchedule], reload_steps: ReloadSteps
+) -> Moments:
+    """When what happens in a program of one's own, by the schedule of its calls: the inverse of `schedule_step`.
+
+    Raises:
+        KeyError: the schedule names what the program does not have.
+    """
+    of = {(call, _own_name(joined, index)): index for index, (call, _) in enumerate(joined.of)}
+    candidates = joined.program.candidates
+    offloaded = [of[at, name] for at, call in enumerate(calls) for name in call.offloads]
+    copies = tuple(sorted(offloaded, key=lambda index: (candidates[index].produced_at, index)))
+    counts: list[tuple[int, int]] = []
+    for event in _forward_events(facts, chosen, joined, _ops(facts, chosen, [call.offloads for call in calls])):
+        count = calls[event.call].settle[event.event]
+        if count > (counts[-1][1] if counts else 0):
+            counts.append((event.position, count))
+    reloads = [
+        (event.position, of[item])
+        for event in _backward_events(facts, chosen, joined, reload_steps)
+        for item in calls[event.call].prefetch.get(event.event, ())
+    ]
+    if sorted(index for _, index in reloads) != sorted(copies):
+        raise KeyError("a copy that does not come back")
+    return Moments(copies, tuple(counts), _released(joined, copies, counts), tuple(reloads))

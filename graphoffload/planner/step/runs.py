@@ -19,7 +19,7 @@ from graphoffload.planner.arrays import Ints, arrays_of
 from graphoffload.planner.prefetch import prefetch_reloads, release_later
 from graphoffload.planner.simulator import Evaluation, Scheduled, Timeline, evaluate, timeline_of
 from graphoffload.planner.solver import Solution, solve
-from graphoffload.planner.step.events import StepSchedule, schedule_step
+from graphoffload.planner.step.events import CallSchedule, ReloadSteps, StepSchedule, moments_of, schedule_step
 from graphoffload.planner.step.facts import StepProblem
 from graphoffload.planner.step.joint import Joined, Named, join
 from graphoffload.planner.step.replay import replay_step
@@ -37,6 +37,7 @@ _AS_SMALL = 1 << 20
 _ROUNDING = 1e-9
 _FREE = 1.0005
 _INFINITE = float("inf")
+Names = Sequence[Collection[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,24 @@ class Runs:
         schedule = schedule_step(self.problem.facts, chosen, joined, planned, early)
         result = replay_step(arrays, actions, schedule.moments)
         return Run(chosen, joined, tuple(actions), window_bytes, solver, schedule, result, timeline_of(arrays, result))
+
+    def given(self, chosen: Sequence[int], calls: Sequence[CallSchedule], reload_steps: ReloadSteps, actions: Names) -> Run:
+        """What a schedule that others made comes to here. actions: by call, the candidates that it offloads.
+
+        Raises:
+            KeyError: it names what the programs do not have.
+        """
+        joined = join(self.problem.facts, chosen, self._named)
+        facts = self.problem.facts
+        names = (facts.variant(call, chosen[call]).program.candidates[index].name for call, index in joined.of)
+        own: list[Action] = [
+            "offload" if name in actions[call] else "keep" for (call, _), name in zip(joined.of, names, strict=True)
+        ]
+        moments = moments_of(facts, chosen, joined, calls, reload_steps)
+        arrays = arrays_of(joined.program, self.problem.hardware)
+        result = replay_step(arrays, own, moments)
+        schedule = StepSchedule(tuple(calls), reload_steps, moments)
+        return Run(tuple(chosen), joined, tuple(own), None, "given", schedule, result, timeline_of(arrays, result))
 
     def least(self, choices: Iterable[tuple[int, ...]]) -> Run:
         """The run with the least peak that is found at any time, whatever the goal, so that it may be named.

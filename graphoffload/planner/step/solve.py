@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from graphoffload.errors import BudgetError
+from graphoffload.errors import BudgetError, PlanError
 from graphoffload.facts.goals import WithinSlowdown
 from graphoffload.facts.plan import Action, Prediction
 from graphoffload.planner.predicted import prediction_of
@@ -30,9 +30,9 @@ from graphoffload.planner.step.events import CallSchedule, ReloadSteps
 from graphoffload.planner.step.facts import StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
-from graphoffload.planner.step.runs import Run, Runs
+from graphoffload.planner.step.runs import Names, Run, Runs
 
-__all__ = ["StepSolution", "plan_step"]
+__all__ = ["StepSolution", "follow_step", "plan_step"]
 
 _VALUES = (120, 600)
 _EVALUATIONS = (200, 1000)
@@ -113,6 +113,35 @@ def plan_step(problem: StepProblem) -> StepSolution:
     except BudgetError:
         return found
     return other if _is_clearly_better(problem, other, found) else found
+
+
+def follow_step(
+    problem: StepProblem,
+    chosen: Sequence[int],
+    calls: Sequence[CallSchedule],
+    reload_steps: ReloadSteps,
+    offloads: Names,
+    solver: str,
+) -> StepSolution:
+    """A plan that was made elsewhere, for a problem of one's own: the same decisions, and what they come to here.
+
+    Args:
+        chosen, calls, reload_steps, solver: as in StepSolution. offloads: by call, the candidates that the plan offloads.
+
+    Raises:
+        PlanError: it names what this step does not have.
+    """
+    runs = Runs(problem)
+    graphs = [fact.graph for fact in problem.facts.calls]
+    try:
+        own = [
+            replace(call, reload_at=reload_steps[graph, variant])
+            for call, graph, variant in zip(calls, graphs, chosen, strict=True)
+        ]
+        run = runs.given(chosen, own, reload_steps, offloads)
+    except (KeyError, IndexError, ValueError) as error:
+        raise PlanError(f"the plan that another rank made does not fit this step: {error} is not in it.") from None
+    return _solution(runs, replace(run, solver=solver))
 
 
 def _planned_instead(problem: StepProblem, refused: BudgetError) -> StepSolution:

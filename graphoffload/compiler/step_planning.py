@@ -1,0 +1,292 @@
+"""A step is planned: from what its runs taught, alone, or together with the other ranks that run it.
+
+    alone              facts ──▶ solve ──▶ compile ──▶ the run that begins has the plan
+    with other ranks   facts ──▶ told to all (step_ranks.py) ... runs go on as before ... ──▶ decision ──▶ compile
+
+A plan that is made again for what it was made for before costs no compile. Only what breaks the budget, or frees a good part
+of it, is a reason.
+
+Python's garbage holds device memory until it is collected, at any time: a model that was deleted is a cycle, with all its
+parameters. It is collected before the run that facts are made of and before a plan that was asked for, or that plan would
+leave room for it and refuse budgets that can be met. It counts where a step is planned again for what grew: garbage that
+comes back in each step is memory that the step needs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from graphoffload.compiler.device_limits import device_budget_now, map_by_pages_if_tight, resolve_limits
+from graphoffload.compiler.dispatch import GRAPHS, Dispatched
+from graphoffload.compiler.optimizer_state import unmade_state_bytes
+from graphoffload.compiler.override import OVERRIDE
+from graphoffload.compiler.ranks import StoreFailed, ranks_text
+from graphoffload.compiler.rounds import Alone, Decided, Opened, Rounds, Solve
+from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, Known, why_again
+from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, shifted
+from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
+from graphoffload.compiler.step_ranks import Proposal, is_missed, rounds_of, solved, taken, tell
+from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
+from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
+from graphoffload.facts.limits import Limits
+from graphoffload.log import log, say
+from graphoffload.options.config import OffloadConfig
+from graphoffload.planner.step.facts import StepFacts
+from graphoffload.planner.step.together import Decision, with_variants
+from graphoffload.runtime.step.calls import STEPS, StepRun
+from graphoffload.torch_internals.dynamo import ShapeGuardError
+from graphoffload.units import format_bytes
+
+RECORDED = 2
+"""Runs of a sequence before it is planned: the first one compiles and warms up."""
+
+
+def plan_if_due(known: Known, device: torch.device, last: StepRun | None) -> None:
+    """Plan the step that begins, if there is a reason: one of this rank's own, or of another one that plans with it."""
+    if known.plan is None and known.facts is None and len(known.runs) < RECORDED:
+        return
+    before, known.rounds = known.rounds, rounds_of(known.rounds, known.sequence, _graphs)
+    lost = known.proposal if known.rounds is not before else None
+    if lost is not None:  # the process group is gone, or its store
+        known.proposal = None
+    if known.rounds is None:
+        why = _why(known, device, last) if lost is None else lost.why
+        if why is not None:
+            _plan(known, device, why)
+        return
+    why = ""
+    try:
+        if known.proposal is not None and known.version == OVERRIDE.version:
+            _hear(known, device, known.rounds, known.proposal)
+            return
+        own = _why(known, device, last)
+        asked = known.rounds.asked() if own is None else own
+        if asked is None:
+            return
+        why = asked
+        if why == AFTER_ERROR:  # the next run would fail again
+            _plan(known, device, why)
+        if not known.fixed:
+            _propose(known, device, known.rounds, why)
+    except StoreFailed:
+        proposal, known.proposal = known.proposal, None
+        known.rounds.peers.warn_alone([], "plans alone")
+        if why != AFTER_ERROR:
+            _plan(known, device, why if proposal is None else proposal.why)
+
+
+def _why(known: Known, device: torch.device, last: StepRun | None) -> str | None:
+    """The reason of this rank's own; "" for a first plan, None for none."""
+    if known.plan is None:
+        return "" if known.facts is None else GOAL_WAS_SET
+    return why_again(known, device, last) or None
+
+
+def _graphs(sequence: Sequence[int]) -> list[Dispatched]:
+    """The graphs of a sequence, each once, in the order of their first calls."""
+    return [GRAPHS[number] for number in dict.fromkeys(sequence)]
+
+
+def config_of(graph: Dispatched) -> OffloadConfig:
+    """What is asked for now: as it was compiled, or as it was changed since."""
+    config = graph.graph.config
+    return config.with_options(**OVERRIDE.options) if config.digest() in OVERRIDE.configs else config
+
+
+def _asked(graph: Dispatched, known: Known) -> tuple[Asked, Limits]:
+    config = config_of(graph)
+    limits = resolve_limits(config, graph.graph.inputs)
+    counts = config.reserve == "auto" and graph.device.type == "cuda"
+    reserve = unmade_state_bytes(graph.device) if counts else limits.reserve_bytes
+    budget = limits.device_budget_bytes
+    if not limits.explicit and graph.device.type == "cuda":
+        budget = device_budget_now(graph.device, reserve, of_a_step=True)
+    goal: Goal = KeepIfFits(budget)
+    if config.max_slowdown is not None:
+        goal = WithinSlowdown(max(config.max_slowdown, UNMEASURABLE), asked=config.max_slowdown)
+    elif limits.explicit and budget is not None:
+        goal = MeetBudget(budget)
+    given = limits.device_budget_bytes if limits.explicit else None
+    return Asked(goal, reserve, limits.host_budget_bytes, given, known.taken_bytes), limits
+
+
+def _keep_all_bytes(facts: StepFacts, asked: Asked) -> int:
+    """What the step would take with everything kept, at most."""
+    saved = sum(sum(c.nbytes for c in facts.graphs[call.graph][0].program.candidates) for call in facts.calls)
+    outside = max(
+        max(c.forward_outside_bytes, c.backward_outside_bytes, c.before_backward.outside_peak_bytes) for c in facts.calls
+    )
+    return saved + outside + asked.reserve_bytes
+
+
+def _streams(device: torch.device) -> Any:
+    run = STEPS.of(device)
+    return None if run is None else run.streams
+
+
+def _found_facts(known: Known, graphs: list[Dispatched], limits: Limits) -> bool:
+    """Make facts of what was recorded; False where a graph cannot be traced again."""
+    try:
+        drop_shared_inputs(known.runs[-1], graphs)
+        known.facts = facts_of(known.runs, graphs, limits)
+    except (ShapeGuardError, PlanError) as error:
+        _give_up(known, error)
+        return False
+    known.start_bytes = known.runs[-1].marks[0].allocated_bytes
+    known.runs = []
+    return True
+
+
+def collect_garbage(device: torch.device) -> None:
+    """Free what only Python's garbage holds, or it counts as memory outside, and an optimizer in it as one that will step."""
+    streams = _streams(device)
+    before = streams.allocated_bytes()[0] if streams is not None else 0
+    gc.collect()
+    freed = before - streams.allocated_bytes()[0] if streams is not None else 0
+    if freed > 0:
+        log.info("%s of device memory were garbage that Python had not collected; they are free now", format_bytes(freed))
+
+
+def _give_up(known: Known, error: Exception) -> None:
+    """A graph of the step cannot be compiled again: it goes on as it was compiled first."""
+    known.plan, known.fixed, known.runs = None, True, []
+    remedy = " Compile with dynamic=False." if isinstance(error, ShapeGuardError) else ""
+    text = f"the step is not planned, and its graphs run as they were compiled first: {str(error).rstrip('.')}.{remedy}"
+    warn(StepNotPlannedWarning, text, stacklevel=5)
+
+
+def _plan(known: Known, device: torch.device, why: str) -> None:
+    """Plan a step from what is known of it; `why` it is planned again."""
+    proposal = _prepared(known, device, why)
+    if proposal is not None:
+        _make(known, device, proposal, None)
+
+
+def _propose(known: Known, device: torch.device, rounds: Rounds, why: str) -> None:
+    """Tell the other ranks what is known of a step, and run on as before until they have decided with this one."""
+    known.proposal = None
+    proposal = _prepared(known, device, why)
+    if proposal is None:
+        rounds.leave()
+        return
+    known.proposal = proposal
+    tell(rounds, proposal, _graphs(known.sequence))
+
+
+def _hear(known: Known, device: torch.device, rounds: Rounds, proposal: Proposal) -> None:
+    """Do what the other ranks wait for, or what was decided."""
+    news = rounds.news()
+    if isinstance(news, Opened):
+        _propose(known, device, rounds, news.why)
+    elif isinstance(news, Solve):
+        if news.missing:
+            rounds.peers.warn_alone(news.missing, "plans its step without some ranks")
+        rounds.decide(solved(news, proposal, _graphs(known.sequence), rounds.peers))
+    elif isinstance(news, Decided):
+        known.proposal = None
+        _take(known, device, rounds, proposal, news.value)
+    elif isinstance(news, Alone):
+        known.proposal = None
+        rounds.peers.warn_alone(news.missing, "plans its step alone")
+        _make(known, device, proposal, None)
+
+
+def _take(known: Known, device: torch.device, rounds: Rounds, proposal: Proposal, value: Any) -> None:
+    """Do what the ranks of a round have decided."""
+    graphs, peers = _graphs(known.sequence), rounds.peers
+    peers.local = value["local"].get(str(peers.rank), peers.local)
+    try:
+        decision, facts = taken(value, proposal.facts, graphs)
+    except BudgetError as error:
+        _refused(known, proposal, error)
+        return
+    except (ShapeGuardError, PlanError) as error:
+        peers.warn_misfit(value["rank"], error)
+        decision, facts = None, proposal.facts
+    if facts is not proposal.facts:
+        assert known.facts is not None
+        known.facts = with_variants(known.facts, facts.graphs, facts.bounds)
+    before = known.plan
+    _make(known, device, replace(proposal, facts=facts), decision, value)
+    late = known.plan is not None and peers.rank not in value["ranks"]
+    if late and decision is not None and is_missed(known.plan, proposal.asked):
+        known.plan = before
+        _propose(known, device, rounds, "the plan of the others does not hold for a rank that came later")
+
+
+def _prepared(known: Known, device: torch.device, why: str) -> Proposal | None:
+    """What is to be planned now; None where a graph cannot be traced again."""
+    graphs = _graphs(known.sequence)
+    may_exceed = bool(why) and GOAL_WAS_SET not in why and known.plan is not None  # what was met once is no error later
+    if not may_exceed:
+        collect_garbage(device)
+    asked, limits = _asked(graphs[0], known)
+    if known.facts is None and not _found_facts(known, graphs, limits):
+        return None
+    assert known.facts is not None
+    streams = _streams(device)
+    known.planned_bytes = streams.allocated_bytes()[0] if streams is not None else 0
+    known.version, known.asked, known.followed = OVERRIDE.version, asked, 0
+    known.freed = 0
+    facts = shifted(known.facts, known.planned_bytes - known.start_bytes)
+    wanted, budget = _keep_all_bytes(facts, asked), asked.goal.device_budget_bytes
+    if known.plan is None and map_by_pages_if_tight(device, wanted, budget, of_a_step=True):
+        asked, limits = _asked(graphs[0], known)
+        known.asked = asked
+    return Proposal(asked, facts, config_of(graphs[0]), limits.explicit, why, may_exceed)
+
+
+def _make(known: Known, device: torch.device, proposal: Proposal, decision: Decision | None, who: Any = None) -> None:
+    """Plan and compile what was proposed, or what was decided of it. who: the decision as it was told."""
+    graphs, before, streams = _graphs(known.sequence), known.plan, _streams(device)
+    known.followed = 0
+    asked = replace(proposal.asked, or_least=proposal.may_exceed)
+    try:
+        known.plan = make_step_plan(known.sequence, graphs, proposal.facts, asked, decision=decision)
+    except BudgetError as error:
+        _refused(known, proposal, error)
+        return
+    except (ShapeGuardError, PlanError) as error:
+        if decision is not None and known.rounds is not None and isinstance(error, PlanError):
+            known.rounds.peers.warn_misfit(who["rank"], error)
+            _make(known, device, proposal, None)
+        else:
+            _give_up(known, error)
+        return
+    if streams is not None and (before is None or before.calls != known.plan.calls):
+        streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones
+    common = f"; one plan for {ranks_text(who['ranks'])}" if decision is not None and len(who["ranks"]) > 1 else ""
+    say(known.plan.summary + common + (f"; planned again: {proposal.why}" if proposal.why else ""))
+    if proposal.may_exceed:
+        _warn_of_excess(known.plan, proposal.asked, proposal.why)
+
+
+def _refused(known: Known, proposal: Proposal, error: BudgetError) -> None:
+    """No plan meets the goal: an error where a number was given."""
+    known.plan, known.fixed = None, True
+    if proposal.explicit:
+        raise error
+    warn(StepNotPlannedWarning, f"{error} The step runs on as it was compiled first, which holds least.", stacklevel=5)
+
+
+def _warn_of_excess(plan: StepPlan, asked: Asked, why: str) -> None:
+    """Name what is missing where a plan that is made again takes more than its budget."""
+    budget = asked.goal.device_budget_bytes
+    least_bytes = plan.solution.timeline.peak_bytes + asked.reserve_bytes + asked.taken_bytes
+    if budget is None or isinstance(asked.goal, WithinSlowdown) or least_bytes <= budget:
+        return
+    missing = least_bytes - budget
+    given = f"device_budget={format_bytes(asked.budget_bytes)}" if asked.budget_bytes is not None else "what the device has"
+    remedy = "Free memory outside" if asked.budget_bytes is None else f"Give {format_bytes(asked.budget_bytes + missing)}"
+    warn(
+        BudgetExceededWarning,
+        f"no plan of the training step meets {given} any more, since {why}. The step goes on by the plan that takes least, "
+        f"which needs {format_bytes(least_bytes)}: {format_bytes(missing)} too much. {remedy}, or make the batch or sequence "
+        "smaller.",
+        stacklevel=4,
+    )
