@@ -194,9 +194,10 @@ def sent_bytes(node: Operation) -> int:
         sum(example_nbytes(value) for value in tree_leaves(tree_map(_value, found)) if isinstance(value, torch.Tensor))
         for found in (node.args, node.value)
     )
-    if "all_reduce" in str(node.target):
-        return 2 * given
-    return abs(got - given) or given  # equal sizes: each element goes to one other device
+    name = str(node.target)
+    if "all_gather" in name or "reduce_scatter" in name:
+        return abs(got - given)
+    return 2 * given if "all_reduce" in name else given
 
 
 def _time_s(node: Operation, flops: int, moved_bytes: int, hardware: HardwareProfile, *, launch: bool) -> float:
