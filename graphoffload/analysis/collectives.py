@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch.fx import Graph, Node
 
@@ -35,7 +36,7 @@ class Collectives:
         ran = [("forward", collectives_of(forward), self.forward), ("backward", collectives_of(backward), self.backward)]
         for name, now, kept in ran:
             if now != kept:
-                at = next((at for at, pair in enumerate(zip(now, kept, strict=False)) if pair[0] != pair[1]), min(len(now), len(kept)))
+                at = next(at for at, (one, other) in enumerate(zip_longest(now, kept)) if one != other)
                 here, there = (" ".join(names[at : at + 1]) or "none" for names in (now, kept))
                 yield f"collective {at} of {name} is {here}, and with everything kept it is {there}"
         for name, now, again in (("forward", ran[0][1], ()), ("backward", ran[1][1], ran[0][1])):

@@ -28,7 +28,15 @@ from torch.utils.flop_counter import flop_registry
 from graphoffload.analysis.fusion import Fusion, Kind, fusion_of, value_of
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.regions import subgraph_of
-from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, group_by_storage, size_hint, storage_id
+from graphoffload.analysis.storages import (
+    concrete,
+    example_nbytes,
+    example_storage_nbytes,
+    fake,
+    group_by_storage,
+    size_hint,
+    storage_id,
+)
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.torch_internals.collectives import is_collective
 from graphoffload.torch_internals.operators import OpOverload, packet_of, schema_of

@@ -35,8 +35,8 @@ from graphoffload.units import format_bytes
 
 _SAME = 1e-9
 _NOT_RELAXED = (
-    "checkpoint regions stay as written, since they hold collectives: all ranks must run these again alike, and each rank plans "
-    "for itself. Leave checkpointing off to have their activations planned"
+    "checkpoint regions stay as written, since they hold collectives: all ranks must run these again alike, and each plans for "
+    "itself. Leave checkpointing off to have their activations planned"
 )
 
 

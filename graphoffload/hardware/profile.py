@@ -131,7 +131,8 @@ class HardwareProfile:
 def _datasheet(
     name: str, memory_gib: int, link_gb: float, half_tflops: float, single_tflops: float, memory_gb_per_s: float, peer_gb: float
 ) -> HardwareProfile:
-    """A profile from peak figures: PCIe and the link to other devices in GB/s in one direction, dense 16-bit and float32 matmul in TFLOP/s (without TF32, torch's default)."""
+    """A profile from peak figures: PCIe and the link to other devices in GB/s in one direction, dense 16-bit and float32 matmul
+    in TFLOP/s (without TF32, torch's default)."""
     return HardwareProfile(
         name=name,
         source="datasheet",

@@ -21,7 +21,7 @@ __all__ = ["RULES_OF_MIN_CUT", "is_collective", "is_wait", "returns_at_once"]
 _AT_ONCE = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 _NAMESPACES = (*_AT_ONCE, "c10d", "_dtensor", "symm_mem")
 
-RULES_OF_MIN_CUT = {
+RULES_OF_MIN_CUT: dict[str, Any] = {
     name: False
     for name in ("unsafe_allow_optimization_of_collectives", "_sync_decision_cross_ranks")
     if hasattr(config, name)

@@ -20,6 +20,7 @@ from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.compiler import pipeline
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.refusals import Refusal
+from graphoffload.monitor import caveats
 from graphoffload.torch_internals import partitioning
 from graphoffload.torch_internals.collectives import is_wait
 
@@ -133,7 +134,7 @@ def test_every_plan_runs_the_same_collectives(graphs: list[GraphPair], budget_sh
 
 def test_regions_with_collectives_stay_as_written(graphs: list[GraphPair]) -> None:
     """Relaxed for one rank's budget, backward would lack collectives that the other ranks wait for."""
-    written, expected = under(regions=True, policy="keep")
+    _, expected = under(regions=True, policy="keep")
     plan, found = under(regions=True, device_budget="1GiB")
     assert all(map(torch.equal, found, expected))
     orders = {(collectives_of(pair.forward.graph), collectives_of(pair.backward.graph)) for pair in graphs}
@@ -210,6 +211,7 @@ def test_torchs_partitioner_asks_no_other_rank(monkeypatch: pytest.MonkeyPatch) 
     asked: list[int] = []
     monkeypatch.setattr(dist, "all_gather_object", lambda *_: asked.append(1))
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(caveats, "_warned_of_ranks", True)
     with partitioning.config.patch(_sync_decision_cross_ranks=True):
         step(graphoffload.OffloadBackend(**OPTIONS, policy="offload"))
     assert not asked

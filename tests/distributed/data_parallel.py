@@ -138,7 +138,8 @@ def _replicated(compiled: Compile, *, whole: bool = False, around: Around | None
     model = DistributedDataParallel(model, **options)
     if whole:
         compiled(model)
-    return _fitted(model, microbatches=1 if around is None else 3, around=around)
+    with torch._dynamo.config.patch(optimize_ddp=whole):  # or torch splits each block by the buckets
+        yield from _fitted(model, microbatches=1 if around is None else 3, around=around)
 
 
 def _unsynced(model: Any, last: bool) -> Any:

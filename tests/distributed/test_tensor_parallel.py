@@ -69,7 +69,8 @@ def _check_uneven(found: Found, way: str) -> None:
 def test_every_way(tmp_path: Path, inner: str) -> None:
     """Under Inductor to rounding: plain torch's kernels are other ones."""
     exact = inner == "aot_eager"
-    found = trained(MODULE, dict.fromkeys(WAYS, {**OFFLOAD, **(UNEVEN if exact else {})}), tmp_path, inner=inner)
+    variants = {**OFFLOAD, **(UNEVEN if exact else {})}
+    found = trained(MODULE, {way: variants for way in WAYS}, tmp_path, inner=inner)  # noqa: C420
     for way in WAYS:
         check(found, f"{way} offload", exact=exact)
         assert not any(seen[f"{way} offload"]["warnings"] for seen in found)
