@@ -16,7 +16,7 @@ from distributed.several import OFFLOAD, check, trained
 MODULE = "distributed.data_parallel"
 BUDGET: dict[str, Any] = {"budget": {"device_budget": "150KiB"}}
 BOTH = {**OFFLOAD, **BUDGET}
-SHORT: dict[str, Any] = {"fsdp2": BUDGET, "fsdp2_accumulated": OFFLOAD, "ddp_static_graph": OFFLOAD, "ddp_accumulated": OFFLOAD}
+SHORT: dict[str, Any] = {"fsdp2": BUDGET, "ddp_accumulated": OFFLOAD}
 WAYS: dict[str, Any] = {
     "fsdp2": BOTH,
     "fsdp2_mixed_precision": {**OFFLOAD, "budget": {"device_budget": "80KiB"}},
@@ -42,7 +42,7 @@ def _check(folder: Path, ways: dict[str, Any], *, inner: str = "aot_eager", rank
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """A budget over evaluation and a checkpoint that is saved and resumed; accumulation; a static graph."""
+    """A budget over evaluation and a checkpoint that is saved and resumed; microbatches under no_sync()."""
     _check(tmp_path, SHORT)
 
 

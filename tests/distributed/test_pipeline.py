@@ -16,7 +16,7 @@ from distributed.several import OFFLOAD, check, trained
 MODULE = "distributed.pipelines"
 BUDGET: dict[str, Any] = {"budget": {"device_budget": "180KiB"}}
 BOTH = {**OFFLOAD, **BUDGET}
-SHORT = {"gpipe_blocks": OFFLOAD, "one_forward_one_backward_blocks": BUDGET, "zero_bubble_blocks": OFFLOAD}
+SHORT = {"one_forward_one_backward_blocks": BUDGET, "zero_bubble_blocks": OFFLOAD}
 WAYS = {
     "gpipe_blocks": BOTH,
     "one_forward_one_backward_blocks": BOTH,
