@@ -25,7 +25,15 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from graphoffload.analysis.fusion import Fusion, Kind, fusion_of, value_of
+from graphoffload.analysis.fusion import (
+    SAVES_STATE,
+    TAKES_STATE,
+    TAKES_STATE_ON_GPU,
+    Fusion,
+    Kind,
+    fusion_of,
+    value_of,
+)
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.regions import subgraph_of
 from graphoffload.analysis.storages import (
@@ -142,17 +150,15 @@ class Operation:
 def operation_of(node: Node) -> Operation:
     """The operation that a node calls.
 
-    torch wraps random operations of checkpoint regions: `run_and_save_rng_state(op, *args)` returns (state, value), and
-    `run_with_rng_state(state, op, *args)` returns the value, as does `graphsafe_run_with_rng_state(op, *args, rng_state=...)`,
-    which takes the place of both on a GPU. For these the wrapped operation is returned.
+    torch wraps random operations of checkpoint regions (`WITH_RANDOM_STATE`). For these the wrapped operation is returned.
     """
     name = getattr(node.target, "__name__", "")
     value = value_of(node)
-    if name == "run_and_save_rng_state" and isinstance(value, (tuple, list)) and len(value) > 1:
+    if name == SAVES_STATE and isinstance(value, (tuple, list)) and len(value) > 1:
         return Operation(node.args[0], node.args[1:], node.kwargs, value[1])
-    if name == "run_with_rng_state":
+    if name == TAKES_STATE:
         return Operation(node.args[1], node.args[2:], node.kwargs, value)
-    if name == "graphsafe_run_with_rng_state":
+    if name == TAKES_STATE_ON_GPU:
         own = {key: argument for key, argument in node.kwargs.items() if key != "rng_state"}
         return Operation(node.args[0], node.args[1:], own, value)
     return Operation(node.target, node.args, node.kwargs, value)
