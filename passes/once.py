@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from graphoffload.analysis.collectives import waited
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_placeholders
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.analysis.symbols import symbol_sources
@@ -65,7 +66,7 @@ def shared_memory(graphs: GraphPair) -> list[tuple[Node, list[Pair]]]:
         if value is not None:
             saved.setdefault(storage_id(value), []).append((node, placeholder))
     return [
-        (members[identity][0], pairs)
+        (next(iter(waited(members[identity])), members[identity][0]), pairs)
         for identity, pairs in saved.items()
         if len(pairs) > 1 and identity not in kept and members[identity][0].op == "call_function"
     ]

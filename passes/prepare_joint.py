@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphoffload.analysis.callers import CallersMemory, readers_of_unread
 from graphoffload.analysis.chains import mutated_placeholders
+from graphoffload.analysis.collectives import Collectives
 from graphoffload.analysis.decisions import is_float
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_stack
 from graphoffload.analysis.saved_values import real_uses
@@ -85,11 +86,13 @@ class Binding:
         decisions: operations that must not run again, since a discrete decision depends on their bits (analysis/decisions.py).
         callers: reads of the caller's memory that are allowed (analysis/callers.py); None: not known yet.
         user_recomputed: operations of the user's checkpoint regions, which run again as the user asked.
+        collectives: those that keep-all runs; None: not known yet.
     """
 
     decisions: frozenset[str] = frozenset()
     callers: CallersMemory | None = None
     user_recomputed: frozenset[str] = frozenset()
+    collectives: Collectives | None = None
 
 
 def bind(joint: GraphModule, binding: Binding) -> GraphModule:

@@ -1,4 +1,7 @@
-"""Fake tensors for the results of regions (analysis/regions.py), each with the memory that it will have."""
+"""Fake tensors for the results of regions and of waits for collectives, each with the memory that it will have.
+
+analysis/regions.py and analysis/collectives.py say what these are.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ from torch.fx import GraphModule, Node
 
 from graphoffload.analysis.regions import calls_region, subgraph_of
 from graphoffload.analysis.storages import concrete, fake, read_by, storage_id
+from graphoffload.torch_internals.collectives import is_wait
 
 
 def give_own_memory(module: GraphModule) -> None:
-    """Give the results of each call of a region fake tensors with storages of their own, or of the operands that they are.
+    """Give the results of each call of a region fake tensors with storages of their own, or of the operands that they are, and
+    what a wait returns the storage that it waits for.
 
     Views of them follow. Writes `meta["val"]` of nodes of `module`, which must be a copy.
     """
-    if not any(map(calls_region, module.graph.nodes)):
+    if not any(calls_region(node) or is_wait(node.target) for node in module.graph.nodes):
         return
     moved: dict[Node, int] = {}  # nodes with another storage now, and the one that they had
     results: dict[tuple[Node, int], torch.Tensor] = {}
@@ -28,6 +33,11 @@ def give_own_memory(module: GraphModule) -> None:
         call = node.args[0] if node.target is operator.getitem else None
         if isinstance(call, Node) and calls_region(call):
             node.meta["val"] = _result(call, node.args[1], value, results)
+            moved[node] = storage_id(value)
+            continue
+        awaited = fake(node.all_input_nodes[0]) if is_wait(node.target) else None
+        if awaited is not None:
+            node.meta["val"] = _as(awaited, value, awaited.storage_offset())
             moved[node] = storage_id(value)
             continue
         shown = next((source for source in read_by(node) if moved.get(source) == storage_id(value)), None)

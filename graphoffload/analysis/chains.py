@@ -9,7 +9,8 @@ is refused if running one of its operations again could give another value or ha
     random numbers                     unless they are drawn from a saved seed
     inputs that may have changed       forward writes to them, or the caller may (callers.py)
     discrete decisions                 other last bits of a float may turn them (decisions.py)
-    collectives, operations that write to their arguments, custom operations: their effects are unknown
+    collectives                        the other ranks run them once (collectives.py)
+    operations that write to their arguments, custom operations: their effects are unknown
 
 Checkmate (Jain et al., MLSys 2020) lets every value be recomputed at any step. A chain here runs once, in backward, and ends at
 values that this plan saves.
@@ -31,6 +32,7 @@ from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
 from graphoffload.facts.refusals import Refusal, refusal_of
 from graphoffload.facts.saved_tensors import SavedTable
+from graphoffload.torch_internals.collectives import is_collective
 from graphoffload.torch_internals.operators import OpOverload, schema_of
 from graphoffload.torch_internals.partitioning import mutated_inputs
 
@@ -152,6 +154,8 @@ def _refusal(node: Node) -> str:
         return ""
     if not isinstance(target, OpOverload):
         return Refusal.UNKNOWN_EFFECTS.because(target=getattr(target, "__name__", target))
+    if is_collective(target):
+        return Refusal.COLLECTIVE_AGAIN.because(target=target)
     if target.namespace not in _PURE_NAMESPACES:
         return Refusal.UNKNOWN_EFFECTS.because(target=target)
     if schema_of(target).is_mutable:

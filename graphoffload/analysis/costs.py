@@ -5,10 +5,14 @@
 The roofline model (Williams, Waterman, Patterson, CACM 2009) bounds a kernel by its arithmetic or by its memory traffic. FLOPs
 are those of torch's own registry (torch.utils.flop_counter), and attention's are counted here. A fused kernel reads each of its
 inputs once, and writes only the values that exist in memory (fusion.py). An operation without a FLOP formula is bound by its
-bytes.
+bytes. A collective is priced by the bytes that a device sends to the others, and is never timed; its wait costs nothing:
+
+    all-gather        result - argument          all-reduce      2 x argument, the most that a large group sends
+    reduce-scatter    argument - result          others          argument
 
 The model is wrong for small kernels that use a part of the device, for operations that read at random addresses (embedding,
-scatter), and for products whose sizes do not fill the matrix units.
+scatter), for products whose sizes do not fill the matrix units, and for collectives over several hosts, or that wait for a
+slower rank.
 """
 
 from __future__ import annotations
@@ -21,11 +25,28 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from graphoffload.analysis.fusion import Fusion, Kind, fusion_of, value_of
+from graphoffload.analysis.fusion import (
+    SAVES_STATE,
+    TAKES_STATE,
+    TAKES_STATE_ON_GPU,
+    Fusion,
+    Kind,
+    fusion_of,
+    value_of,
+)
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
 from graphoffload.analysis.regions import subgraph_of
-from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, group_by_storage, size_hint, storage_id
+from graphoffload.analysis.storages import (
+    concrete,
+    example_nbytes,
+    example_storage_nbytes,
+    fake,
+    group_by_storage,
+    size_hint,
+    storage_id,
+)
 from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.torch_internals.collectives import is_collective
 from graphoffload.torch_internals.operators import OpOverload, packet_of, schema_of
 from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 
@@ -129,17 +150,15 @@ class Operation:
 def operation_of(node: Node) -> Operation:
     """The operation that a node calls.
 
-    torch wraps random operations of checkpoint regions: `run_and_save_rng_state(op, *args)` returns (state, value), and
-    `run_with_rng_state(state, op, *args)` returns the value, as does `graphsafe_run_with_rng_state(op, *args, rng_state=...)`,
-    which takes the place of both on a GPU. For these the wrapped operation is returned.
+    torch wraps random operations of checkpoint regions (`WITH_RANDOM_STATE`). For these the wrapped operation is returned.
     """
     name = getattr(node.target, "__name__", "")
     value = value_of(node)
-    if name == "run_and_save_rng_state" and isinstance(value, (tuple, list)) and len(value) > 1:
+    if name == SAVES_STATE and isinstance(value, (tuple, list)) and len(value) > 1:
         return Operation(node.args[0], node.args[1:], node.kwargs, value[1])
-    if name == "run_with_rng_state":
+    if name == TAKES_STATE:
         return Operation(node.args[1], node.args[2:], node.kwargs, value)
-    if name == "graphsafe_run_with_rng_state":
+    if name == TAKES_STATE_ON_GPU:
         own = {key: argument for key, argument in node.kwargs.items() if key != "rng_state"}
         return Operation(node.args[0], node.args[1:], own, value)
     return Operation(node.target, node.args, node.kwargs, value)
@@ -183,8 +202,22 @@ def _moved_bytes(node: Node, fusion: Fusion, sizes: dict[int, int], seen: set[in
     return total
 
 
+def sent_bytes(node: Operation) -> int:
+    """Bytes that one device sends to the others in a collective, at most."""
+    given, got = (
+        sum(example_nbytes(value) for value in tree_leaves(tree_map(_value, found)) if isinstance(value, torch.Tensor))
+        for found in (node.args, node.value)
+    )
+    name = str(node.target)
+    if "all_gather" in name or "reduce_scatter" in name:
+        return abs(got - given)
+    return 2 * given if "all_reduce" in name else given
+
+
 def _time_s(node: Operation, flops: int, moved_bytes: int, hardware: HardwareProfile, *, launch: bool) -> float:
     bandwidth_s = moved_bytes / hardware.device_bandwidth_bytes_per_s
+    if is_collective(node.target):
+        return hardware.collective_latency_s + max(bandwidth_s, sent_bytes(node) / hardware.peer_bytes_per_s)
     if not flops:
         return bandwidth_s + (hardware.kernel_launch_s if moved_bytes and launch else 0.0)
     value = next(v for v in tree_leaves(node.value) if isinstance(v, torch.Tensor))

@@ -69,8 +69,12 @@ CRUMBS = 0.01  # two independent operations are fused only if they share more th
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
 
 
-WITH_RANDOM_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
-"""How torch calls a random operation of a checkpoint region; on a GPU by the last one. Their nodes have no value."""
+SAVES_STATE, TAKES_STATE, TAKES_STATE_ON_GPU = "run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"
+"""How torch calls a random operation of a checkpoint region: `run_and_save_rng_state(op, *args)` returns (state, value), and
+`run_with_rng_state(state, op, *args)` returns the value. `graphsafe_run_with_rng_state(op, *args, rng_state=...)` takes the
+place of both on a GPU."""
+WITH_RANDOM_STATE = (SAVES_STATE, TAKES_STATE, TAKES_STATE_ON_GPU)
+"""All of them. Their nodes have no value."""
 
 
 def kind_of(node: Node, *, fuses: bool) -> Kind:

@@ -10,7 +10,7 @@ Several saved views of one storage are one activation, since its bytes are held 
     aliases of a model output              The caller holds the memory, and may write to it.
     copies of inputs and outputs           Inductor removes such a copy if nothing saves it: the memory is then the caller's.
     symbols, opaque and non-strided        They are not bytes in one block of memory.
-    outputs of collectives                 The wait for a collective must stay at its place.
+    results of collectives, unwaited for   They are being written to. What the wait returns is their memory, and may be.
     random state                           It is tiny and read by value.
 """
 
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from graphoffload.analysis.collectives import is_unwaited, read_until, waited
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_stack
 from graphoffload.analysis.storages import (
     concrete,
@@ -220,8 +221,8 @@ def _describe(
     stacks = dict.fromkeys(path for user in needing for path in module_stack(user))
     names = dict.fromkeys(name for user in needing for name in boundary_names(user))
     # torch puts saved views at the end of forward, long after the last reader; the offload pass erases them
-    readers_at = [forward_at[u] for m in members for u in m.users if u.op != "output" and not (u in members and only_views(u))]
-    last_use = max([forward_at[base], *readers_at])
+    readers_of = [u for m in members for u in m.users if u.op != "output" and not (u in members and only_views(u))]
+    last_use = max([forward_at[base], *(forward_at[until] for reader in readers_of for until in read_until(reader))])
     tag = next((tags[m.name] for m in members if tags.get(m.name)), None)
     return SavedTensor(
         name=base.name,
@@ -254,11 +255,13 @@ def _plain(value: int | torch.SymInt) -> int | str:
 
 def _base(pairs: list[tuple[Node, Node]], members: list[Node]) -> tuple[Node, str]:
     """The node whose memory is copied for a group of saved views, and why it cannot be copied ("" if it can)."""
-    root = members[0]
+    root = next(iter(waited(members)), members[0])
     why_not = _refusal(root)
     saved = [node for node, _ in pairs]
+    if any(map(is_unwaited, (root, *saved))):
+        return root, Refusal.COLLECTIVE.because()
     dtypes = {fake(node).dtype for node in (root, *saved)}  # type: ignore[union-attr]
-    candidates = [node for node in members if covers_storage(fake(node))]  # type: ignore[arg-type]
+    candidates = [node for node in waited(members) if covers_storage(fake(node))]  # type: ignore[arg-type]
     if len(dtypes) > 1:
         return root, Refusal.SEVERAL_DTYPES.because()
     if any(value.is_conj() or value.is_neg() for node in (root, *saved) if (value := fake(node)) is not None):
@@ -280,8 +283,6 @@ def _refusal(node: Node) -> str:
         return Refusal.NO_MEMORY.because()
     if concrete(value.numel()) == 0:
         return Refusal.EMPTY.because()
-    if "c10d" in target or "wait_tensor" in target:
-        return Refusal.COLLECTIVE.because()
     if "rng_state" in target or "rng_state" in node.name:
         return Refusal.RANDOM_STATE.because()
     return ""

@@ -13,6 +13,8 @@ A rule yields one sentence for each violation. Each rule excludes a way to a wro
     fresh        No inserted value shares a fake storage with another value. (torch would donate or alias its memory.)
     callers      Backward reads no memory of the caller but that which keep-all reads. (The caller may have written to it.)
     decisions    No discrete decision is made again on recomputed floats. (Other last bits could turn it.)
+    collectives  Both graphs run keep-all's collectives, in the joint graph's order. (Other ranks wait for just these.)
+    waited       No offload copies a collective's result before the wait for it. (It is being written to.)
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from torch.fx import Node
 
 from graphoffload.analysis.callers import CallersMemory, foreign
+from graphoffload.analysis.collectives import Collectives, is_unwaited, read_until
 from graphoffload.analysis.decisions import repeated_decisions
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs, saved_placeholders
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
@@ -41,6 +44,7 @@ class _Case:
     output_names: tuple[str | None, ...]
     callers: CallersMemory | None = None
     user_recomputed: frozenset[str] = frozenset()
+    collectives: Collectives | None = None
     ops: dict[str, dict[int, list[Node]]] = field(default_factory=dict)
     at: dict[Node, int] = field(default_factory=dict)
 
@@ -54,6 +58,7 @@ def verify_graphs(
     output_names: tuple[str | None, ...],
     callers: CallersMemory | None = None,
     user_recomputed: frozenset[str] = frozenset(),
+    collectives: Collectives | None = None,
 ) -> None:
     """Check every rule.
 
@@ -61,11 +66,12 @@ def verify_graphs(
         output_names: names of the forward's outputs before any pass; the first `num_fwd_outputs` must be unchanged.
         callers: the caller's memory that keep-all reads; None if it is unknown, and the rule is skipped.
         user_recomputed: operations of the user's checkpoint regions.
+        collectives: those that keep-all runs; None if they are unknown, and the rule is skipped.
 
     Raises:
         VerifyError: with every violation of every rule.
     """
-    case = _Case(graphs, plan, output_names, callers, user_recomputed)
+    case = _Case(graphs, plan, output_names, callers, user_recomputed, collectives)
     for graph in (graphs.forward.graph, graphs.backward.graph):
         case.at.update({node: position for position, node in enumerate(graph.nodes)})
     for name in _OPS:
@@ -123,7 +129,7 @@ def last_use(case: _Case) -> Iterator[str]:
             yield f"{transfer}: offloaded before it is produced"
         for member in groups[storage_id(value)]:
             for user in member.users:
-                if case.at[user] > case.at[release] and fake(user) is not None:
+                if any(case.at[until] > case.at[release] and fake(until) is not None for until in read_until(user)):
                     yield f"{transfer}: {user.name} reads {member.name} after its release"
 
 
@@ -218,6 +224,21 @@ def decisions(case: _Case) -> Iterator[str]:
         yield f"backward runs {name} again, and {what} decides by its bits"
 
 
+def collectives(case: _Case) -> Iterator[str]:
+    """Both graphs run keep-all's collectives, in the order of the joint graph."""
+    if case.collectives is not None:
+        yield from case.collectives.violations(case.graphs.forward.graph, case.graphs.backward.graph)
+
+
+def waited(case: _Case) -> Iterator[str]:
+    """No offload copies a collective's result before the wait for it."""
+    for transfer, offload, _ in _pairs(case, "offload", "release"):
+        source = offload.args[0]
+        assert isinstance(source, Node)
+        if is_unwaited(source):
+            yield f"{transfer}: {source.name} is copied before the wait for its collective"
+
+
 def _comes_from(node: Node, origin: Node) -> bool:
     while node is not origin:
         inputs = [argument for argument in node.args if isinstance(argument, Node)]
@@ -242,5 +263,5 @@ def _layout(node: Node) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    once, same_source, last_use, saved, readers, outputs, counterpart, donated, fresh, callers, decisions,
+    once, same_source, last_use, saved, readers, outputs, counterpart, donated, fresh, callers, decisions, collectives, waited,
 )  # fmt: skip

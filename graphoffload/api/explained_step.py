@@ -145,12 +145,12 @@ class StepLook:
         given = args[0] if len(args) == 1 and isinstance(args[0], list) else args
         self.inputs.append(tuple(storage_id(given[at]) for at in graph.graph.activations))
         self._mark("forward", index)
-        self.live.inside = True
+        self.live.inside, since = True, autograd.autograd_time()
         try:
             outputs = graph.function(*args)
         finally:
             self.live.inside = False
-        node = autograd.compiled_node(outputs)
+        node = autograd.compiled_node(outputs, since)
         if node is None:
             raise NotOneStepError(f"nothing that call {index} of {graph.graph.name} returns needs a gradient")
         saved = self.live.give(outputs, saved=node.saved_tensors)

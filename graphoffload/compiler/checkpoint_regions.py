@@ -6,7 +6,8 @@
     a slowdown    the smallest plan within it, as written or relaxed; its peak is never above keep-all's
 
 Every figure is relative to that one keep-all (decision 15), so a plan that recomputes less than the regions do has a negative
-slowdown. MUST_* tags bind in all cases. Both ways are tried only if the better one is not known beforehand: plans with the
+slowdown. MUST_* tags bind in all cases, and so do regions that hold collectives
+(analysis/collectives.py). Both ways are tried only if the better one is not known beforehand: plans with the
 regions as written take at least keep-all's time.
 
 A model without regions gets some for a budget that is not met otherwise, or at a high price: its blocks, computed again whole.
@@ -29,9 +30,14 @@ from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import WithinSlowdown
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.planner.simulator import Timeline
+from graphoffload.torch_internals.collectives import is_collective
 from graphoffload.units import format_bytes
 
 _SAME = 1e-9
+_NOT_RELAXED = (
+    "checkpoint regions stay as written, since they hold collectives: all ranks must run these again alike, and each plans for "
+    "itself. Leave checkpointing off to have their activations planned"
+)
 
 
 def trial_of(request: Request, analyse: Callable[..., GraphAnalysis]) -> Trial:
@@ -49,6 +55,9 @@ def trial_of(request: Request, analyse: Callable[..., GraphAnalysis]) -> Trial:
         return _never_larger(feasible_trial(analysis, lambda plain: in_blocks(plain, analyse)), analysis)
     analysis.region_hint, advice = _decided_by_regions(request.joint, analysis.table)
     analysis.notes.extend([f"{analysis.region_hint}: {advice}"] if analysis.region_hint else [])
+    if any(_advised(node) and is_collective(node.target) for node in request.joint.graph.nodes):
+        analysis.notes.append(_NOT_RELAXED)
+        return _never_larger(feasible_trial(analysis), analysis)
     relaxing = replace(request, relax=True)
     if not request.goal.explicit:
         try:

@@ -100,7 +100,7 @@ def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
     known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
     session = graph.session(known.key if known is not None else new_key(base), "run", recipe)
     allow(limits.host_budget_bytes)
-    function = inner(graph, session)
+    function = dynamo.undisabled(inner(graph, session))
     if session.plan is None:
         _take_stored(base, session)
     if session.plan is not None:

@@ -36,8 +36,9 @@ from graphoffload.monitor.shared_budget import may_link
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
-from graphoffload.runtime.step.calls import START, STEPS, StepRun
+from graphoffload.runtime.step.calls import START, STEPS, StepCall, StepRun
 from graphoffload.torch_internals import partitioning, storages
+from graphoffload.torch_internals.autograd import autograd_time
 from graphoffload.torch_internals.dynamo import Retraceable
 from graphoffload.torch_internals.partitioning import CustomPartitionerFn
 
@@ -149,35 +150,41 @@ class Dispatched:
 
     def run(self, *args: Any) -> Any:
         """One call."""
-        run = STEPS.of(self.device)
+        run = STEPS.runs.get(self.device)
         if run is None or run.is_over:
             from graphoffload.compiler.step_runs import next_run
 
             run = next_run(self)
         call = run.begin(self.number)
-        planned = run.plan.call(call) if run.plan is not None and not run.off else None
-        if planned is None:
-            if run.plan is not None and not run.off:
-                run.leave_plan()
-            compiled = self.first
-        else:
-            compiled, call.schedule, call.variant = planned
+        compiled = self._compiled_for(call, run)
         call.key, call.kept_bytes = compiled.key, compiled.kept_bytes
-        call.is_variant = compiled.plan is not None and bool(compiled.plan.variant)
         if run.recording:
             given = args[0] if len(args) == 1 and isinstance(args[0], list) else args
             call.inputs = tuple(storages.lasting(given[at].untyped_storage()) for at in self.graph.activations)
-        before, STEPS.call = STEPS.call, call
+        before, STEPS.call, since = STEPS.call, call, autograd_time()
         try:
-            run.happened(call, START)
+            if call.schedule is not None:
+                run.happened(call, START)
             outputs = compiled.function(*args)
         except BaseException:
             run.aborted = True  # whoever catches it begins anew
             raise
         finally:
             STEPS.call = before
-        run.forward_ended(call, outputs)
+        run.forward_ended(call, outputs, since)
         return outputs
+
+    def _compiled_for(self, call: StepCall, run: StepRun) -> Compiled:
+        """The variant of a call: as planned, or the first one."""
+        if run.plan is not None and not run.off:
+            planned = run.plan.call(call)
+            if planned is not None:
+                compiled: Compiled
+                compiled, call.schedule, call.variant = planned
+                return compiled
+            run.leave_plan()
+        call.is_variant = self.is_variant
+        return self.first
 
     def free_room(self, run: StepRun) -> int:
         """Bytes that may stay on the device in a run that is not planned."""
@@ -195,13 +202,9 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 
 def dispatcher(graph: Graph, again: Retraceable, first: Compiled) -> Callable[..., Any]:
     """What Dynamo calls: `first` until a step is planned."""
-    dispatched = Dispatched(graph, again, first)
-
-    @functools.wraps(first.function)  # with its attributes, such as `_boxed_call`
-    def run(*args: Any) -> Any:
-        return dispatched.run(*args)
-
-    return run
+    called = functools.partial(Dispatched(graph, again, first).run)
+    functools.update_wrapper(called, first.function)  # with its attributes, such as `_boxed_call`
+    return called
 
 
 class Family:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from graphoffload.analysis.callers import callers_memory
 from graphoffload.analysis.chains import chains_of
+from graphoffload.analysis.collectives import Collectives, collectives_of
 from graphoffload.analysis.decisions import repeated_decisions
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_roots
 from graphoffload.analysis.outputs import returned_by
@@ -98,7 +99,8 @@ def rewrite(request: Request) -> Rewritten:
     names = tuple(None if node is None else node.name for node in graph_outputs(analysis.pair.forward))
     graphs = save_memory_once(insert_reloads(insert_offloads(analysis.pair, plan), plan), plan)
     if request.config.verify != "off":
-        verify_graphs(graphs, plan, names, analysis.binding.callers, analysis.binding.user_recomputed)
+        bound = analysis.binding
+        verify_graphs(graphs, plan, names, bound.callers, bound.user_recomputed, bound.collectives)
     hint = "; ".join(filter(None, (hint_of(trial), returned_by(analysis.pair).cache_hint, decided.hint)))
     instance = trial.instance
     candidates = instance.program.candidates
@@ -176,7 +178,8 @@ def _keep_all(request: Request, notes: list[str], known: Binding | None) -> tupl
             return pair, table, binding
         if decisions == binding.decisions:
             callers = callers_memory(pair, request.joint.graph, request.parameters)
-            return pair, table, replace(binding, callers=callers)
+            orders = (collectives_of(graph) for graph in (pair.forward.graph, pair.backward.graph, request.joint.graph))
+            return pair, table, replace(binding, callers=callers, collectives=Collectives(*orders))
         binding = replace(binding, decisions=decisions)
         joint = bind(tagged_copy(request.joint, relax=request.relax, notes=[], blocks=request.blocks), binding)
 

@@ -27,7 +27,7 @@ from graphoffload.compiler.decide import without_recomputation
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial, against, instance_of, keep_all, seen_from
 from graphoffload.errors import BudgetError
-from graphoffload.facts.goals import Goal, MeetBudget, WithinSlowdown
+from graphoffload.facts.goals import FAR, Goal, MeetBudget, WithinSlowdown
 from graphoffload.patience import Patience
 from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.bottleneck import describe, held_at
@@ -39,7 +39,6 @@ _REPAIRS = 3
 _SEARCHES = 2
 _WORTH = 0.03
 _UNUSED = 0.005  # of keep-all's time, unused by a plan for a slowdown: about what unfused operations cost
-_FAR = 0.03  # of keep-all's time above the bound: beyond it, other ways and tighter budgets are tried
 _NOTED_SLOWDOWN = 0.1  # from this slowdown on, a note names the tensors at the peak
 _RUNG = 1.02
 _RUNGS = 4
@@ -110,7 +109,7 @@ def _or_in_blocks(analysis: GraphAnalysis, found: _SearchResult, blocks: GraphAn
         BudgetError: the budget is met in no way. It names the lower of the least budgets.
     """
     keep, own = keep_all(instance_of(analysis), analysis), keep_all(instance_of(blocks), blocks)
-    if found.best is not None and (own.time_s >= found.best.timeline.time_s - _FAR * keep.time_s or _over(analysis)):
+    if found.best is not None and (own.time_s >= found.best.timeline.time_s - FAR * keep.time_s or _over(analysis)):
         return found
     other = _meets(blocks, (blocks, *_other_ways(blocks)))
     if other.best is not None and other.best.excess > 0:
@@ -176,13 +175,13 @@ def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...]) -> _SearchR
 
 def _condition_s(best: Trial, way: GraphAnalysis) -> float:
     """Seconds by which a plan must be faster to replace `best`: a margin, if it depends on the caller and `best` does not."""
-    return 0.0 if way.outputs_stay or not best.analysis.outputs_stay else _FAR * best.decided.keep_timeline.time_s
+    return 0.0 if way.outputs_stay or not best.analysis.outputs_stay else FAR * best.decided.keep_timeline.time_s
 
 
 def _is_far(trial: Trial) -> bool:
     keep_s = trial.decided.keep_timeline.time_s
     bound_s = trial.decided.lower_bound_s
-    return trial.timeline.time_s - (keep_s if bound_s is None else bound_s) > _FAR * keep_s
+    return trial.timeline.time_s - (keep_s if bound_s is None else bound_s) > FAR * keep_s
 
 
 def _tighter(analysis: GraphAnalysis, way: GraphAnalysis, instance: Instance) -> Iterator[Trial]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 import torch
 
@@ -91,8 +92,13 @@ def next_run(graph: Dispatched) -> StepRun:
     watching = recording and known is not None and len(known.runs) == RECORDED - 1
     if watching:
         collect_garbage(device)
-    run = STEPS.start(device, lambda streams: StepRun(streams, recording=recording, watching=watching, plan=plan))
+    hooked = last is None or not last.tells
+    run = STEPS.start(
+        device, lambda streams: StepRun(streams, recording=recording, watching=watching, plan=plan, hooked=hooked)
+    )
     run.room_bytes = graph.free_room(run)
+    if last is not None and not last.recording:
+        last.calls.clear()  # run and calls are a cycle: their memory is used again at once, and not when garbage is collected
     return run
 
 
@@ -104,15 +110,20 @@ def _expected(device: torch.device, number: int) -> Known | None:
     latest = (sequence for where, sequence in reversed(_PLANNER.known) if where == device)
     for sequence in (() if known is None else known.after, last, *latest):
         found = _PLANNER.known.get((device, sequence))
-        if found is not None and sequence[0] == number and all(graph in GRAPHS for graph in sequence):
+        if found is not None and sequence[0] == number and _all_live(sequence):
             return found
     return None
+
+
+def _all_live(sequence: Sequence[int]) -> bool:
+    """Whether Dynamo's code still calls each graph of a sequence."""
+    return all(number in GRAPHS for number in set(sequence))
 
 
 def _learn(device: torch.device, run: StepRun) -> None:
     """Keep a recorded run whose backwards came in order."""
     sequence = run.sequence
-    if not run.is_nested or any(number not in GRAPHS for number in sequence):
+    if not run.is_nested or not _all_live(sequence):
         _count_irregular(run)
         return
     _PLANNER.irregular = 0
@@ -120,9 +131,11 @@ def _learn(device: torch.device, run: StepRun) -> None:
     if before is not None:
         before.after = sequence
     _PLANNER.last[device] = sequence
-    for key in [key for key in _PLANNER.known if any(number not in GRAPHS for number in key[1])]:
+    for key in [key for key in _PLANNER.known if not _all_live(key[1])]:
         del _PLANNER.known[key]  # its model is gone
-    known = _PLANNER.known.setdefault((device, sequence), Known(sequence, version=min(GRAPHS[n].version for n in sequence)))
+    known = _PLANNER.known.get((device, sequence))
+    if known is None:
+        known = _PLANNER.known[device, sequence] = Known(sequence, version=min(GRAPHS[n].version for n in sequence))
     _PLANNER.known.move_to_end((device, sequence))
     if len(_PLANNER.known) > _SEQUENCES:
         _PLANNER.known.popitem(last=False)

@@ -22,6 +22,9 @@ Score: TypeAlias = tuple[float, float, float]
 
 UNMEASURABLE = 0.005
 """Share of a step below which its time is not reproducible. A cost below it counts as none."""
+FAR = 0.03
+"""Share of a time or of a peak. Of a plan that is so far above its bound other ways are tried, and one whose figures are less
+certain is taken if it is better by as much."""
 _AS_SMALL = 0.002  # peaks that differ by less than this share of keep-all's count as equal
 _ROUNDING = 1e-9
 _BudgetT = TypeVar("_BudgetT", bound="_Budget")

@@ -46,7 +46,7 @@ class Refusal(enum.Enum):
     NOT_PLAIN = ("is a {type}, not a plain tensor", "compute with plain tensors there (a DTensor's to_local())")
     NO_MEMORY = ("has no memory (meta device)", "move the model to a device with memory")
     EMPTY = ("is empty", "")
-    COLLECTIVE = ("is the output of a collective", "offload what is computed from it")
+    COLLECTIVE = ("is saved before the wait for the collective that writes it", "offload what is computed from it")
     RANDOM_STATE = ("is random-number state", "")
     UNKNOWN_SIZE = (
         "its symbolic size {symbols} is not known in backward",
@@ -59,6 +59,7 @@ class Refusal(enum.Enum):
     DECIDES_AGAIN = ("its recomputation decides again ({target}), where other last bits could decide otherwise", "")
     LOOKED_AT = ("backward decides or compares by its bits ({target}), and they could be others", "")
     UNKNOWN_EFFECTS = ("its recomputation runs {target}, whose effects are unknown", "")
+    COLLECTIVE_AGAIN = ("its recomputation runs {target}, a collective, which every other rank would have to run again too", "")
     WRITES = ("its recomputation runs {target}, which writes to its arguments", "")
     UPDATES_STATISTICS = ("its recomputation runs {target}, which updates running statistics", "")
     ATTENTION = (

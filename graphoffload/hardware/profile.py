@@ -24,6 +24,10 @@ Source = Literal["measured", "datasheet", "cpu"]
 ACHIEVED = 0.7
 LINK_ACHIEVED = 0.86
 BANDWIDTH_ACHIEVED = 0.85
+_ABOVE_ZERO = (
+    "memory_bytes", "d2h_bytes_per_s", "h2d_bytes_per_s", "device_bandwidth_bytes_per_s", "peer_bytes_per_s", "links_shared_by",
+)  # fmt: skip
+_AT_LEAST_ZERO = ("copy_latency_s", "compute_slowdown_while_copying", "kernel_launch_s", "collective_latency_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,8 @@ class HardwareProfile:
         matmul_flops_per_s: (dtype, achieved rate) pairs.
         device_bandwidth_bytes_per_s: bandwidth of device memory, reads plus writes.
         kernel_launch_s: the least time between two kernels.
+        peer_bytes_per_s: rate at which a device sends to the other devices of its host in a collective.
+        collective_latency_s: constant part of a collective's time.
         links_shared_by: number of GPUs that use this link at the same time; each gets an equal share.
     """
 
@@ -52,13 +58,15 @@ class HardwareProfile:
     matmul_flops_per_s: tuple[tuple[str, float], ...] = ()
     device_bandwidth_bytes_per_s: float = 1e12
     kernel_launch_s: float = 3e-6
+    peer_bytes_per_s: float = 300e9
+    collective_latency_s: float = 15e-6
     links_shared_by: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("memory_bytes", "d2h_bytes_per_s", "h2d_bytes_per_s", "device_bandwidth_bytes_per_s", "links_shared_by"):
+        for field in _ABOVE_ZERO:
             if not getattr(self, field) > 0:
                 raise ConfigError(f"hardware {self.name!r}: {field}={getattr(self, field)!r} must be above 0.")
-        for field in ("copy_latency_s", "compute_slowdown_while_copying", "kernel_launch_s"):
+        for field in _AT_LEAST_ZERO:
             if not getattr(self, field) >= 0:
                 raise ConfigError(f"hardware {self.name!r}: {field}={getattr(self, field)!r} must be at least 0.")
 
@@ -102,6 +110,8 @@ class HardwareProfile:
             ("device memory bandwidth", f"{self.device_bandwidth_bytes_per_s / 1e9:.0f} GB/s",
              _origin(self, "device_bandwidth_bytes_per_s", BANDWIDTH_ACHIEVED)),
             ("kernel launch", f"{self.kernel_launch_s * 1e6:.1f} us", _origin(self, "kernel_launch_s")),
+            ("collectives", f"{self.peer_bytes_per_s / 1e9:.1f} GB/s", _origin(self, "peer_bytes_per_s", ACHIEVED)),
+            ("collective's latency", f"{self.collective_latency_s * 1e6:.1f} us", _origin(self, "collective_latency_s")),
         ]  # fmt: skip
         return [f"{self.name} [{self.source}]", *(f"  {what:<25}{value:<16}{origin}" for what, value, origin in rows)]
 
@@ -119,9 +129,10 @@ class HardwareProfile:
 
 
 def _datasheet(
-    name: str, memory_gib: int, link_gb: float, half_tflops: float, single_tflops: float, memory_gb_per_s: float
+    name: str, memory_gib: int, link_gb: float, half_tflops: float, single_tflops: float, memory_gb_per_s: float, peer_gb: float
 ) -> HardwareProfile:
-    """A profile from peak figures: PCIe in GB/s, dense 16-bit and float32 matmul in TFLOP/s (without TF32, torch's default)."""
+    """A profile from peak figures: PCIe and the link to other devices in GB/s in one direction, dense 16-bit and float32 matmul
+    in TFLOP/s (without TF32, torch's default)."""
     return HardwareProfile(
         name=name,
         source="datasheet",
@@ -133,6 +144,7 @@ def _datasheet(
             for dtype, peak in (("bfloat16", half_tflops), ("float16", half_tflops), ("float32", single_tflops))
         ),
         device_bandwidth_bytes_per_s=memory_gb_per_s * 1e9 * BANDWIDTH_ACHIEVED,
+        peer_bytes_per_s=peer_gb * 1e9 * ACHIEVED,
     )
 
 
@@ -140,18 +152,18 @@ PROFILES: dict[str, HardwareProfile] = {
     profile.name: profile
     for profile in (
         dataclasses.replace(
-            _datasheet("h200-sxm", 139, 64, 989, 67, 4800),
+            _datasheet("h200-sxm", 139, 64, 989, 67, 4800, 450),
             source="measured",
             d2h_bytes_per_s=55.3e9,
             h2d_bytes_per_s=55.5e9,
             matmul_flops_per_s=(("bfloat16", 770e12), ("float16", 750e12), ("float32", 51e12)),
             device_bandwidth_bytes_per_s=4.1e12,
         ),
-        _datasheet("h100-sxm", 79, 64, 989, 67, 3350),
-        _datasheet("a100-80g", 79, 32, 312, 19.5, 2039),
-        _datasheet("a100-40g", 39, 32, 312, 19.5, 1555),
-        _datasheet("l40s", 44, 32, 362, 91.6, 864),
-        _datasheet("rtx-4090", 23, 32, 165, 82.6, 1008),
+        _datasheet("h100-sxm", 79, 64, 989, 67, 3350, 450),
+        _datasheet("a100-80g", 79, 32, 312, 19.5, 2039, 300),
+        _datasheet("a100-40g", 39, 32, 312, 19.5, 1555, 300),
+        _datasheet("l40s", 44, 32, 362, 91.6, 864, 32),
+        _datasheet("rtx-4090", 23, 32, 165, 82.6, 1008, 32),
         HardwareProfile(
             name="cpu",
             source="cpu",
@@ -163,6 +175,8 @@ PROFILES: dict[str, HardwareProfile] = {
             matmul_flops_per_s=(("bfloat16", 1e11), ("float16", 1e11), ("float32", 1e11)),
             device_bandwidth_bytes_per_s=10e9,
             kernel_launch_s=1e-6,
+            peer_bytes_per_s=1e9,
+            collective_latency_s=100e-6,
         ),
     )
 }

@@ -21,6 +21,7 @@ from graphoffload.facts.plan import Plan
 from graphoffload.facts.remedies import AS_ONE_GRAPH
 from graphoffload.log import say
 from graphoffload.runtime import captured, registry
+from graphoffload.runtime.step.calls import told
 from graphoffload.torch_internals import autograd, pytrees
 from graphoffload.units import format_bytes
 
@@ -52,7 +53,7 @@ def _wrap_backward(outputs: Any, key: str, since: int) -> bool:
     """Wrap the backward of the call that began at `since` and gave these outputs; False when none of them has a gradient."""
     tensors = [value for value in pytrees.tree_leaves(outputs) if isinstance(value, torch.Tensor) and value.requires_grad]
     for function in autograd.compiled_backwards((tensor.grad_fn for tensor in tensors), since):
-        autograd.wrap_backward(function, functools.partial(_noting, key=key))
+        autograd.wrap_backward(function, lambda backward: _noting(told(backward), key))
         captured.own(key, function)
     return bool(tensors)
 

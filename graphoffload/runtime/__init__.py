@@ -20,7 +20,8 @@ from graphoffload.runtime import captured
 from graphoffload.runtime.counters import COUNTERS, reset_stats
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.hooks import copy_hook, release_hook, twin_copies
-from graphoffload.runtime.pinned.pool import POOL, HostMemory
+from graphoffload.runtime.pinned.pool import POOL
+from graphoffload.runtime.pinned.slabs import HostMemory
 from graphoffload.runtime.streams.stalls import Stalls, trace_stalls
 
 __all__ = [

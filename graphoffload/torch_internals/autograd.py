@@ -58,24 +58,37 @@ def compiled_backwards(nodes: Iterable[Any], since: int) -> Iterator[Any]:
         pending.extend(earlier for earlier, _ in node.next_functions)
 
 
-def compiled_node(outputs: Any) -> Any:
-    """The autograd node of the compiled function that gave these outputs; None where none of them has one.
+def compiled_node(outputs: Any, since: int = 0) -> Any:
+    """The autograd node of the compiled function that gave these outputs, made since a time; None where none of them has one.
 
-    An output may be a view that autograd made of the function's result. Without it: nobody sees when a call's backward runs.
+    An output may be a view that autograd made of the function's result, or of an input: that leads to the node of an earlier
+    call. Without it: nobody sees when a call's backward runs.
     """
     for value in outputs if isinstance(outputs, (tuple, list)) else pytrees.tree_leaves(outputs):
         node, _ = _made_by(value)
-        if node is not None:
+        if node is not None and node._sequence_nr() >= since:
             return node
     return None
+
+
+def leave_with_node(node: Any, value: Any) -> None:
+    """Have the autograd node of a compiled function hold a value, for `left_with_node`. `_backward_impl` gets it as ctx."""
+    node.graphoffload_value = value
+
+
+def left_with_node(ctx: Any) -> Any:
+    """What was left with this node; None if nothing was."""
+    return getattr(ctx, "graphoffload_value", None)
 
 
 def _made_by(value: Any) -> tuple[Any, int]:
     """The autograd node of the compiled function that made a value, and which of its outputs it is; None if none did."""
     node, output = (value.grad_fn, value.output_nr) if isinstance(value, torch.Tensor) else (None, 0)
     for _ in range(_VIEWS):
-        if node is None or hasattr(type(node), "_forward_cls"):
-            break
+        if node is None:
+            return None, 0
+        if hasattr(type(node), "_forward_cls"):
+            return node, output
         node, output = next((edge for edge in node.next_functions if edge[0] is not None), (None, 0))
     return (node, output) if hasattr(type(node), "_forward_cls") else (None, 0)
 

@@ -31,7 +31,7 @@ __all__ = [
     "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "as_it_is",
     "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs",
     "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "is_tracing", "isolated", "many_compiles",
-    "retraceable", "tell_of_resets", "tracing_backend",
+    "retraceable", "tell_of_resets", "tracing_backend", "undisabled",
 ]  # fmt: skip
 
 
@@ -65,6 +65,14 @@ def tell_of_resets(listener: Any) -> None:
 def isolated() -> dict[str, Any]:
     """What gives a torch.compile a recompile limit of its own; nothing before torch 2.13."""
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+
+
+def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a backend compiled, without the wrapper that keeps Dynamo from tracing it: Dynamo puts one around what it is given.
+    Without it: each call pays for two."""
+    inside = getattr(function, "_torchdynamo_orig_callable", None)
+    own = getattr(function, "_torchdynamo_wrapper_id", None) == id(function)  # not one that functools.wraps has copied
+    return inside if own and callable(inside) else function
 
 
 def is_tracing() -> bool:

@@ -32,6 +32,8 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
 
+from graphoffload.torch_internals.collectives import RULES_OF_MIN_CUT
+
 __all__ = [
     "CustomPartitionerFn", "aot_eager", "config", "may_be_trained", "min_cut", "must_be_parameters", "mutated_inputs",
     "parameter_positions", "placeholders_at", "torch_memory_budget",
@@ -39,11 +41,14 @@ __all__ = [
 
 
 def min_cut(joint: GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> tuple[GraphModule, GraphModule]:
-    """torch's own min-cut partitioner, untouched, with its relative memory budget pinned to 1.0. Without it: nothing works."""
+    """torch's own min-cut partitioner, untouched, with its relative memory budget pinned to 1.0, and collectives as they stand.
+
+    Without it: nothing works.
+    """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     arguments = {key: value for key, value in kwargs.items() if key in _MIN_CUT_ARGUMENTS}
-    with config.patch(activation_memory_budget=1.0, enable_activation_offloading=False):
+    with config.patch(activation_memory_budget=1.0, enable_activation_offloading=False, **RULES_OF_MIN_CUT):
         return min_cut_rematerialization_partition(joint, joint_inputs, **arguments)
 
 

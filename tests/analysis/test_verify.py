@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Node
@@ -16,6 +18,7 @@ from graphoffload.analysis.verify import RULES
 from graphoffload.compiler import pipeline
 from graphoffload.errors import VerifyError
 from graphoffload.facts.plan import Plan
+from graphoffload.torch_internals.collectives import is_wait
 
 OPS = torch.ops.graphoffload
 
@@ -115,6 +118,37 @@ def decide_again(graphs: GraphPair) -> None:
     again.meta["val"] = rounded.meta["val"]
 
 
+class Gathered(Net):
+    """The same with a collective in forward, whose result is saved, and another one in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(functional.all_gather_tensor_autograd(x + self.first.bias, 0, dist.group.WORLD))
+
+
+def gather_again(graphs: GraphPair) -> None:
+    """Backward runs forward's collective once more, as a partitioner would that recomputes it."""
+    gathered, backward = gather(graphs), graphs.backward.graph
+    last = next(iter(reversed(backward.nodes)))
+    tangent = next(n for n in backward.nodes if n.op == "call_function" and n.target is torch.ops.aten.mm.default)
+    with backward.inserting_before(last):
+        again = backward.create_node("call_function", gathered.target, (tangent, *gathered.args[1:]), name=gathered.name)
+    again.meta["val"] = gathered.meta["val"]
+
+
+def copy_before_the_wait(graphs: GraphPair) -> None:
+    """What is offloaded is the collective's result as it stands when the collective has only begun."""
+    gathered = gather(graphs)
+    offload = next(n for n in graphs.forward.graph.nodes if n.target is OPS.offload.default and is_wait(n.args[0].target))
+    release = next(user for user in offload.users if user.target is OPS.release.default)
+    for node in (offload, release):
+        node.args = (gathered, *node.args[1:])
+
+
+def gather(graphs: GraphPair) -> Node:
+    """The forward's collective."""
+    return next(n for n in graphs.forward.graph.nodes if "all_gather" in str(n.target))
+
+
 BREAKS: dict[str, Callable[[GraphPair], None]] = {
     "once": drop_release,
     "same_source": release_another,
@@ -127,14 +161,24 @@ BREAKS: dict[str, Callable[[GraphPair], None]] = {
     "fresh": share_a_fake_storage,
     "callers": read_an_output,
     "decisions": decide_again,
+    "collectives": gather_again,
+    "waited": copy_before_the_wait,
 }
 
 
-def step(**options: object) -> torch.Tensor:
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def step(net_class: type[Net] = Net, **options: object) -> torch.Tensor:
     """Loss of one step of the net through the backend."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    net = Net()
+    net = net_class()
     config = graphoffload.OffloadConfig(policy="offload", min_tensor_bytes=0, inner="aot_eager", **options)  # type: ignore[arg-type]
     net.compile(backend=graphoffload.OffloadBackend(config))
     loss = net(torch.randn(4, 8)).sum()
@@ -160,7 +204,7 @@ def test_a_broken_graph_is_refused(rule: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pipeline, "insert_reloads", broken)
     graphoffload.reset_stats()
     with pytest.raises(BackendCompilerFailed) as info:
-        step()
+        step(Gathered if rule in ("collectives", "waited") else Net)
     assert isinstance(info.value.inner_exception, VerifyError)
     assert f"{rule}: " in str(info.value.inner_exception)
     assert graphoffload.stats()["offloads"] == 0
@@ -169,3 +213,4 @@ def test_a_broken_graph_is_refused(rule: str, monkeypatch: pytest.MonkeyPatch) -
 def test_unbroken_graphs_pass() -> None:
     """The same net, untouched: the rules refuse nothing that is right."""
     assert torch.isfinite(step())
+    assert torch.isfinite(step(Gathered))

@@ -18,6 +18,7 @@ from graphoffload.planner.solver import solve
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem, Variant
 from graphoffload.planner.step.joint import join, join_programs
 from graphoffload.planner.step.mixes import Mix, choose, neighbours, uniform
+from graphoffload.planner.step.runs import Runs
 from graphoffload.planner.step.solve import StepSolution, plan_step
 from tests.plan.instances import hardwares, toy
 from tests.plan.steps import MB, chained, llama, recorded_llama, steps
@@ -257,3 +258,27 @@ def test_whole_blocks_are_for_what_chains_do_not_reach():
     solution = plan_step(StepProblem(more, H200, MeetBudget(least[1])))
     assert len(facts.graphs[0]) in solution.chosen
     assert solution.lower_bound_s is None
+
+
+def test_a_broken_host_budget_is_a_missed_goal_where_runs_are_compared():
+    """One run copies more than the host has, and is faster; one computes again, and is slower. Only the second is a plan."""
+    facts = llama(4)
+    link = replace(H200, d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)
+    problem = StepProblem(facts, link, MeetBudget(28 * GB))
+    chosen = tuple(len(facts.graphs[0]) - 1 for _ in facts.calls)
+    free, tight = Runs(problem), Runs(replace(problem, host_budget_bytes=1))
+    copies, computes = free.run([0] * len(facts.calls), evaluations=40), tight.run(chosen, evaluations=40)
+    assert copies.timeline.host_bytes > 1 >= computes.timeline.host_bytes
+    assert free.score(copies)[0] == tight.score(computes)[0] == 0.0 < tight.score(copies)[0]
+    assert copies.timeline.time_s < 0.97 * computes.timeline.time_s
+    assert free.is_clearly_better(copies, computes)
+    assert tight.is_clearly_better(computes, copies)
+    assert not tight.is_clearly_better(copies, computes)
+    assert free.near(copies, copies.timeline.time_s, 1.0)
+    assert not tight.near(copies, copies.timeline.time_s, 1.0)
+
+
+def test_nothing_to_fit_is_met_by_any_run():
+    runs = Runs(StepProblem(llama(2), H200, KeepIfFits(None)))
+    assert runs.score(runs.keep)[0] == 0.0
+    assert runs.near(runs.keep, runs.keep.timeline.time_s, 1.0)

@@ -6,6 +6,7 @@ Page-locking and the clock are stand-ins; nothing here needs a GPU. tests/gpu/te
 from __future__ import annotations
 
 import gc
+import random
 import types
 import warnings
 from collections import Counter
@@ -104,6 +105,91 @@ def test_memory_that_nothing_needs_goes_back(system: types.SimpleNamespace) -> N
     assert system.locked == []
 
 
+def prepared(memory: HostPool, sizes: list[int]) -> HostPool:
+    """With memory for these sizes taken in advance, in one piece."""
+    memory.prepare(sizes, pin=True, device=0, wait=True)
+    return memory
+
+
+def test_slabs_that_are_half_used_are_replaced(system: types.SimpleNamespace) -> None:
+    """A large goal, then a smaller one, which uses some of the one slab: one of what is needed takes its place, once."""
+    large, small = [64 * KIB] * 16, [48 * KIB] * 4
+    memory = prepared(HostPool(), large)
+    turns(memory, large, TURNS)
+    assert (memory.snapshot().pinned_bytes, memory.snapshot().allocations) == (1024 * KIB, 1)
+    assert turns(memory, small, 2 * TURNS) == 1024 * KIB
+    assert sum(small) <= memory.snapshot().pinned_bytes <= 1.06 * sum(small)
+    assert (memory.snapshot().allocations, len(system.locked)) == (2, 1)
+    assert turns(memory, small, 10 * TURNS) == 0
+    assert memory.snapshot().allocations == 2
+    turns(prepared(memory, large), large, 2 * TURNS)
+    turns(memory, small, 2 * TURNS)
+    assert memory.snapshot().pinned_bytes <= 1.06 * sum(small), "also the second time"
+
+
+def test_many_goals_and_shapes_hold_what_was_needed_lately(system: types.SimpleNamespace) -> None:
+    """Five shapes in turn, another goal every 200 steps: nothing is page-locked while a goal lasts, once it is known."""
+    draws = random.Random(0)
+    memory = HostPool()
+    for goal in range(12):
+        share = draws.choice((0.1, 0.3, 0.5, 0.9))
+        shapes = [[(64 + 8 * shape) * KIB * k for k in (1, 1, 3, 4, 11) * 8 if draws.random() < share] for shape in range(5)]
+        for sizes in shapes:
+            prepared(memory, sizes)
+        for at in range(200):
+            memory.arrange(f"{goal} {at % 5}", shapes[at % 5], pin=True, device=0)
+            turns(memory, shapes[at % 5], 1)
+            if at == 2 * TURNS:
+                allocations = memory.snapshot().allocations
+        most = max(map(sum, shapes))
+        assert memory.snapshot().pinned_bytes <= 1.3 * most, f"goal {goal}"
+        assert memory.snapshot().allocations == allocations, f"goal {goal}: page-locked in the middle of steady steps"
+
+
+def test_sets_that_fit_only_in_pieces_are_not_packed_again_and_again(system: types.SimpleNamespace) -> None:
+    """Two microbatches in flight hold the middle of the slab in turn: what is missing then is taken once, and stays."""
+    memory = prepared(HostPool(), [64 * KIB] * 16)
+    turns(memory, [64 * KIB] * 16, TURNS)
+
+    def step() -> None:
+        memory.turn()
+        first = take(memory, [40 * KIB, 8 * KIB, 40 * KIB, 8 * KIB])
+        for buffer in first[::2]:
+            memory.give_back(buffer)
+        second = take(memory, [72 * KIB])
+        for buffer in [*first[1::2], *second]:
+            memory.give_back(buffer)
+
+    for _ in range(3 * TURNS):
+        step()
+    allocations, pinned = memory.snapshot().allocations, memory.snapshot().pinned_bytes
+    for _ in range(20 * TURNS):
+        step()
+    assert (memory.snapshot().allocations, memory.snapshot().pinned_bytes) == (allocations, pinned)
+
+
+def test_half_used_slabs_in_a_copy_or_in_use_are_not_replaced(system: types.SimpleNamespace) -> None:
+    memory = prepared(HostPool(), [64 * KIB] * 16)
+    turns(memory, [64 * KIB] * 16, TURNS)
+    (held,) = take(memory, [64 * KIB])
+    assert turns(memory, [64 * KIB], 3 * TURNS) == 0, "in use"
+    held.last_copy = event = Event()
+    memory.give_back(held)
+    assert turns(memory, [], 3 * TURNS) == 0, "in a copy"
+    event.done = True
+    assert turns(memory, [64 * KIB], 2 * TURNS) == 1024 * KIB
+
+
+def test_a_refused_replacement_is_taken_when_it_is_needed(system: types.SimpleNamespace) -> None:
+    memory = prepared(HostPool(), [64 * KIB] * 16)
+    turns(memory, [64 * KIB] * 16, TURNS)
+    system.refuses = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PageableMemoryWarning)
+        assert turns(memory, [64 * KIB] * 2, 2 * TURNS) == 1024 * KIB
+    assert memory.snapshot().pinned_bytes == 128 * KIB
+
+
 def test_memory_that_is_needed_now_and_then_stays(system: types.SimpleNamespace) -> None:
     """A large batch once in a window: no page-locking ever again."""
     memory = HostPool()
@@ -168,7 +254,7 @@ def test_a_slab_goes_as_a_whole_or_not_at_all(system: types.SimpleNamespace) -> 
 
 
 def test_less_of_every_slab(system: types.SimpleNamespace) -> None:
-    """Each slab was used a little: as many go as the rest can stand in for, and the rest is cut anew."""
+    """Each slab was used a little: one of what is needed takes their place, and nothing is taken after that."""
     memory = HostPool()
     for _ in range(4):
         memory.prepare([16 * KIB] * 4, pin=True, device=0, wait=True)
@@ -179,10 +265,10 @@ def test_less_of_every_slab(system: types.SimpleNamespace) -> None:
     ]
     for buffer in (*(buffer for buffer in buffers if buffer not in one_each), *one_each):
         memory.give_back(buffer)
-    assert turns(memory, [16 * KIB] * 4, 2 * TURNS) == 2 * 64 * KIB
-    assert memory.snapshot().held_bytes == 128 * KIB
+    assert turns(memory, [16 * KIB] * 4, 2 * TURNS) == 4 * 64 * KIB
+    assert 64 * KIB <= memory.snapshot().held_bytes <= 1.06 * 64 * KIB
     assert turns(memory, [16 * KIB] * 4, 4 * TURNS) == 0
-    assert memory.snapshot().allocations == 4
+    assert memory.snapshot().allocations == 5
 
 
 def test_memory_made_in_advance_is_not_taken_for_idle(system: types.SimpleNamespace) -> None:

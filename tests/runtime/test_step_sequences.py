@@ -250,7 +250,7 @@ def test_another_tensor_that_came_early_shows(lazy: LazyStreams) -> None:
 
     def wrong(entry: OffloadedTensor, copy: Any, ahead: list[OffloadedTensor]) -> bool:
         assert isinstance(entry.call, calls.StepCall)
-        others = [e for call in entry.call.run.calls for e in call.entries.values() if e.state is entry.state is ON_HOST]
+        others = [e for call in entry.call.run.calls for e in call.entries.values() if e and e.state is entry.state is ON_HOST]
         for other in others:
             if other is not entry and other.layout.nbytes == entry.layout.nbytes and not swapped:
                 entry.host, other.host = other.host, entry.host

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from graphoffload.facts.goals import MeetBudget, Score, WithinSlowdown
+from graphoffload.facts.goals import FAR, MeetBudget, Score, WithinSlowdown
 from graphoffload.facts.plan import Action
 from graphoffload.planner.arrays import Ints, arrays_of
 from graphoffload.planner.prefetch import prefetch_reloads, release_later
@@ -90,12 +90,20 @@ class Runs:
         broken = 0.0 if host_bytes is None else max(0.0, run.timeline.host_bytes - host_bytes)
         if self.limit_s is not None:
             return broken + max(0.0, time_s - self.limit_s), peak_bytes, time_s
-        return broken + max(0.0, peak_bytes - (self.limit_bytes or 0)), time_s, peak_bytes
+        limit_bytes = peak_bytes if self.limit_bytes is None else self.limit_bytes
+        return broken + max(0.0, peak_bytes - limit_bytes), time_s, peak_bytes
 
     def near(self, run: Run, bound: float | None, factor: float) -> bool:
         """Whether a run is as good as the bound of its variants says, so that others need not be looked at."""
         missed, value, _ = self.score(run)
         return bound is not None and missed <= 0.0 and value <= factor * bound
+
+    def is_clearly_better(self, one: Run, other: Run) -> bool:
+        """Whether `one` misses the goal by less than `other`; if neither misses it, whether it is better by a margin."""
+        (missed, value, _), (other_missed, other_value, _) = self.score(one), self.score(other)
+        if missed > 0.0 or other_missed > 0.0:
+            return missed < other_missed
+        return value < (1.0 - FAR) * other_value
 
     def counts(self, joined: Joined, limits: tuple[int, int]) -> int:
         """How many simulations or bounds may be spent, between two limits: few for large steps."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from graphoffload.errors import BudgetError, PlanError
-from graphoffload.facts.goals import WithinSlowdown
+from graphoffload.facts.goals import FAR, WithinSlowdown
 from graphoffload.facts.plan import Action, Prediction
 from graphoffload.planner.predicted import prediction_of
 from graphoffload.planner.simulator import Timeline
@@ -43,8 +43,6 @@ _MORE = 12
 _REPAIRS = 8
 _SHARES = (0.12, 0.06, 0.03, 0.0)
 _NEAR_BOUND = 1.002
-_FAR = 0.03  # of keep-all's time, or of the peak
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +99,18 @@ def plan_step(problem: StepProblem) -> StepSolution:
     """
     chains = tuple(tuple(variant for variant in variants if variant.bounded) for variants in problem.facts.graphs)
     if chains == problem.facts.graphs:
-        return _planned(problem)
+        return _best(problem).solution()
     try:
-        found = _planned(replace(problem, facts=replace(problem.facts, graphs=chains)))
+        found = _best(replace(problem, facts=replace(problem.facts, graphs=chains)))
     except BudgetError as refused:
-        return _planned_instead(problem, refused)
-    if not _is_far(problem, found):
-        return found
+        return _best_instead(problem, refused).solution()
+    if found.runs.near(found.run, found.bound, 1.0 + FAR):
+        return found.solution()
     try:
-        other = _planned(problem)
+        other = _best(problem)
     except BudgetError:
-        return found
-    return other if _is_clearly_better(problem, other, found) else found
+        return found.solution()
+    return (other if found.runs.is_clearly_better(other.run, found.run) else found).solution()
 
 
 def follow_step(
@@ -141,51 +139,27 @@ def follow_step(
         run = runs.given(chosen, own, reload_steps, offloads)
     except (KeyError, IndexError, ValueError) as error:
         raise PlanError(f"the plan that another rank made does not fit this step: {error} is not in it.") from None
-    return _solution(runs, replace(run, solver=solver))
+    return _found(runs, replace(run, solver=solver)).solution()
 
 
-def _planned_instead(problem: StepProblem, refused: BudgetError) -> StepSolution:
+def _best_instead(problem: StepProblem, refused: BudgetError) -> _Found:
     """A plan of all variants where a part of them has none; where all have none, the error that names the lower budget."""
     try:
-        return _planned(problem)
+        return _best(problem)
     except BudgetError as error:
         raise min(refused, error, key=lambda error: error.least_bytes or 0) from None
 
 
-def _missed(problem: StepProblem, solution: StepSolution) -> float:
-    """Bytes above the budget, or seconds beyond the slowdown."""
-    if isinstance(problem.goal, WithinSlowdown):
-        return max(0.0, solution.slowdown - problem.goal.max_slowdown) * solution.keep_timeline.time_s
-    budget = problem.goal.device_budget_bytes
-    return 0.0 if budget is None else max(0.0, solution.timeline.peak_bytes + problem.reserve_bytes - budget)
+def _best(problem: StepProblem) -> _Found:
+    """The best run of a problem's variants.
 
-
-def _is_far(problem: StepProblem, solution: StepSolution) -> bool:
-    """Whether a plan misses the goal, or a much better one may exist."""
-    if _missed(problem, solution) > _ROUNDING:
-        return True
-    if isinstance(problem.goal, WithinSlowdown):
-        low_bytes, peak_bytes = solution.lower_bound_peak_bytes, solution.timeline.peak_bytes
-        return low_bytes is None or peak_bytes > low_bytes + _FAR * peak_bytes
-    low_s, keep_s = solution.lower_bound_s, solution.keep_timeline.time_s
-    return low_s is None or solution.timeline.time_s > low_s + _FAR * keep_s
-
-
-def _is_clearly_better(problem: StepProblem, one: StepSolution, other: StepSolution) -> bool:
-    missed = [_missed(problem, solution) for solution in (one, other)]
-    if max(missed) > _ROUNDING:
-        return missed[0] < missed[1]
-    if isinstance(problem.goal, WithinSlowdown):
-        return one.timeline.peak_bytes < (1.0 - _FAR) * other.timeline.peak_bytes
-    return one.timeline.time_s < other.timeline.time_s - _FAR * other.keep_timeline.time_s
-
-
-def _planned(problem: StepProblem) -> StepSolution:
+    Raises:
+        BudgetError: none is within the budget, and the least one is not as good.
+    """
     runs = Runs(problem)
     facts, goal, keep = problem.facts, problem.goal, runs.keep
-    fits = not isinstance(goal, WithinSlowdown) and (goal.device_budget_bytes is None or runs.score(keep)[0] <= 0.0)
-    if fits or not facts.calls:
-        return _solution(runs, keep)
+    if not facts.calls or (not isinstance(goal, WithinSlowdown) and runs.score(keep)[0] <= 0.0):
+        return _found(runs, keep)
     best = _search(runs) or keep
     if isinstance(goal, WithinSlowdown):
         best = min((best, keep), key=runs.score)
@@ -196,7 +170,7 @@ def _planned(problem: StepProblem) -> StepSolution:
             best = runs.least(levels)
         if runs.score(best)[0] > 0.0 and not problem.or_least:
             raise step_infeasible(runs, best)
-    return _solution(runs, best)
+    return _found(runs, best)
 
 
 def _repaired(runs: Runs, starts: Sequence[Run]) -> Run:
@@ -280,27 +254,41 @@ def _distinct(order: Sequence[Mixes]) -> list[Mixes]:
     return list(found.values())[:_FINALISTS]
 
 
-def _solution(runs: Runs, run: Run) -> StepSolution:
-    actions: list[list[Action]] = [[] for _ in runs.problem.facts.calls]
-    for (call, _), action in zip(run.joined.of, run.actions, strict=True):
-        actions[call].append(action)
-    time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A run and what bounds its value: seconds for a budget, bytes for a slowdown; None: nothing does."""
+
+    runs: Runs
+    run: Run
+    bound: float | None
+
+    def solution(self) -> StepSolution:
+        """The run as a plan."""
+        runs, run, bound = self.runs, self.run, self.bound
+        actions: list[list[Action]] = [[] for _ in runs.problem.facts.calls]
+        for (call, _), action in zip(run.joined.of, run.actions, strict=True):
+            actions[call].append(action)
+        time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
+        slowdown = isinstance(runs.problem.goal, WithinSlowdown)
+        again_s = max(0.0, run.timeline.keep_time_s - keep_s)
+        return StepSolution(
+            chosen=run.chosen,
+            actions=tuple(tuple(each) for each in actions),
+            joined=run.joined,
+            timeline=replace(run.timeline, keep_time_s=keep_s, recompute_s=again_s),
+            keep_timeline=runs.keep.timeline,
+            lower_bound_s=None if slowdown or bound is None else min(bound, time_s),
+            lower_bound_peak_bytes=int(min(bound, peak_bytes)) if slowdown and bound is not None else None,
+            max_inflight_bytes=run.window_bytes,
+            solver=run.solver,
+            calls=run.schedule.calls,
+            reload_steps=run.schedule.reload_steps,
+        )
+
+
+def _found(runs: Runs, run: Run) -> _Found:
     slowdown = isinstance(runs.problem.goal, WithinSlowdown)
-    bound = time_s if run is runs.keep and not slowdown else _bound(runs, run.chosen)
-    again_s = max(0.0, run.timeline.keep_time_s - keep_s)
-    return StepSolution(
-        chosen=run.chosen,
-        actions=tuple(tuple(each) for each in actions),
-        joined=run.joined,
-        timeline=replace(run.timeline, keep_time_s=keep_s, recompute_s=again_s),
-        keep_timeline=runs.keep.timeline,
-        lower_bound_s=None if slowdown or bound is None else min(bound, time_s),
-        lower_bound_peak_bytes=int(min(bound, peak_bytes)) if slowdown and bound is not None else None,
-        max_inflight_bytes=run.window_bytes,
-        solver=run.solver,
-        calls=run.schedule.calls,
-        reload_steps=run.schedule.reload_steps,
-    )
+    return _Found(runs, run, run.timeline.time_s if run is runs.keep and not slowdown else _bound(runs, run.chosen))
 
 
 def _bound(runs: Runs, chosen: Sequence[int]) -> float | None:

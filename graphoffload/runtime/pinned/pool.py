@@ -10,7 +10,7 @@ graphs compile (`prepare`), and memory is kept from step to step.
 
 Idle memory goes back to the system
 
-    turn      where training did not need it for a long while (pinned/window.py)
+    turn      where training did not need it for a long while (pinned/window.py): slabs that are half used are replaced by one
     acquire   where the total would exceed the largest set ever in flight by more than 5 %, or the system has no more memory
     on request, and by torch._dynamo.reset()
 
@@ -23,39 +23,18 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from graphoffload.errors import HostMemoryError, PageableMemoryWarning
-from graphoffload.runtime.pinned.slabs import HostBuffer, Key, Kind, Slab, allocated, in_background, rounded
-from graphoffload.runtime.pinned.window import TURNS, Window, not_needed
+from graphoffload.runtime.pinned.slabs import HostBuffer, HostMemory, Key, Kind, Slab, allocated, in_background, rounded
+from graphoffload.runtime.pinned.window import TURNS, Window, half_used, not_needed
 from graphoffload.units import format_bytes, parse_size, per_gib
 
 _SLACK = 1.05
+_SAME = 0.1  # what training uses goes back once, until it needs so much more or less, or a plan takes more in advance
 _CHUNK_BYTES = parse_size("1GiB", field="chunk")
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """Bytes of the pool: in total, in use by offloaded tensors, page-locked, and the peak in use.
-
-    buffers: pieces in use or idle. allocations: how often memory was allocated from the operating system (and page-locked).
-    by_tensor: bytes in use by tensor; several microbatches in flight are added up. pinning_s_per_gib: seconds of page-locking
-    for each GiB, over all memory that was ever page-locked, including threads that run during compiling; None if there is none.
-    returned_bytes: idle memory that went back to the operating system so far.
-    """
-
-    held_bytes: int
-    in_use_bytes: int
-    pinned_bytes: int
-    peak_bytes: int
-    buffers: int
-    allocations: int = 0
-    by_tensor: dict[str, int] = field(default_factory=dict, hash=False)
-    pinning_s_per_gib: float | None = None
-    returned_bytes: int = 0
 
 
 class HostPool:
@@ -72,6 +51,7 @@ class HostPool:
         self._returned_bytes = 0
         self._window = Window(0)
         self._arranged_for = ""
+        self._settled_for_bytes = 0
         self.budget_bytes: int | None = None
         self.reclaim: Callable[[], object] | None = None
         self.poison = False
@@ -266,6 +246,7 @@ class HostPool:
                 buffer.fresh = True
                 self._idle.setdefault(buffer.key, []).append(buffer)
             self._coming.update(keys)
+            self._settled_for_bytes = 0 if keys else self._settled_for_bytes
         if not keys:
             return
 
@@ -352,19 +333,42 @@ class HostPool:
         with self._lock:
             window = self._window
             resting = not any(self._coming.values()) and not _capturing()
-            excess = self._held() - _SLACK * max(window.peak_bytes, self._in_use_bytes) if resting else 0
-            closing = not_needed(self._slabs, self._idle.values(), window.number, excess) if excess > 0 else []
+            needed = max(window.peak_bytes, self._in_use_bytes)
+            excess = self._held() - _SLACK * needed if resting else 0
+            settled = abs(needed - self._settled_for_bytes) <= _SAME * needed
+            spare, idle = 0 if settled else excess, self._idle.values()
+            closing = not_needed(self._slabs, idle, window.number, spare) if excess > 0 else []
+            halves: list[Slab] = []
+            if spare > 0 and window.turns >= TURNS:
+                halves = half_used([slab for slab in self._slabs if slab not in closing], idle, needed)
+                closing = [*closing, *halves]
             if not closing and window.turns < TURNS:
                 return 0
             if closing and not window.is_over(sum(slab.pinning_s for slab in closing)):
                 return 0
             self._window = Window(self._in_use_bytes, window.number + 1)
+            if closing or excess <= 0:
+                self._settled_for_bytes = needed
             gone = {id(slab) for slab in closing}
             for key, buffers in self._idle.items():
                 self._idle[key] = [buffer for buffer in buffers if id(buffer.slab) not in gone]
                 self._count -= len(buffers) - len(self._idle[key])
             self._slabs = [slab for slab in self._slabs if id(slab) not in gone]
-        return self._close(closing)
+            left = self._held()
+        returned = self._close(closing)
+        if halves:
+            self._pack(int(_SLACK * needed) - left, halves[0].kind)
+        return returned
+
+    def _pack(self, nbytes: int, kind: Kind) -> None:
+        """Memory in one piece for what training needs, in the place of slabs that were half used."""
+        try:
+            slabs = [self._allocate(rounded(nbytes), kind, [], "what training needs", ahead=True)] if nbytes > 0 else []
+        except (HostMemoryError, PageableMemoryWarning):
+            return  # the acquire that needs the memory asks again and raises
+        with self._lock:
+            self._slabs += slabs
+            self._arranged_for = ""
 
     def release_idle(self, *, fresh: bool = True) -> int:
         """Give idle memory back to the operating system; returns its bytes. Waits for copies that still use it.

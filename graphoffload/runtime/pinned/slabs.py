@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,27 @@ Kind = tuple[bool, int]
 """Whether page-locked, and the index of the device that copies (-1 without one): events belong to one device."""
 Key = tuple[int, bool, int]
 """Bytes of a buffer, and its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes of the pool: in total, in use by offloaded tensors, page-locked, and the peak in use.
+
+    buffers: pieces in use or idle. allocations: how often memory was allocated from the operating system (and page-locked).
+    by_tensor: bytes in use by tensor; several microbatches in flight are added up. pinning_s_per_gib: seconds of page-locking
+    for each GiB, over all memory that was ever page-locked, including threads that run during compiling; None if there is none.
+    returned_bytes: idle memory that went back to the operating system so far.
+    """
+
+    held_bytes: int
+    in_use_bytes: int
+    pinned_bytes: int
+    peak_bytes: int
+    buffers: int
+    allocations: int = 0
+    by_tensor: dict[str, int] = field(default_factory=dict, hash=False)
+    pinning_s_per_gib: float | None = None
+    returned_bytes: int = 0
 
 
 def rounded(nbytes: int) -> int:

@@ -5,10 +5,17 @@
                                  ^
                                  idle memory beyond the peak goes back, the least recently used first
 
+The largest goal or shape is given memory in few large slabs, and a smaller one uses some of each. If what stays is more than
+`MOST` times the window's peak, idle slabs are replaced by one of what is needed, as a slab goes back as a whole only.
+
 To take memory again costs page-locking it again: a quarter of a second to a second per GiB. A window therefore lasts at least
 `_PATIENCE` times as long as page-locking took: whatever comes next, page-locking again takes at most 1 % of the time (the rule
-of ski rental; Karlin et al., Competitive snoopy caching, Algorithmica 1988). A shape that comes once in a few steps is in every
-window, and its memory stays. Where the system is short of memory, a few turns are enough.
+of ski rental; Karlin et al., Competitive snoopy caching, Algorithmica 1988), and at most 2 % where slabs are replaced. A shape
+that comes once in a few steps is in every window, and its memory stays. Where the system is short of memory, a few turns are
+enough, and nothing is replaced.
+
+Slabs that training uses are closed or replaced once for a need. If sizes then fit in pieces only and more memory is taken, it
+stays: else it would go and come back with every window.
 """
 
 from __future__ import annotations
@@ -21,6 +28,8 @@ from graphoffload.hardware import host_memory
 from graphoffload.runtime.pinned.slabs import HostBuffer, Slab, rounded
 
 TURNS, TURNS_IF_SHORT = 64, 8
+MOST = 1.3
+"""Bytes held, as a multiple of the most that was needed lately, beyond which half-used slabs are replaced."""
 _PATIENCE = 100
 _SHORT_SHARE = 0.05  # of the system's memory: with less available, others need it
 
@@ -52,14 +61,31 @@ def not_needed(slabs: Sequence[Slab], idle: Iterable[list[HostBuffer]], window: 
 
     None with memory in use, or in a copy that is not over.
     """
-    at_rest = Counter({id(slab): sum(length for _, length in slab.free) for slab in slabs})
-    for buffers in idle:
-        for buffer in buffers:
-            if buffer.last_copy is None or buffer.last_copy.query():
-                at_rest[id(buffer.slab)] += rounded(buffer.nbytes)
+    at_rest = _at_rest(slabs, idle)
     found = []
     for slab in sorted(slabs, key=lambda slab: (slab.last_window, slab.nbytes)):
-        if at_rest[id(slab)] == slab.nbytes and (slab.last_window < window or slab.nbytes <= excess_bytes):
+        if id(slab) in at_rest and (slab.last_window < window or slab.nbytes <= excess_bytes):
             found.append(slab)
             excess_bytes -= slab.nbytes
     return found
+
+
+def half_used(slabs: Sequence[Slab], idle: Iterable[list[HostBuffer]], needed_bytes: int) -> list[Slab]:
+    """Slabs of one kind that are replaced by one of what is needed, where all of these hold much more than that.
+
+    None with memory in use, or in a copy that is not over.
+    """
+    if sum(slab.nbytes for slab in slabs) <= MOST * needed_bytes or len({slab.kind for slab in slabs}) != 1:
+        return []
+    at_rest = _at_rest(slabs, idle)
+    return [slab for slab in slabs if id(slab) in at_rest]
+
+
+def _at_rest(slabs: Sequence[Slab], idle: Iterable[list[HostBuffer]]) -> set[int]:
+    """Ids of the slabs of which nothing is in use, or in a copy that is not over."""
+    unused = Counter({id(slab): sum(length for _, length in slab.free) for slab in slabs})
+    for buffers in idle:
+        for buffer in buffers:
+            if buffer.last_copy is None or buffer.last_copy.query():
+                unused[id(buffer.slab)] += rounded(buffer.nbytes)
+    return {id(slab) for slab in slabs if unused[id(slab)] == slab.nbytes}

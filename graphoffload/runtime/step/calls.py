@@ -7,13 +7,16 @@ A run begins with the first forward after a backward, or after a forward that wa
 recorded: what is allocated at the start and the end of each forward and backward, how much of it our graphs hold, and when it
 was (`Mark`). A run that is planned follows its schedule (step/follow.py).
 
-A call knows its backward by hooks on its autograd node. The node holds the hooks, and the hooks hold the call: if they die
-before a backward came, the forward was dropped.
+A call's autograd node holds the call: if the node dies before a backward came, the forward was dropped. AOTAutograd's backward
+of a compiled graph gets the node, and tells its call when it begins and ends (`told`). Hooks on the node do the same for 7 us
+a call. They are set in recorded runs, which need the gradients that only hooks are given, and after a run whose backwards did
+not come that way: compiled autograd runs another function.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -69,18 +72,22 @@ class Mark(NamedTuple):
     time_us: int = 0
 
 
+_NONE: Mapping[int, int] = {}
+
+
 class StepCall:
     """One call of a compiled graph, from its forward to the end of its backward.
 
     index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
     without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
-    tensors that live, by id. inputs: memory of the inputs that other graphs computed, in a recorded run. output_bytes: of what
-    it returned, by output of its autograd node, in a recorded run. schedule: None where nothing is planned for it.
+    tensors by id; None for one that is closed. inputs: memory of the inputs that other graphs computed, in a recorded run.
+    output_bytes: of what it returned, by output of its autograd node, in a recorded run. schedule: None where nothing is
+    planned for it. hooked: hooks tell it of its backward. node: its autograd node.
     """
 
     __slots__ = (
-        "__weakref__", "began", "ended", "entries", "graph", "index", "inputs", "is_variant", "kept_bytes", "key",
-        "output_bytes", "run", "schedule", "seen", "token", "variant",
+        "began", "ended", "entries", "graph", "hooked", "index", "inputs", "is_variant", "kept_bytes", "key", "node",
+        "output_bytes", "run", "schedule", "variant",
     )  # fmt: skip
 
     def __init__(self, run: StepRun, index: int, graph: int) -> None:
@@ -89,17 +96,24 @@ class StepCall:
         self.variant = 0
         self.kept_bytes = 0
         self.inputs: tuple[Any, ...] = ()
-        self.output_bytes: Mapping[int, int] = {}
+        self.output_bytes = _NONE
         self.schedule: Schedule | None = None
-        self.entries: dict[int, OffloadedTensor] = {}
-        self.seen: set[int] = set()
-        self.began = self.ended = self.is_variant = False
-        self.token: weakref.ref[_Token] | None = None
+        self.entries: dict[int, OffloadedTensor | None] = {}
+        self.began = self.ended = self.hooked = self.is_variant = False
+        self.node: weakref.ref[Any] | None = None
 
     @property
     def dropped(self) -> bool:
         """Whether no backward can come any more, and none came."""
-        return not self.began and self.token is not None and self.token() is None
+        return not self.began and self.node is not None and self.node() is None
+
+    def begin(self, gradients: Sequence[Any] = ()) -> None:
+        """Its backward starts."""
+        self.run.backward_began(self, gradients)
+
+    def end(self, *_: Any) -> None:
+        """Its backward is issued."""
+        self.run.backward_ended(self)
 
     def leave(self, entry: OffloadedTensor) -> None:
         """A tensor of this call is closed: its pending source and its early copy are freed, each after its copy."""
@@ -111,31 +125,35 @@ class StepCall:
             elif entry.state is PREFETCHED:
                 self.run.drop(entry)
             if self.entries.get(entry.id) is entry:
-                del self.entries[entry.id]
+                self.entries[entry.id] = None
             entry.call = None
 
     def held_bytes(self) -> int:
         """Device bytes that the call holds for its backward, other than inputs, which count as outside."""
-        entries = [entry for entry in list(self.entries.values()) if entry.id not in entry.run.inputs]
+        living = [entry for entry in list(self.entries.values()) if entry is not None]
+        entries = [entry for entry in living if entry.id not in entry.run.inputs]
         held = sum(e.layout.nbytes for e in entries if e.source is not None or e.target is not None)
         return held + (0 if self.ended else self.kept_bytes)
 
 
-class _Token:
-    """Held by a call's autograd node alone."""
+def told(backward: Callable[[Any, list[Any]], Any]) -> Callable[[Any, list[Any]], Any]:
+    """AOTAutograd's backward of a compiled graph, which tells the call that its node holds."""
 
-    __slots__ = ("__weakref__", "call")
+    @functools.wraps(backward)
+    def run(ctx: Any, args: list[Any]) -> Any:
+        call: StepCall | None = autograd.left_with_node(ctx)
+        if call is None:
+            return backward(ctx, args)
+        step = call.run
+        step.tells = True
+        if call.hooked:
+            return backward(ctx, args)
+        step.backward_began(call)
+        gradients = backward(ctx, args)
+        step.backward_ended(call)
+        return gradients
 
-    def __init__(self, call: StepCall) -> None:
-        self.call = call
-
-    def begin(self, gradients: Any) -> None:
-        """The hook before its backward."""
-        self.call.run.backward_began(self.call, gradients)
-
-    def end(self, *_: Any) -> None:
-        """The hook after its backward."""
-        self.call.run.backward_ended(self.call)
+    return run
 
 
 class StepRun:
@@ -144,23 +162,25 @@ class StepRun:
     plan: what gives each call its schedule; None where nothing is planned. recording: moments are marked. watches: what the
     allocator does is recorded as well; `changes` are found at the run's end.
     copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
+    hooked: its calls are told of their backwards by hooks. tells: a backward came by a function that is `told`.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
     aborted: an error ended it. learnt: it is over, and what it taught is known.
     start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended.
     """
 
     __slots__ = (
-        "aborted", "ahead", "calls", "changes", "copies", "ended", "learnt", "marks", "off", "peak_bytes",
-        "plan", "recording", "resident_bytes", "room_bytes", "settled", "start_peak_bytes", "streams", "turned", "watches",
+        "aborted", "ahead", "calls", "changes", "copies", "ended", "hooked", "learnt", "marks", "off", "peak_bytes", "plan",
+        "recording", "resident_bytes", "room_bytes", "settled", "start_peak_bytes", "streams", "tells", "turned", "watches",
     )  # fmt: skip
 
     def __init__(
-        self, streams: CopyStreams | None, *, recording: bool, watching: bool = False, plan: Any = None
+        self, streams: CopyStreams | None, *, recording: bool, watching: bool = False, plan: Any = None, hooked: bool = True
     ) -> None:
         self.streams = streams
         self.watches = watching and streams is not None and allocator.start()
         self.changes: list[allocator.Change] = []
         self.recording = recording
+        self.hooked = hooked or recording
         self.plan = plan
         self.calls: list[StepCall] = []
         self.marks: list[Mark] = []
@@ -170,7 +190,7 @@ class StepRun:
         self.settled = self.resident_bytes = self.room_bytes = 0
         self.start_peak_bytes = streams.allocated_bytes()[1] if streams is not None else 0
         self.peak_bytes = 0
-        self.turned = self.off = self.aborted = self.learnt = False
+        self.turned = self.off = self.aborted = self.learnt = self.tells = False
 
     def begin(self, graph: int) -> StepCall:
         """A forward of `graph` starts."""
@@ -180,14 +200,16 @@ class StepRun:
             self._mark("forward", call)
         return call
 
-    def forward_ended(self, call: StepCall, outputs: Any) -> None:
-        """Its outputs are there; its backward is watched from now on."""
-        node = autograd.compiled_node(outputs)
+    def forward_ended(self, call: StepCall, outputs: Any, since: int) -> None:
+        """Its outputs are there, of nodes made `since` it began; its backward is watched from now on."""
+        node = autograd.compiled_node(outputs, since)
         if node is not None:
-            token = _Token(call)
-            node.register_prehook(token.begin)
-            node.register_hook(token.end)
-            call.token = weakref.ref(token)
+            autograd.leave_with_node(node, call)
+            call.node = weakref.ref(node)
+            if self.hooked:
+                call.hooked = True
+                node.register_prehook(call.begin)
+                node.register_hook(call.end)
         if self.recording:
             call.output_bytes = {} if node is None else autograd.output_bytes(outputs, node)
             self._mark("forward end", call)
@@ -197,8 +219,10 @@ class StepRun:
         call.began = True
         if self.recording:
             self._mark("backward", call, autograd.zeros_bytes(call.output_bytes, gradients))
-        self.turn()
-        self.start_early(call, START)
+        if not self.turned:
+            self.turn()
+        if call.schedule is not None:
+            self.start_early(call, START)
 
     def backward_ended(self, call: StepCall) -> None:
         """The backward of a call is issued."""
@@ -219,6 +243,8 @@ class StepRun:
     @property
     def sequence(self) -> tuple[int, ...]:
         """The graphs of its calls."""
+        if self.plan is not None and not self.off and len(self.calls) == len(self.plan.sequence):
+            return self.plan.sequence  # type: ignore[no-any-return]
         return tuple(call.graph for call in self.calls)
 
     @property
@@ -261,7 +287,7 @@ class StepRun:
 
     def leave_plan(self) -> None:
         """The calls are not those of the plan: nothing stays pending from now on."""
-        self.off = True
+        self.off = self.hooked = True
         self.settle(len(self.copies))
 
     def turn(self) -> None:

@@ -29,9 +29,8 @@ from graphoffload.runtime.step.calls import STEPS, StepCall
 def enter(entry: OffloadedTensor) -> bool:
     """Make an offload part of the call that runs; False where no call was announced for its plan."""
     call = STEPS.call
-    if call is None or call.key != entry.run.key or entry.id in call.seen:
+    if call is None or call.key != entry.run.key or entry.id in call.entries:
         return False
-    call.seen.add(entry.id)
     call.entries[entry.id] = entry
     entry.call = call
     return True

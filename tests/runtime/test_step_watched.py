@@ -1,0 +1,115 @@
+"""How a running step learns of its backwards: by the compiled functions themselves, or by hooks where those are not called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from runtime.stepping import PLENTY, batch, compiled, counted, fresh, lazy, loss_of, plan_now, planned, step
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from graphoffload.runtime.step.calls import STEPS, StepRun
+
+__all__ = ["lazy"]
+CPU = torch.device("cpu")
+
+
+def run_now() -> StepRun:
+    """The latest run."""
+    return STEPS.runs[CPU]
+
+
+def with_hooks(model: nn.Module, words: Tensor) -> int:
+    """How many hooks a step sets."""
+    own = RemovableHandle.__init__
+    with mock.patch.object(RemovableHandle, "__init__", autospec=True, side_effect=own) as made:
+        step(model, words)
+    return made.call_count
+
+
+@pytest.fixture
+def compiled_autograd() -> Iterator[Any]:
+    """A context in which backwards run by compiled autograd."""
+    yield lambda: torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
+    torch._dynamo.compiled_autograd.reset()
+
+
+@pytest.mark.usefixtures("lazy")
+def test_a_planned_step_sets_no_hooks() -> None:
+    model, _ = planned()
+    assert with_hooks(model, batch()) == 0
+    run = run_now()
+    assert run.plan is not None
+    assert run.is_nested
+    assert all(call.began and call.ended for call in run.calls)
+    assert counted("deferred") > 0
+    assert counted("prefetch_hits") > 0
+
+
+def test_hooks_come_back_where_the_compiled_function_is_not_called(compiled_autograd: Any) -> None:
+    model = compiled(fresh(), PLENTY)
+    for _ in range(4):
+        step(model, batch())
+    assert plan_now() is not None
+    with compiled_autograd():
+        for _ in range(3):
+            outputs = loss_of(model, batch())  # held, as a training loop does, until the next forward is over
+            outputs.backward()
+        run = run_now()
+        assert run.hooked
+        assert run.is_nested
+        assert run.plan is not None
+        assert not run.off
+    for _ in range(2):
+        step(model, batch())
+    assert with_hooks(model, batch()) == 0, "and they go again"
+
+
+def test_a_step_under_compiled_autograd_is_planned(compiled_autograd: Any) -> None:
+    model = compiled(fresh(), PLENTY)
+    with compiled_autograd():
+        for _ in range(4):
+            loss_of(model, batch()).backward()
+        run = run_now()
+        assert run.plan is not None
+        assert run.is_nested
+
+
+class Passing(nn.Module):
+    """A block that returns a view of its input as well, and first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.unflatten(0, (2, -1)), torch.tanh(self.inner(x))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(16, 16), nn.ModuleList(Passing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, total = self.first(x), torch.zeros(())
+        for layer in self.layers:
+            before, x = layer(x)
+            total = total + before.sum()
+        return total + x.sum()
+
+
+def test_a_view_of_an_input_is_not_taken_for_the_call_that_made_it() -> None:
+    torch.manual_seed(0)
+    model: Any = compiled(Chain(), PLENTY)  # type: ignore[arg-type]
+    x = torch.randn(4, 16)
+    for _ in range(4):
+        model(x).backward()
+    run = run_now()
+    assert run.is_nested
+    assert run.plan is not None
+    assert len(run.calls) == len(model.layers)
