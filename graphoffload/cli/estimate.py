@@ -4,8 +4,8 @@
     python -m graphoffload estimate meta-llama/Llama-3.1-8B --tokens 8192 --lora 16 --cards rtx-4090 l40s
     python -m graphoffload estimate config.json --gpus 8 --cards h100-sxm --json
 
-From the configuration alone: no weights, no GPU. The blocks are compiled one by one, as trainers do, and their step is planned for
-each card. Tokens a second count the optimizer, and with --gpus what FSDP sends between GPUs. Times are those of profiles
+From the configuration alone: no weights, no GPU. The blocks are compiled one by one, as trainers do, and their step is planned
+for each card. Tokens a second count the optimizer, and with --gpus what FSDP sends between GPUs. Times are those of profiles
 (python -m graphoffload hardware --list), of which h200-sxm is measured and all others are datasheets.
 """
 
@@ -69,7 +69,7 @@ def _lines(model: Model, training: Training, found: list[Estimate]) -> list[str]
         f"{'card':<10} {'device':>10} {'keep-all':>11} {'planned':>11} {'slowdown':>9} {'tokens/s':>9}  what to do",
     ]
     lines.extend(_line(one) for one in found)
-    return [*lines, "", "Memory of one GPU with everything counted; tokens of all GPUs. Times from profiles, not measured here."]
+    return [*lines, "", "Memory of one GPU, everything counted; tokens of all GPUs. Times are those of profiles."]
 
 
 def _line(one: Estimate) -> str:

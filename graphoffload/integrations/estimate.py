@@ -122,8 +122,8 @@ def model_of(training: Training) -> Model:
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"no configuration {training.config!r}: {first} Give a config.json, its folder, or a name that the hub has and this "
-            "machine can reach."
+            f"no configuration {training.config!r}: {first} Give a config.json, its folder, or a name on the hub if this "
+            "machine can reach it."
         ) from None
     config.use_cache = False
     transformers.AttentionInterface.register(_ATTENTION, _attend)
@@ -131,9 +131,10 @@ def model_of(training: Training) -> Model:
         try:
             module = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, training.dtype))
         except (ValueError, AttributeError) as error:
+            why = str(error).splitlines()[0]
             raise ConfigError(
-                f"{training.config}: estimate knows causal language models and a torch dtype: {str(error).splitlines()[0]} For any "
-                "other model: python -m graphoffload explain SCRIPT.py --meta --hardware NAME."
+                f"{training.config}: estimate knows causal language models, in a dtype of torch: {why} For any other model: "
+                "python -m graphoffload explain SCRIPT.py --meta --hardware NAME."
             ) from None
         if training.lora is not None:
             module = _with_adapters(module, training.lora)
@@ -142,7 +143,7 @@ def model_of(training: Training) -> Model:
     module.train()
     blocks = tuple(repeated_blocks(module))
     if not blocks:
-        raise ConfigError(f"{training.config}: {type(module).__name__} has no repeated blocks that could be compiled one by one.")
+        raise ConfigError(f"{training.config}: {type(module).__name__} has no repeated blocks to compile one by one.")
     for block in blocks:
         block.compile(backend="graphoffload")
     return Model(module, blocks, getattr(config, "name_or_path", "") or place.stem)
