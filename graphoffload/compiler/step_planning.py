@@ -260,8 +260,11 @@ def _make(known: Known, device: torch.device, proposal: Proposal, decision: Deci
         return
     if streams is not None and (before is None or before.calls != known.plan.calls):
         streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones
-    common = f"; one plan for {ranks_text(who['ranks'])}" if decision is not None and len(who["ranks"]) > 1 else ""
-    say(known.plan.summary + common + (f"; planned again: {proposal.why}" if proposal.why else ""))
+    ranks = who["ranks"] if decision is not None else []
+    common = f"; one plan for {ranks_text(ranks)}" if len(ranks) > 1 else ""
+    line = known.plan.summary + common + (f"; planned again: {proposal.why}" if proposal.why else "")
+    first = known.rounds is None or not ranks or known.rounds.peers.rank == min(ranks)
+    (say if first else log.info)(line)
     if proposal.may_exceed:
         _warn_of_excess(known.plan, proposal.asked, proposal.why)
 
