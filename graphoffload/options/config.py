@@ -25,7 +25,8 @@ from graphoffload.options.policies import StoredPolicy, normalize_policy, stable
 from graphoffload.units import parse_size
 
 ENV_PREFIX = "GRAPHOFFLOAD_"
-OTHER_VARIABLES = frozenset({"GRAPHOFFLOAD_CACHE_DIR", "GRAPHOFFLOAD_ACROSS_GRAPHS"})  # not fields; read elsewhere
+# Not fields; read elsewhere.
+OTHER_VARIABLES = frozenset({"GRAPHOFFLOAD_CACHE_DIR", "GRAPHOFFLOAD_ACROSS_GRAPHS", "GRAPHOFFLOAD_ACROSS_RANKS"})
 VERIFY_LEVELS = ("graph", "checksum", "off")
 INNER_COMPILERS = ("inductor", "aot_eager")
 

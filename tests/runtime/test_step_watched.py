@@ -69,6 +69,7 @@ def test_hooks_come_back_where_the_compiled_function_is_not_called(compiled_auto
     assert with_hooks(model, batch()) == 0, "and they go again"
 
 
+@pytest.mark.long
 def test_a_step_under_compiled_autograd_is_planned(compiled_autograd: Any) -> None:
     model = compiled(fresh(), PLENTY)
     with compiled_autograd():

@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ class Mark(NamedTuple):
     time_us: int = 0
 
 
-_NONE: Mapping[int, int] = {}
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 class StepCall:
