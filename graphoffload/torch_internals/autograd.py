@@ -31,6 +31,13 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def in_checkpoint() -> bool:
+    """Whether checkpointing drops what is saved now, and runs it again in backward. Without it: a planned call that runs again
+    may run another variant, and its backward gets what that one saved."""
+    hooks = saved_tensor_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler records. Without it: each copy pays for a range with its tensor's name."""
 
