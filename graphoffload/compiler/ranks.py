@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -255,12 +256,18 @@ def host() -> str:
 
 
 class _Group:
-    """The peers of the default group, and the store that they were made for."""
+    """The peers of the default group, and what they were made for: a reference to its store, its rank and its size."""
 
     def __init__(self) -> None:
-        self.store: Any = None
+        self.store: weakref.ref[Any] | None = None
         self.found: Peers | None = None
         self.generation = 0
+
+    def is_for(self, store: Any, rank: int, world: int) -> bool:
+        """Whether the peers are those of this group."""
+        if self.found is None or (self.found.rank, self.found.world) != (rank, world):
+            return False
+        return (None if self.store is None else self.store()) is store and (self.store is None) == (store is None)
 
 
 _GROUP = _Group()
@@ -272,10 +279,10 @@ def peers() -> Peers | None:
     if group is None:
         return None
     store, rank, world = group
-    if _GROUP.found is None or _GROUP.store is not store:
+    if not _GROUP.is_for(store, rank, world):
         _GROUP.generation += 1
-        own = store if store is None else processes.with_prefix(store, f"graphoffload/{_GROUP.generation}")
-        _GROUP.store, _GROUP.found = store, Peers(own, rank, world)
+        own = None if store is None else processes.WithPrefix(store, f"graphoffload/{_GROUP.generation}")
+        _GROUP.store, _GROUP.found = None if store is None else weakref.ref(store), Peers(own, rank, world)
     return _GROUP.found
 
 

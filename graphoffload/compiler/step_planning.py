@@ -52,7 +52,7 @@ def plan_if_due(known: Known, device: torch.device, last: StepRun | None) -> Non
         return
     before, known.rounds = known.rounds, rounds_of(known.rounds, known.sequence, _graphs)
     lost = known.proposal if known.rounds is not before else None
-    if lost is not None:  # the process group is gone, or its store
+    if lost is not None:  # the process group is gone or another one, or its store is gone
         known.proposal = None
     if known.rounds is None:
         why = _why(known, device, last) if lost is None else lost.why
@@ -64,7 +64,7 @@ def plan_if_due(known: Known, device: torch.device, last: StepRun | None) -> Non
         if known.proposal is not None and known.version == OVERRIDE.version:
             _hear(known, device, known.rounds, known.proposal)
             return
-        own = _why(known, device, last)
+        own = _why(known, device, last) if lost is None else lost.why
         asked = known.rounds.asked() if own is None else own
         if asked is None:
             return

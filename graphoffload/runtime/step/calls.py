@@ -165,7 +165,7 @@ class StepRun:
     copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
     hooked: its calls are told of their backwards by hooks. tells: a backward came by a function that is `told`.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
-    aborted: an error ended it. learnt: it is over, and what it taught is known.
+    aborted: an error ended it, or nobody sees when it ends. learnt: it is over, and what it taught is known.
     start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended.
     """
 
@@ -211,6 +211,8 @@ class StepRun:
                 call.hooked = True
                 node.register_prehook(call.begin)
                 node.register_hook(call.end)
+        elif len(self.calls) == 1:
+            self.aborted = True  # nobody sees its backward: a run of such calls alone would go on through all steps
         if self.recording:
             call.output_bytes = {} if node is None else autograd.output_bytes(outputs, node)
             self._mark("forward end", call)
