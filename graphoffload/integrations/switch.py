@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -87,8 +88,8 @@ class Switch:
         return compile_graph(gm, inputs, self._config.with_options(inductor_options=inductor_options))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._told:
-            return
+        if torch.compiler.is_compiling() or self._told or inductor_calls.eager_is_asked_for():
+            return  # a compiled optimizer.step traces this: nothing of it belongs in there
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps < _STEPS:
             return
