@@ -190,6 +190,7 @@ class SwitchedOn:
         """Turn it on; again without effect."""
         if self._before is None and (self.given or not _ACTIVE):
             self._before = tuple(_ACTIVE)
+            _RUNNING.append(self)
             _turn_on(self.how, lambda: self.config)
 
     def end(self) -> None:
@@ -197,9 +198,18 @@ class SwitchedOn:
         if self._before is None:
             return
         before, self._before = self._before, None
+        at = _RUNNING.index(self)
+        del _RUNNING[at]
+        if at < len(_RUNNING):  # another one began since then and goes on: two callbacks of one trainer end as they began
+            _RUNNING[at]._before = before
+            return
         uninstall()
         for switch in before:
             _turn_on(switch.how, switch.configure)
+
+
+_RUNNING: list[SwitchedOn] = []
+"""Training runs that have begun and not ended, in this order."""
 
 
 def _turn_on(how: str, configure: Callable[[], OffloadConfig]) -> None:

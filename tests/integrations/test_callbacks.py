@@ -223,6 +223,22 @@ def test_without_options_a_switch_stays() -> None:
     assert [active] == switch._ACTIVE
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["as they began", "the last one first"])
+@pytest.mark.parametrize("before", [False, True], ids=["off", "on"])
+def test_two_at_once(order: tuple[int, int], before: bool) -> None:
+    """The last one's options hold while it goes on; after both, all is as it was before the first."""
+    if before:
+        graphoffload.install(policy="keep")
+    was = [active.how for active in switch._ACTIVE]
+    both = [switch.SwitchedOn("one", {"policy": "keep"}), switch.SwitchedOn("two", {"policy": "offload"})]
+    for each in both:
+        each.begin()
+    both[order[0]].end()
+    assert [active.how for active in switch._ACTIVE] == [both[order[1]].how]
+    both[order[1]].end()
+    assert [active.how for active in switch._ACTIVE] == was
+
+
 def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too old: an error with the name and the releases; newer than tested: a warning with them; missing: an error."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.5.1+cu1")
