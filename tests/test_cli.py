@@ -170,6 +170,12 @@ def test_every_field_is_an_option_with_help(field: str, capsys: pytest.CaptureFi
     assert " ".join(field_help(field).replace("%%", "%").split()[:3]) in " ".join(shown.split())
 
 
+def test_help_without_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under -OO a dataclass has its signature for a docstring: no help of an option."""
+    monkeypatch.setattr(OffloadConfig, "__doc__", "OffloadConfig(*, verify: 'str' = 'graph', mode: 'str | None' = None)")
+    assert field_help("verify") == ""
+
+
 def test_the_environment_counts_and_options_win(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,8 @@ def add_fields(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
 def field_help(name: str) -> str:
     """What OffloadConfig's docstring says of a field."""
     names = "|".join(field.name for field in dataclasses.fields(OffloadConfig))
-    text = re.search(rf"\b{name}: (.*?)(?=\s+(?:{names}): |\n\s*\n)", OffloadConfig.__doc__ or "", re.S)
+    _, _, fields = (OffloadConfig.__doc__ or "").partition("Attributes:")  # under -OO a dataclass writes a signature there
+    text = re.search(rf"\b{name}: (.*?)(?=\s+(?:{names}): |\n\s*\n)", fields, re.S)
     return re.sub(r"\s+", " ", text[1]).replace("%", "%%").rstrip(".") if text else ""
 
 

@@ -24,7 +24,7 @@ from graphoffload.cli.fields import add_fields, config_of, given_fields
 from graphoffload.cli.output import DONE
 from graphoffload.errors import ConfigError
 from graphoffload.integrations.autoload import VARIABLE
-from graphoffload.options.config import ENV_PREFIX, FIELD_NAMES
+from graphoffload.options.config import ENV_PREFIX, FIELD_NAMES, OffloadConfig, parse_text
 
 _GROUP = "torch.backends"
 
@@ -99,4 +99,12 @@ def with_switch(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[
             f"graphoffload is not installed for {sys.executable}: torch finds no entry point of it. Install it "
             "(pip install -e . in a checkout), or call graphoffload.install() in the script."
         )
-    return {**environ, VARIABLE: "1", **{ENV_PREFIX + name.upper(): text for name, text in options.items()}}
+    left = {name: text for name, text in environ.items() if name not in _overridden(options)}
+    return {**left, VARIABLE: "1", **{ENV_PREFIX + name.upper(): text for name, text in options.items()}}
+
+
+def _overridden(options: Mapping[str, str]) -> tuple[str, ...]:
+    """Variables of the other of two fields that are one choice, as OffloadConfig.from_options drops them."""
+    given = OffloadConfig.from_options({name: parse_text(name, text) for name, text in options.items()}, environ={})
+    budget, slowdown = ENV_PREFIX + "DEVICE_BUDGET", ENV_PREFIX + "MAX_SLOWDOWN"
+    return (budget,) * given.limits_time + (slowdown,) * given.has_budget

@@ -23,7 +23,7 @@ def warn_of_outer_hooks() -> None:
     hooks = autograd.saved_tensor_hooks(True)
     pack = None if hooks is None else hooks[0]
     module, name = getattr(pack, "__module__", "") or "", getattr(pack, "__qualname__", "") or ""
-    if module == "torch.utils.checkpoint" or autograd.in_backward():
+    if module == "torch.utils.checkpoint" or autograd.computes_again():
         warn(
             NotOffloadedWarning,
             "a compiled graph is called inside of torch.utils.checkpoint: what it saves is dropped after its forward and "

@@ -25,10 +25,11 @@ saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensor
 """The innermost active pair of saved-tensor hooks. Without it: each handle needs a ticket, and each reload a
 synchronisation."""
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread. Without it: checkpointing around what is compiled is not named, where it
-    runs forward under no_grad."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def computes_again() -> bool:
+    """Whether a reentrant checkpoint's backward runs its forward again in this thread. Without it: checkpointing around what is
+    compiled is not named, where it runs forward under no_grad."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and "checkpoint" in node.name().lower()  # also those of trainers: CheckpointFunctionBackward
 
 
 def in_checkpoint() -> bool:

@@ -107,6 +107,24 @@ def test_named_once(call: Call, parts: tuple[str, ...]) -> None:
     assert torch.equal(gradient, alone)
 
 
+def first_in_a_hook(module: nn.Module, x: Tensor) -> Tensor:
+    """A loss of its own, in a hook of backward."""
+
+    def hook(grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            module(x.detach()).sum().backward()
+        return grad
+
+    y = torch.tanh(x)
+    y.register_hook(hook)
+    return y
+
+
+def test_what_is_compiled_in_a_hook_is_not_named() -> None:
+    """Backward alone is no checkpoint."""
+    assert told(first_in_a_hook)[0] == []
+
+
 def test_what_only_looks_is_not_named() -> None:
     """Neither hooks that count what is saved, nor nothing at all, nor checkpointing inside of what is compiled."""
     assert told(inside(saved_tensors_hooks(lambda value: value, lambda value: value)))[0] == []
