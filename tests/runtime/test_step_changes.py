@@ -313,7 +313,7 @@ def test_what_was_asked_of_a_group_that_is_gone_is_asked_again(lazy: LazyStreams
         step(model, batch())
     groups: list[Any] = [(torch.distributed.HashStore(), 0, 2), (torch.distributed.HashStore(), 0, 2), None]
     wanted, before = budget_at(0.6), plan_now()
-    with mock.patch.object(processes, "default_group", lambda: groups[0]):
+    with mock.patch.object(processes, "default_group", side_effect=lambda: groups[0]):
         step(model, batch())
         graphoffload.set_budget(wanted)
         for _ in range(2):
