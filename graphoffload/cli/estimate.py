@@ -21,7 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from graphoffload.cli.output import DONE, OVER_BUDGET, print_lines
 from graphoffload.compiler.optimizer_state import NAMES
 from graphoffload.hardware.profile import PROFILES
-from graphoffload.integrations.estimate import Estimate, Model, Training, estimate, model_of
+from graphoffload.integrations.estimate import Estimate, Model, Training, estimated, model_of
 from graphoffload.units import format_bytes
 
 _CARDS = [name for name in PROFILES if name != "cpu"]
@@ -51,7 +51,7 @@ def start(args: argparse.Namespace) -> int:
         model = model_of(training)
         for at, card in enumerate(args.cards):
             progress.update(task, description=f"planning for {card} ({at + 1} of {len(args.cards)})")
-            found.append(estimate(model, training, card))
+            found.append(estimated(model, training, card))
     if args.json:
         print_lines(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
     else:

@@ -28,6 +28,7 @@ from graphoffload.compiler.cache_key import source_digest
 from graphoffload.errors import ConfigError, PerRankPlanWarning, warn
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.policies import stable_text
+from graphoffload.options.switches import is_on
 from graphoffload.torch_internals import processes, releases
 
 DEADLINE_S = 60.0
@@ -178,7 +179,8 @@ class Peers:
         said = "; ".join(f"{name}: {one.get(name, 'none')} and {other.get(name, 'none')}" for name in names)
         raise ConfigError(
             f"ranks {low} and {high} train the same graphs with different options or versions, so that they cannot have one "
-            f"plan. Rank {low} and rank {high} have {said}. Give every rank the same, also in its environment."
+            f"plan. Rank {low} and rank {high} have {said}. Give every rank the same, also in its "
+            "environment; or set GRAPHOFFLOAD_ACROSS_RANKS=0, and each rank plans alone, as stages of a pipeline may want."
         )
 
     def warn_alone(self, missing: Sequence[int], what: str, waited_s: float | None = None) -> None:
@@ -274,9 +276,13 @@ _GROUP = _Group()
 
 
 def peers() -> Peers | None:
-    """The other ranks of the default group as it is now; None where there are none."""
+    """The other ranks of the default group as it is now; None where there are none, or where each is to plan alone.
+
+    Raises:
+        ConfigError: GRAPHOFFLOAD_ACROSS_RANKS is neither on nor off.
+    """
     group = processes.default_group()
-    if group is None:
+    if group is None or not is_on("GRAPHOFFLOAD_ACROSS_RANKS", "have each rank plan alone"):
         return None
     store, rank, world = group
     if not _GROUP.is_for(store, rank, world):

@@ -12,7 +12,7 @@ although it takes less time, or the host cannot issue kernels fast enough.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_blocks(child)
 
 
-def estimate(model: Model, training: Training, card: str) -> Estimate:
+def estimated(model: Model, training: Training, card: str) -> Estimate:
     """One card's estimate.
 
     Raises:
@@ -190,7 +190,7 @@ def estimate(model: Model, training: Training, card: str) -> Estimate:
     ids = torch.zeros(training.batch, training.tokens, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "labels": ids}
     explanation = Explanation(module, config, (), inputs, trained, state, _sharding(model, training.gpus))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         report = explanation.report()
     except BudgetError as error:
@@ -252,9 +252,3 @@ def _communication_s(model: Model, gpus: int, hardware: HardwareProfile) -> floa
 
 def _nbytes(parameters: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-
-
-def estimates(model: Model, training: Training, cards: Sequence[str]) -> Iterator[Estimate]:
-    """Each card in turn."""
-    for card in cards:
-        yield estimate(model, training, card)

@@ -49,7 +49,8 @@ def take_over(taker: Taker) -> Callable[[], None]:
 
 
 def eager_is_asked_for() -> bool:
-    """What torch_internals.dynamo says of it, where Dynamo is imported; without an import of Dynamo."""
+    """As dynamo.eager_is_asked_for, without an import of Dynamo. Without it: steps in eager that were asked for are a warning
+    that nothing was compiled."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return False
     from graphoffload.torch_internals import dynamo

@@ -16,7 +16,7 @@ from graphoffload.api.values import Values
 from graphoffload.cli.command_line import main
 from graphoffload.errors import ConfigError
 from graphoffload.hardware.profile import PROFILES
-from graphoffload.integrations.estimate import Estimate, Training, estimate, model_of, repeated_blocks
+from graphoffload.integrations.estimate import Estimate, Training, estimated, model_of, repeated_blocks
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,15 +36,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def estimated(folder: Path, card: str = CARD, **options: Any) -> Estimate:
+def small(folder: Path, card: str = CARD, **options: Any) -> Estimate:
     training = Training(config=str(folder), tokens=TOKENS, **options)
-    return estimate(model_of(training), training, card)
+    return estimated(model_of(training), training, card)
 
 
 @pytest.fixture(scope="module")
 def full(folder: Path) -> Estimate:
     """All parameters learn, on one card."""
-    return estimated(folder)
+    return small(folder)
 
 
 def test_memory_and_speed(folder: Path, full: Estimate) -> None:
@@ -68,7 +68,7 @@ def test_memory_and_speed(folder: Path, full: Estimate) -> None:
 def test_adapters_take_less(folder: Path, full: Estimate) -> None:
     """LoRA has neither gradients nor state of the frozen parameters."""
     pytest.importorskip("peft")
-    lora = estimated(folder, lora=8)
+    lora = small(folder, lora=8)
     assert full.keep_bytes is not None
     assert lora.keep_bytes is not None
     model = model_of(Training(config=str(folder), lora=8))
@@ -79,7 +79,7 @@ def test_adapters_take_less(folder: Path, full: Estimate) -> None:
 
 def test_sharded_parameters_take_less(folder: Path, full: Estimate) -> None:
     """With FSDP what is divided is less by seven eighths, and what is gathered comes back."""
-    shared = estimated(folder, gpus=8)
+    shared = small(folder, gpus=8)
     model = model_of(Training(config=str(folder)))
     assert full.keep_bytes is not None
     assert shared.keep_bytes is not None
@@ -95,7 +95,7 @@ def test_sharded_parameters_take_less(folder: Path, full: Estimate) -> None:
 def test_a_card_that_is_too_small_has_the_least(folder: Path, monkeypatch: pytest.MonkeyPatch, full: Estimate) -> None:
     """Parameters and state alone are more than it has: said at once, with what would do."""
     monkeypatch.setitem(PROFILES, "tiny", replace(PROFILES[CARD], name="tiny", memory_bytes=256 * 2**20))
-    found = estimated(folder, "tiny")
+    found = small(folder, "tiny")
     assert found.plan_bytes is None
     assert found.tokens_per_s is None
     assert found.budget_bytes is not None
@@ -137,7 +137,7 @@ def test_bad_configurations(folder: Path, tmp_path: Path) -> None:
         model_of(Training(config=str(folder), dtype="bf17"))
     training = Training(config=str(folder))
     with pytest.raises(ConfigError, match=r"'h300' is no profile; known: h200-sxm"):
-        estimate(model_of(training), training, "h300")
+        estimated(model_of(training), training, "h300")
 
 
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str], full: Estimate) -> None:

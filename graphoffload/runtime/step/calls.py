@@ -21,7 +21,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +72,7 @@ class Mark(NamedTuple):
     time_us: int = 0
 
 
-_NONE: Mapping[int, int] = MappingProxyType({})
+_NONE: Mapping[int, int] = {}
 
 
 class StepCall:
