@@ -7,16 +7,19 @@ goes to stderr; `logging.getLogger("graphoffload").setLevel(logging.WARNING)` si
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 log = logging.getLogger("graphoffload")
 
 
 def say(line: str) -> None:
-    """Tell the user one line: through logging where that is set up for INFO, otherwise on stderr."""
+    """Tell the user one line: through logging where that is set up for INFO, otherwise on stderr, with the rank of all but the
+    first process."""
     if log.level > logging.INFO:
         return
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", line)
     else:
-        print(f"graphoffload: {line}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        print(f"graphoffload{'' if rank == '0' else f' (rank {rank})'}: {line}", file=sys.stderr)

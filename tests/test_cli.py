@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphoffload import __main__ as cli
-from graphoffload.__main__ import field_help, main
+from graphoffload.cli import explain as explain_command
+from graphoffload.cli import hardware as hardware_command
+from graphoffload.cli import output as cli
+from graphoffload.cli.command_line import main
+from graphoffload.cli.fields import field_help
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.log import log
 from graphoffload.options.config import OffloadConfig
@@ -136,7 +139,7 @@ def test_every_option_arrives(script: Path, capsys: pytest.CaptureFixture[str], 
         seen.append(config)
         raise AssertionError("enough")
 
-    monkeypatch.setattr(cli, "explain", explain)
+    monkeypatch.setattr(explain_command, "explain", explain)
     given = {
         "device-budget": "40GiB", "reserve": "1GiB", "policy": '{"*norm*": "recompute"}', "offload-modules": "a, b",
         "min-tensor-bytes": "64KiB", "offload-fraction": "50%", "host-budget": "100GiB", "max-inflight-bytes": "2GiB",
@@ -165,6 +168,12 @@ def test_every_field_is_an_option_with_help(field: str, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert f"--{field.replace('_', '-')} VALUE" in shown
     assert " ".join(field_help(field).replace("%%", "%").split()[:3]) in " ".join(shown.split())
+
+
+def test_help_without_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under -OO a dataclass has its signature for a docstring: no help of an option."""
+    monkeypatch.setattr(OffloadConfig, "__doc__", "OffloadConfig(*, verify: 'str' = 'graph', mode: 'str | None' = None)")
+    assert field_help("verify") == ""
 
 
 def test_the_environment_counts_and_options_win(
@@ -360,7 +369,7 @@ def test_with_a_gpu_it_is_measured(capsys: pytest.CaptureFixture[str], monkeypat
     asked: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(cli, "measure", lambda index: asked.append(index) or measured)
+    monkeypatch.setattr(hardware_command, "measure", lambda index: asked.append(index) or measured)
     status, out, _ = run(capsys, "hardware", "--device", "1")
     assert (status, asked) == (0, [1])
     assert out.startswith("NVIDIA X [measured]\n")

@@ -58,7 +58,7 @@ def test_example_has_main_and_help(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("inner", [pytest.param("inductor", marks=pytest.mark.long), "aot_eager"])
 def test_train_gpt(inner: str) -> None:
     out = run_example("train_gpt.py", *ARGUMENTS["train_gpt.py"], "--inner", inner)
     assert re.search(r"offload", out), out

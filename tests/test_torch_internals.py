@@ -193,7 +193,7 @@ def test_the_page_lists_every_name(path: Path) -> None:
 
 def test_the_page_lists_nothing_else() -> None:
     text = PAGE.read_text()
-    assert len(text.splitlines()) < 80
+    assert len(text.splitlines()) < 90
     for row in re.findall(r"^\| (`.*)$", text, re.MULTILINE):
         module, names = row.split("|")[:2]
         there = public_names(INTERNALS / f"{module.strip().strip('`')}.py")

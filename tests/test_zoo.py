@@ -200,7 +200,7 @@ def test_offload_under_inductor(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute", "scattered"])
-@pytest.mark.parametrize("name", ["attention", "dropout", "conv_net", "counted_buffer"])
+@pytest.mark.parametrize("name", ["attention", "dropout", pytest.param("conv_net", marks=pytest.mark.long), "counted_buffer"])
 def test_recompute_under_inductor(name: str, policy: str) -> None:
     """Recomputed values are as accurate as kept ones, and recomputed dropout draws the same numbers."""
     case = ZOO[name]

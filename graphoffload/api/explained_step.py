@@ -2,11 +2,12 @@
 
     model(x) with fakes   |f0|gap|f1| ... |fN|loss|bN| ... |b0|     every graph with everything kept, uncompiled
     LiveBytes             memory outside the graphs at the start of each, and the most of it in each gap
-    StepFacts             the same facts as a recorded run's (compiler/step_facts.py); gaps take no time
+    EagerTime             what the operations between the graphs take, one by one
+    StepFacts             the same facts as a recorded run's (compiler/step_facts.py)
     make_step_plan        what the training process makes of them at its third run
 
-The optimizer's state lives throughout, as it does from the second step on. Wrong when: eager code between the graphs takes
-time in which copies could run, or memory inside one operation; the training process measures both.
+The optimizer's state lives throughout, as it does from the second step on. Wrong when: eager code between the graphs
+takes memory inside one operation, or waits for something else than its kernels; the training process measures both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphoffload.analysis.storages import storage_id
+from graphoffload.api.eager_time import EagerTime
 from graphoffload.api.live_bytes import LiveBytes
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.compile_variant import Compiled, Graph, dynamos_graph, needs_gradient, traced_only
@@ -71,21 +73,36 @@ class _Explained:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A moment of the run: bytes outside the graphs, the most since the moment before, and the gradients among them."""
+    """A moment of the run: bytes outside the graphs, the most since the moment before, and the gradients among them; time_s: of
+    the operations outside the graphs since the moment before."""
 
     outside_bytes: int
     peak_bytes: int
     gradient_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Parameters, gradients and optimizer state divided among `ranks`, as FSDP does; gathered_bytes: of what is whole on each
+    rank throughout."""
+
+    ranks: int
+    gathered_bytes: int
+
+    def left_out(self, nbytes: int) -> int:
+        """Of so many bytes, those that other ranks hold."""
+        return nbytes - -(-nbytes // self.ranks)
 
 
 class StepLook:
     """A backend that runs every graph with everything kept, and marks when each call starts and ends.
 
-    parameters: the fake ones, for their gradients.
+    parameters: the fake ones, for their gradients. sharding: None: this process has all of them.
     """
 
-    def __init__(self, config: OffloadConfig, live: LiveBytes) -> None:
-        self.config, self.live = config, live
+    def __init__(self, config: OffloadConfig, live: LiveBytes, eager: EagerTime, sharding: Sharding | None = None) -> None:
+        self.config, self.live, self.eager, self.sharding = config, live, eager, sharding
         self.parameters: Sequence[torch.Tensor] = ()
         self.graphs: dict[Any, _Explained] = {}
         self.sequence: list[int] = []
@@ -156,7 +173,7 @@ class StepLook:
     def _mark(self, kind: str, index: int, soon_bytes: int = 0) -> None:
         gradients = self.live.bytes_of(p.grad for p in self.parameters if p.grad is not None)
         outside, peak = self.live.outside_bytes + soon_bytes, self.live.start_peak()
-        self.marks[kind, index] = _Mark(outside, max(peak, outside), gradients)
+        self.marks[kind, index] = _Mark(outside, max(peak, outside), gradients, self.eager.taken())
 
     def backward(self, outputs: Any) -> None:
         """Run the backward: of the loss, if a number is returned, else of all that is returned.
@@ -176,19 +193,22 @@ class StepLook:
     def facts(self, state_bytes: int) -> StepFacts:
         """What the run says of the step; `state_bytes`: of the optimizer, throughout."""
         self._drop_shared_inputs()
+        always = self.live.bytes_of(self.parameters) + state_bytes
         numbers = list(dict.fromkeys(self.sequence))
         by_number = {graph.number: graph for graph in self.graphs.values()}
         held = list(accumulate((by_number[number].family.input_bytes[0] for number in self.sequence), initial=0))
         calls = []
         for index, number in enumerate(self.sequence):
             forward, backward = self.marks["forward", index], self.marks["backward", index]
+            before = state_bytes - held[index] - self._elsewhere(forward, always)
+            after = state_bytes - held[index + 1] - self._elsewhere(backward, always)
             calls.append(
                 CallFacts(
                     graph=numbers.index(number),
-                    forward_outside_bytes=forward.outside_bytes + state_bytes - held[index],
-                    backward_outside_bytes=backward.outside_bytes + state_bytes - held[index + 1],
-                    before_forward=Gap(0.0, forward.peak_bytes + state_bytes - held[index]) if index else Gap(),
-                    before_backward=Gap(0.0, backward.peak_bytes + state_bytes - held[index + 1]),
+                    forward_outside_bytes=forward.outside_bytes + before,
+                    backward_outside_bytes=backward.outside_bytes + after,
+                    before_forward=Gap(forward.time_s, forward.peak_bytes + before) if index else Gap(),
+                    before_backward=Gap(backward.time_s, backward.peak_bytes + after),
                 )
             )
         base = min(min(call.forward_outside_bytes, call.backward_outside_bytes) for call in calls)
@@ -196,6 +216,12 @@ class StepLook:
         return StepFacts(
             tuple(family.variants for family in families), tuple(calls), base, tuple(family.bound for family in families)
         )
+
+    def _elsewhere(self, mark: _Mark, always_bytes: int) -> int:
+        """Bytes counted at a moment that other ranks hold, less what is gathered."""
+        if self.sharding is None:
+            return 0
+        return self.sharding.left_out(always_bytes + mark.gradient_bytes) - self.sharding.gathered_bytes
 
     def _drop_shared_inputs(self) -> None:
         """What several calls have as an input is an activation of none of them, as in training."""
@@ -258,18 +284,22 @@ def _ledgers(
 ) -> tuple[Ledger, Ledger]:
     """What the memory at the peak is, for the plan and for keep-all."""
     solution = plan.solution
-    parameters = look.live.bytes_of(look.parameters)
+
+    def here(nbytes: int) -> int:
+        return nbytes if look.sharding is None else nbytes - look.sharding.left_out(nbytes)
+
+    parameters = here(look.live.bytes_of(look.parameters))
     found = []
     for timeline, chosen in ((solution.timeline, solution.chosen), (solution.keep_timeline, (0,) * len(facts.calls))):
         outside, call, backward = outside_of(facts, chosen, timeline.peak_step)
-        gradients = look.gradient_bytes_at(call, backward)
+        gradients = here(look.gradient_bytes_at(call, backward))
         found.append(
             Ledger(
                 parameters_bytes=parameters,
                 gradients_bytes=gradients,
-                optimizer_bytes=state_bytes,
+                optimizer_bytes=None if state_bytes is None else here(state_bytes),
                 activations_bytes=timeline.peak_bytes - outside,
-                outside_bytes=outside - parameters - gradients - (state_bytes or 0),
+                outside_bytes=outside - parameters - gradients - here(state_bytes or 0),
                 reserve_bytes=reserve,
             )
         )

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphoffload.api.explained_step import SEVERAL, NotOneStepError, StepLook, plan_look
+from graphoffload.api.eager_time import EagerTime
+from graphoffload.api.explained_step import SEVERAL, NotOneStepError, Sharding, StepLook, plan_look
 from graphoffload.api.values import Values
 from graphoffload.compiler.backend import plan_graph
 from graphoffload.compiler.compile_variant import Graph
@@ -44,7 +45,8 @@ _NOTHING = "nothing is saved for backward: no input or parameter needs a gradien
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One call of a model that is explained. parameters: the trained ones. state: bytes of the optimizer; None: not known."""
+    """One call of a model that is explained. parameters: the trained ones. state: bytes of the optimizer; None: not known.
+    sharding: None: this process has all parameters."""
 
     model: Any
     config: OffloadConfig
@@ -52,6 +54,7 @@ class Explanation:
     kwargs: dict[str, Any]
     parameters: Sequence[nn.Parameter]
     state: int | None
+    sharding: Sharding | None = None
 
     def report(self) -> OffloadReport:
         """Of the step where several graphs run in it, else of the graph."""
@@ -159,8 +162,9 @@ class Explanation:
         Raises:
             NotOneStepError: the graphs are not planned as a step. One of UNKNOWN: the model reads a value that is not known.
         """
-        values = Values(everything=everything)
-        look = StepLook(self.config, values.live)
+        eager = EagerTime(resolve_hardware(self.config.hardware, str(self.parameters[0].device) if self.parameters else "cpu"))
+        values = Values(everything=everything, timed=eager)
+        look = StepLook(self.config, values.live, eager, self.sharding)
         try:
             with torch.random.fork_rng(devices=[]), _fake_world(self.model, values):
                 inputs, named = tree_map_only(torch.Tensor, values.fake, (self.args, self.kwargs))

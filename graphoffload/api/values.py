@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from graphoffload.api.eager_time import EagerTime
 from graphoffload.api.live_bytes import LiveBytes
+from graphoffload.torch_internals.dynamo import is_tracing
 from graphoffload.torch_internals.fake_tensors import UNKNOWN, FakeTensor, FakeTensorMode, numbers_read_by
 from graphoffload.torch_internals.operators import OpOverload, schema_of
 from graphoffload.torch_internals.pytrees import tree_flatten, tree_map, tree_unflatten
@@ -34,10 +36,11 @@ _CPU = torch.device("cpu")
 
 
 class Values:
-    """Known values of the fake tensors of one mode; `everything`: of any size, since the whole forward is to run."""
+    """Known values of the fake tensors of one mode; `everything`: of any size, since the whole forward is to run. `timed`: is
+    told each operation that runs outside of graphs."""
 
-    def __init__(self, *, everything: bool = False) -> None:
-        self.everything = everything
+    def __init__(self, *, everything: bool = False, timed: EagerTime | None = None) -> None:
+        self.everything, self.timed = everything, timed
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = LiveBytes()
         self._fake: Callable[..., Any] = self.mode.dispatch
@@ -101,6 +104,8 @@ class Values:
         result = self._dispatch(func, types, args, kwargs)
         if outermost and isinstance(func, OpOverload):
             self.live.add(result)
+            if self.timed is not None and not self.live.inside and not is_tracing():
+                self.timed.add(func, args, kwargs or {}, result)
         return result
 
     def _dispatch(

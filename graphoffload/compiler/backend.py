@@ -35,7 +35,7 @@ from graphoffload.facts.recipe import FIRST
 from graphoffload.log import log
 from graphoffload.monitor.budget_check import watch_budget
 from graphoffload.monitor.not_compiled import taken_in
-from graphoffload.monitor.outer_hooks import warn_of_outer_hooks
+from graphoffload.monitor.outer_hooks import warn_of_outer_hooks, warn_of_parts
 from graphoffload.monitor.shared_budget import count_calls
 from graphoffload.options.config import OffloadConfig, split_options
 from graphoffload.runtime import captured
@@ -127,6 +127,8 @@ def compile_graph(
     warn_of_outer_hooks()
     graph = dynamos_graph(gm, example_inputs, config)
     again = dynamo.retraceable(gm) if may_join(graph) else None
+    if may_join(graph) and dynamo.ddp_part() == 1:
+        warn_of_parts()
     recipe = FIRST if again is not None and is_one_of_several(graph) else None
     if recipe is None:
         graph = replace(graph, limits=_met(graph))

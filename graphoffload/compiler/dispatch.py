@@ -38,7 +38,7 @@ from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
 from graphoffload.runtime.step.calls import START, STEPS, StepCall, StepRun
 from graphoffload.torch_internals import partitioning, storages
-from graphoffload.torch_internals.autograd import autograd_time
+from graphoffload.torch_internals.autograd import autograd_time, in_checkpoint
 from graphoffload.torch_internals.dynamo import Retraceable
 from graphoffload.torch_internals.partitioning import CustomPartitionerFn
 
@@ -175,9 +175,10 @@ class Dispatched:
         return outputs
 
     def _compiled_for(self, call: StepCall, run: StepRun) -> Compiled:
-        """The variant of a call: as planned, or the first one."""
+        """The variant of a call: as planned, or the first one. Under checkpointing always the first one: its backward gets what
+        the same forward saves when it runs again."""
         if run.plan is not None and not run.off:
-            planned = run.plan.call(call)
+            planned = None if in_checkpoint() else run.plan.call(call)
             if planned is not None:
                 compiled: Compiled
                 compiled, call.schedule, call.variant = planned

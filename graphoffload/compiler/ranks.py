@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from graphoffload.compiler.cache_key import source_digest
 from graphoffload.errors import ConfigError, PerRankPlanWarning, warn
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.policies import stable_text
+from graphoffload.options.switches import is_on
 from graphoffload.torch_internals import processes, releases
 
 DEADLINE_S = 60.0
@@ -177,7 +179,8 @@ class Peers:
         said = "; ".join(f"{name}: {one.get(name, 'none')} and {other.get(name, 'none')}" for name in names)
         raise ConfigError(
             f"ranks {low} and {high} train the same graphs with different options or versions, so that they cannot have one "
-            f"plan. Rank {low} and rank {high} have {said}. Give every rank the same, also in its environment."
+            f"plan. Rank {low} and rank {high} have {said}. Give every rank the same, also in its "
+            "environment; or set GRAPHOFFLOAD_ACROSS_RANKS=0, and each rank plans alone, as stages of a pipeline may want."
         )
 
     def warn_alone(self, missing: Sequence[int], what: str, waited_s: float | None = None) -> None:
@@ -255,27 +258,37 @@ def host() -> str:
 
 
 class _Group:
-    """The peers of the default group, and the store that they were made for."""
+    """The peers of the default group, and what they were made for: a reference to its store, its rank and its size."""
 
     def __init__(self) -> None:
-        self.store: Any = None
+        self.store: weakref.ref[Any] | None = None
         self.found: Peers | None = None
         self.generation = 0
+
+    def is_for(self, store: Any, rank: int, world: int) -> bool:
+        """Whether the peers are those of this group."""
+        if self.found is None or (self.found.rank, self.found.world) != (rank, world):
+            return False
+        return (None if self.store is None else self.store()) is store and (self.store is None) == (store is None)
 
 
 _GROUP = _Group()
 
 
 def peers() -> Peers | None:
-    """The other ranks of the default group as it is now; None where there are none."""
+    """The other ranks of the default group as it is now; None where there are none, or where each is to plan alone.
+
+    Raises:
+        ConfigError: GRAPHOFFLOAD_ACROSS_RANKS is neither on nor off.
+    """
     group = processes.default_group()
-    if group is None:
+    if group is None or not is_on("GRAPHOFFLOAD_ACROSS_RANKS", "have each rank plan alone"):
         return None
     store, rank, world = group
-    if _GROUP.found is None or _GROUP.store is not store:
+    if not _GROUP.is_for(store, rank, world):
         _GROUP.generation += 1
-        own = store if store is None else processes.with_prefix(store, f"graphoffload/{_GROUP.generation}")
-        _GROUP.store, _GROUP.found = store, Peers(own, rank, world)
+        own = None if store is None else processes.WithPrefix(store, f"graphoffload/{_GROUP.generation}")
+        _GROUP.store, _GROUP.found = None if store is None else weakref.ref(store), Peers(own, rank, world)
     return _GROUP.found
 
 

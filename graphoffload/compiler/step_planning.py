@@ -52,7 +52,7 @@ def plan_if_due(known: Known, device: torch.device, last: StepRun | None) -> Non
         return
     before, known.rounds = known.rounds, rounds_of(known.rounds, known.sequence, _graphs)
     lost = known.proposal if known.rounds is not before else None
-    if lost is not None:  # the process group is gone, or its store
+    if lost is not None:  # the process group is gone or another one, or its store is gone
         known.proposal = None
     if known.rounds is None:
         why = _why(known, device, last) if lost is None else lost.why
@@ -64,7 +64,7 @@ def plan_if_due(known: Known, device: torch.device, last: StepRun | None) -> Non
         if known.proposal is not None and known.version == OVERRIDE.version:
             _hear(known, device, known.rounds, known.proposal)
             return
-        own = _why(known, device, last)
+        own = _why(known, device, last) if lost is None else lost.why
         asked = known.rounds.asked() if own is None else own
         if asked is None:
             return
@@ -260,8 +260,11 @@ def _make(known: Known, device: torch.device, proposal: Proposal, decision: Deci
         return
     if streams is not None and (before is None or before.calls != known.plan.calls):
         streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones
-    common = f"; one plan for {ranks_text(who['ranks'])}" if decision is not None and len(who["ranks"]) > 1 else ""
-    say(known.plan.summary + common + (f"; planned again: {proposal.why}" if proposal.why else ""))
+    ranks = who["ranks"] if decision is not None else []
+    common = f"; one plan for {ranks_text(ranks)}" if len(ranks) > 1 else ""
+    line = known.plan.summary + common + (f"; planned again: {proposal.why}" if proposal.why else "")
+    first = known.rounds is None or not ranks or known.rounds.peers.rank == min(ranks)
+    (say if first else log.info)(line)
     if proposal.may_exceed:
         _warn_of_excess(known.plan, proposal.asked, proposal.why)
 

@@ -26,6 +26,7 @@ from graphoffload.compiler.step_planning import RECORDED, collect_garbage, confi
 from graphoffload.compiler.step_ranks import plans_none
 from graphoffload.errors import BudgetError, PlanError, StepNotPlannedWarning, warn
 from graphoffload.monitor.step_memory import shortage_of, watch
+from graphoffload.runtime.offloaded_tensors import LOCK
 from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
 
@@ -98,7 +99,8 @@ def next_run(graph: Dispatched) -> StepRun:
     )
     run.room_bytes = graph.free_room(run)
     if last is not None and not last.recording:
-        last.calls.clear()  # run and calls are a cycle: their memory is used again at once, and not when garbage is collected
+        with LOCK:  # a late backward of another thread may look at them
+            last.calls.clear()  # run and calls are a cycle: their memory is used again at once, not when garbage is collected
     return run
 
 

@@ -39,6 +39,7 @@ class GraphOffloadCallback(Callback):  # type: ignore[misc]
         check_release("lightning" if Callback.__module__.startswith("lightning.") else "pytorch-lightning", _OLDEST, _NEWEST)
         self._switched = SwitchedOn("GraphOffloadCallback", options)
         self._figures = StepFigures()
+        self._before, self._stride = 0, 1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Before fit: what is compiled from now on is planned."""
@@ -56,13 +57,18 @@ class GraphOffloadCallback(Callback):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Time the waits of a step that is logged."""
-        if trainer.loggers and (trainer.global_step + 1) % trainer.log_every_n_steps == 0 and not self._figures.is_open:
+        self._before, every = trainer.global_step, trainer.log_every_n_steps
+        if not trainer.loggers or not every or self._figures.is_open:
+            return
+        if (self._before + self._stride) // every > self._before // every:
             self._figures.begin()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log, once the optimizer has stepped; until then further batches of the same step are counted in."""
-        if not self._figures.is_open or trainer.global_step % trainer.log_every_n_steps:
+        taken = trainer.global_step - self._before
+        if not taken:
             return
+        self._stride = taken  # Lightning counts the steps of each optimizer
         found = self._figures.end()
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if found else ():
             logger.log_metrics(found, step=trainer.global_step)

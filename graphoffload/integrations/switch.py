@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -87,8 +88,8 @@ class Switch:
         return compile_graph(gm, inputs, self._config.with_options(inductor_options=inductor_options))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._told:
-            return
+        if torch.compiler.is_compiling() or self._told or inductor_calls.eager_is_asked_for():
+            return  # a compiled optimizer.step traces this: nothing of it belongs in there
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps < _STEPS:
             return
@@ -189,6 +190,7 @@ class SwitchedOn:
         """Turn it on; again without effect."""
         if self._before is None and (self.given or not _ACTIVE):
             self._before = tuple(_ACTIVE)
+            _RUNNING.append(self)
             _turn_on(self.how, lambda: self.config)
 
     def end(self) -> None:
@@ -196,9 +198,18 @@ class SwitchedOn:
         if self._before is None:
             return
         before, self._before = self._before, None
+        at = _RUNNING.index(self)
+        del _RUNNING[at]
+        if at < len(_RUNNING):  # another one began since then and goes on: two callbacks of one trainer end as they began
+            _RUNNING[at]._before = before
+            return
         uninstall()
         for switch in before:
             _turn_on(switch.how, switch.configure)
+
+
+_RUNNING: list[SwitchedOn] = []
+"""Training runs that have begun and not ended, in this order."""
 
 
 def _turn_on(how: str, configure: Callable[[], OffloadConfig]) -> None:

@@ -17,6 +17,7 @@ from graphoffload.integrations.releases import check_release
 from graphoffload.integrations.switch import SwitchedOn
 
 _OLDEST, _NEWEST = "4.56", "5"
+_STEPS_OF_EPOCH = 2  # that are timed where each epoch is logged; the later one's figures are logged
 
 
 class GraphOffloadCallback(TrainerCallback):  # type: ignore[misc]
@@ -27,6 +28,8 @@ class GraphOffloadCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         options: as of graphoffload.install(), until train() ends. Without any, the environment's (GRAPHOFFLOAD=1) hold.
+            Transformers tell no callback that train() failed: they hold on then until graphoffload.uninstall(), or until
+            another train() with this callback ends.
 
     Raises:
         ConfigError: an unknown option, a bad value, or transformers that are too old.
@@ -36,6 +39,7 @@ class GraphOffloadCallback(TrainerCallback):  # type: ignore[misc]
         check_release("transformers", _OLDEST, _NEWEST)
         self._switched = SwitchedOn("GraphOffloadCallback", options)
         self._figures = StepFigures()
+        self._of_epoch = 0
         self._found: dict[str, float] = {}
 
     def add_to(self, trainer: Any) -> None:
@@ -53,11 +57,23 @@ class GraphOffloadCallback(TrainerCallback):  # type: ignore[misc]
         self._figures.drop()
         self._switched.end()
 
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count its steps."""
+        self._of_epoch = 0
+
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Time the waits of a step that is logged."""
-        every = state.logging_steps if state.logging_steps and state.logging_steps >= 1 else 1
-        if (state.global_step + 1) % every == 0:
+        self._of_epoch += 1
+        if self._is_logged(args, state):
             self._figures.begin()
+
+    def _is_logged(self, args: TrainingArguments, state: TrainerState) -> bool:
+        if args.logging_first_step and state.global_step == 0:
+            return True
+        if args.logging_strategy == "epoch":  # which step is the last one is not known; the first one compiles
+            return self._of_epoch <= _STEPS_OF_EPOCH
+        every = state.logging_steps if state.logging_steps and state.logging_steps >= 1 else 1
+        return bool(args.logging_strategy == "steps" and (state.global_step + 1) % every == 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the figures for the log, which comes next."""

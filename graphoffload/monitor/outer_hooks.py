@@ -3,13 +3,14 @@
     checkpoint(block, x)              block is compiled: what it saves is thrown away and computed again in backward
     with save_on_cpu(): model(x)      what a plan keeps on the device is copied away by hooks, on the compute stream
     with OffloadActivations(model):   the same, as TRL's and torchtune's activation offloading do it
+    DistributedDataParallel(model)    torch splits what is compiled by gradient buckets, and no step is planned of the parts
 
 Seen while a graph is compiled: its first call runs inside of what is around it.
 """
 
 from __future__ import annotations
 
-from graphoffload.errors import NotOffloadedWarning, warn
+from graphoffload.errors import NotOffloadedWarning, StepNotPlannedWarning, warn
 from graphoffload.torch_internals import autograd
 
 _TRAINERS = (
@@ -22,7 +23,7 @@ def warn_of_outer_hooks() -> None:
     hooks = autograd.saved_tensor_hooks(True)
     pack = None if hooks is None else hooks[0]
     module, name = getattr(pack, "__module__", "") or "", getattr(pack, "__qualname__", "") or ""
-    if module == "torch.utils.checkpoint" or autograd.in_backward():
+    if module == "torch.utils.checkpoint" or autograd.computes_again():
         warn(
             NotOffloadedWarning,
             "a compiled graph is called inside of torch.utils.checkpoint: what it saves is dropped after its forward and "
@@ -39,3 +40,15 @@ def warn_of_outer_hooks() -> None:
             "arguments, enable_activation_offloading=False of torchtune's), and the budget decides what is offloaded.",
             stacklevel=4,
         )
+
+
+def warn_of_parts() -> None:
+    """Say that DDP has torch split what is compiled, each part with a plan of its own; at its second part."""
+    warn(
+        StepNotPlannedWarning,
+        "torch splits what is compiled under DistributedDataParallel by its gradient buckets, and each part is planned alone, "
+        "for the whole budget: no plan is made of their step. torch._dynamo.config.optimize_ddp = False keeps compiled blocks "
+        "whole, and plans their step; gradients of one block are then reduced while the block before it runs. (A model that is "
+        "compiled as a whole would reduce them at its end: compile its blocks one by one.)",
+        stacklevel=4,
+    )

@@ -25,7 +25,7 @@ from graphoffload.options.policies import StoredPolicy, normalize_policy, stable
 from graphoffload.units import parse_size
 
 ENV_PREFIX = "GRAPHOFFLOAD_"
-OTHER_VARIABLES = frozenset({"GRAPHOFFLOAD_CACHE_DIR", "GRAPHOFFLOAD_ACROSS_GRAPHS"})  # not fields; read elsewhere
+OTHER_VARIABLES = frozenset(ENV_PREFIX + name for name in ("CACHE_DIR", "ACROSS_GRAPHS", "ACROSS_RANKS"))  # read elsewhere
 VERIFY_LEVELS = ("graph", "checksum", "off")
 INNER_COMPILERS = ("inductor", "aot_eager")
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 from collections.abc import Sequence
 
 import torch
 
 from graphoffload.cache_files import cache_dir, keep_newest, write_whole
-from graphoffload.errors import ConfigError
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.saved_tensors import INPUT
+from graphoffload.options.switches import is_on
 from graphoffload.runtime.layouts import Layout
 from graphoffload.runtime.pinned.preallocation import prepare_plan
 from graphoffload.runtime.step.resident import Budget
@@ -95,7 +94,6 @@ class RunPlan:
         return layout
 
 
-_ON, _OFF = ("", "1", "true", "on"), ("0", "false", "off")
 _LOCK = threading.Lock()
 _PLANS: dict[str, Plan] = {}
 _EXPLAINED: dict[str, Plan] = {}
@@ -112,13 +110,7 @@ def across_graphs() -> bool:
     Raises:
         ConfigError: the variable is neither on nor off.
     """
-    text = os.environ.get("GRAPHOFFLOAD_ACROSS_GRAPHS", "").strip().lower()
-    if text not in (*_ON, *_OFF):
-        raise ConfigError(
-            f"GRAPHOFFLOAD_ACROSS_GRAPHS={text!r} is neither on nor off. Set it to 0 to keep copies inside their graph, "
-            "or to 1, or unset it."
-        )
-    return text in _ON
+    return is_on("GRAPHOFFLOAD_ACROSS_GRAPHS", "keep copies inside their graph")
 
 
 def register(plan: Plan, *, runs: bool = False, store: bool = True) -> None:

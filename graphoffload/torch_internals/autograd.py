@@ -25,10 +25,18 @@ saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensor
 """The innermost active pair of saved-tensor hooks. Without it: each handle needs a ticket, and each reload a
 synchronisation."""
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread. Without it: checkpointing around what is compiled is not named, where it
-    runs forward under no_grad."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def computes_again() -> bool:
+    """Whether a reentrant checkpoint's backward runs its forward again in this thread. Without it: checkpointing around what is
+    compiled is not named, where it runs forward under no_grad."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and "checkpoint" in node.name().lower()  # also those of trainers: CheckpointFunctionBackward
+
+
+def in_checkpoint() -> bool:
+    """Whether checkpointing drops what is saved now, and runs it again in backward. Without it: a planned call that runs again
+    may run another variant, and its backward gets what that one saved."""
+    hooks = saved_tensor_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -46,6 +54,11 @@ def compiled_backwards(nodes: Iterable[Any], since: int) -> Iterator[Any]:
     Each has `_backward_impl(ctx, args)`, called in autograd's thread with a list that it empties. Without it: an out-of-memory
     error in backward says nothing of the plan.
     """
+    return (type(node)._forward_cls for node in _compiled_nodes(nodes, since))
+
+
+def _compiled_nodes(nodes: Iterable[Any], since: int) -> Iterator[Any]:
+    """Autograd nodes of compiled functions among these and those before them that are made since a time."""
     seen, pending = set(), list(nodes)
     while pending:
         node = pending.pop()
@@ -54,7 +67,7 @@ def compiled_backwards(nodes: Iterable[Any], since: int) -> Iterator[Any]:
         seen.add(node)
         function = getattr(type(node), "_forward_cls", None)
         if function is not None and hasattr(function, "_backward_impl"):
-            yield function
+            yield node
         pending.extend(earlier for earlier, _ in node.next_functions)
 
 
@@ -64,11 +77,14 @@ def compiled_node(outputs: Any, since: int = 0) -> Any:
     An output may be a view that autograd made of the function's result, or of an input: that leads to the node of an earlier
     call. Without it: nobody sees when a call's backward runs.
     """
-    for value in outputs if isinstance(outputs, (tuple, list)) else pytrees.tree_leaves(outputs):
+    values = outputs if isinstance(outputs, (tuple, list)) else pytrees.tree_leaves(outputs)
+    for value in values:
         node, _ = _made_by(value)
         if node is not None and node._sequence_nr() >= since:
             return node
-    return None
+    if not since:
+        return None
+    return next(_compiled_nodes((v.grad_fn for v in values if isinstance(v, torch.Tensor)), since), None)  # views of views
 
 
 def leave_with_node(node: Any, value: Any) -> None:

@@ -29,7 +29,7 @@ from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
     "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "as_it_is",
-    "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs",
+    "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs", "ddp_part",
     "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "is_tracing", "isolated", "many_compiles",
     "retraceable", "tell_of_resets", "tracing_backend", "undisabled",
 ]  # fmt: skip
@@ -166,10 +166,17 @@ def retraceable(gm: GraphModule) -> Retraceable | None:
     inputs = tuple(node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
     if context is None or context.fake_mode is None or any(value is None for value in inputs):
         return None
-    if getattr(context, "ddp_optimizer_ctx", None) is not None:
+    if ddp_part() is not None:
         return None
     kept = Retraceable(gm, inputs, context.fake_mode, state_here())
     return replace(kept, graph=kept.copy())
+
+
+def ddp_part() -> int | None:
+    """While Dynamo compiles: which of the parts this graph is into which torch splits what runs under DDP; None: it does not.
+    Without it: nobody says why no step is planned."""
+    context = getattr(torch._guards.TracingContext.try_get(), "ddp_optimizer_ctx", None)
+    return None if context is None else int(context.curr_bucket) + 1
 
 
 def tracing_backend() -> tuple[Any, bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import weakref
 from typing import Any
 
 import torch
@@ -27,6 +28,35 @@ def default_group() -> tuple[Any, int, int] | None:
     return store, distributed.get_rank(), distributed.get_world_size()
 
 
-def with_prefix(store: Any, prefix: str) -> Any:
-    """The same store, where each key begins with `prefix`."""
-    return torch.distributed.PrefixStore(prefix, store)
+class WithPrefix:
+    """A store, where each key begins with `prefix`. It is not kept alive.
+
+    The group alone owns its store. The store is the server at the group's address in one of the processes, and one that
+    lived longer would answer the next group there with the addresses of the last one, which then cannot connect.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = weakref.ref(store), prefix
+
+    def _now(self) -> Any:
+        store = self._store()
+        if store is None:
+            raise RuntimeError("its process group was destroyed")
+        return torch.distributed.PrefixStore(self._prefix, store)
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._now().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Its value; waits for a key that is not there."""
+        value: bytes = self._now().get(key)
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys are there."""
+        return bool(self._now().check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number that begins with 0; the sum."""
+        return int(self._now().add(key, amount))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from graphoffload.__main__ import main
 from graphoffload.bench import page, together
 from graphoffload.bench.measure import Row, Sample
 from graphoffload.bench.results import Result, commit_of, export, gpu_name, load, newest_rows, of_run
+from graphoffload.cli.command_line import main
 from graphoffload.errors import ConfigError
 from graphoffload.torch_internals.patching import replaced
 

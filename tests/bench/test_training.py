@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from graphoffload.__main__ import main
 from graphoffload.bench import page, training
+from graphoffload.cli.command_line import main
 from graphoffload.errors import ConfigError
 from tests.bench.test_results import PAGE, README, ROOT
 

@@ -111,7 +111,7 @@ def explained(model: Blocks, x: Tensor, budget: int) -> graphoffload.OffloadRepo
     return graphoffload.explain(model, device_budget=budget, **options)(x)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("block", [Experts, Attention])
+@pytest.mark.parametrize("block", [pytest.param(Experts, marks=pytest.mark.long), Attention])
 def test_blocks_fit_into_the_memory_that_checkpointing_takes(block: type[nn.Module]) -> None:
     model, x = model_of(4, block)
     model.checkpointed = True

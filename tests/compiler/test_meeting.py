@@ -17,12 +17,12 @@ import torch.distributed as dist
 if not dist.is_available():
     pytest.skip("this torch is built without torch.distributed", allow_module_level=True)
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 from torch.fx import GraphModule, symbolic_trace
 
 import graphoffload
 from graphoffload.compiler import meeting, ranks
-from graphoffload.compiler.ranks import Peers
+from graphoffload.compiler.ranks import Peers, StoreFailed
 from graphoffload.errors import ConfigError, PerRankPlanWarning
 from graphoffload.facts.limits import Limits
 from graphoffload.options.config import OffloadConfig
@@ -226,6 +226,30 @@ def test_one_process_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks.peers() is None
     finally:
         dist.destroy_process_group()
+
+
+def test_a_group_that_is_destroyed_lets_its_store_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lives on holds the group's port, and gives the next group there the addresses of the last one: that hangs."""
+    monkeypatch.undo()
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, group = store.port, [(PrefixStore("group", store), 0, 2)]
+    monkeypatch.setattr(processes, "default_group", lambda: group[0] if group else None)
+    peers = ranks.peers()
+    assert peers is not None
+    assert ranks.peers() is peers
+    peers.put("key", 1)
+    assert peers.read("key") == 1
+    group.clear()
+    del store
+    again = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with pytest.raises(StoreFailed, match="destroyed"):
+        peers.put("key", 2)
+    group.append((again, 0, 3))
+    new = ranks.peers()
+    assert new is not None
+    assert new is not peers
+    assert new.world == 3
+    assert new.read("key") is None
 
 
 def test_an_error_of_the_exchange_reaches_the_user_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

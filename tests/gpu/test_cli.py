@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphoffload
-from graphoffload.__main__ import main
+from graphoffload.cli.command_line import main
 from graphoffload.report.offload_report import OffloadReport
 
 

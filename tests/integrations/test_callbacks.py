@@ -94,6 +94,59 @@ def test_transformers(tmp_path: Path, before: bool) -> None:
     assert [active.how for active in switch._ACTIVE] == (["graphoffload.install()"] if before else [])
 
 
+@pytest.mark.parametrize(
+    ("options", "logs"),
+    [
+        ({"logging_strategy": "epoch", "num_train_epochs": 2}, 2),
+        ({"logging_steps": 2, "max_steps": 4, "logging_first_step": True}, 3),
+    ],
+    ids=["epochs", "first"],
+)
+def test_every_log_of_training(tmp_path: Path, options: dict[str, Any], logs: int) -> None:
+    """Whatever the Trainer logs by, each log has figures."""
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    transformers = pytest.importorskip("transformers")
+    from graphoffload.integrations.transformers import GraphOffloadCallback
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), torch_compile=True, per_device_train_batch_size=16, save_strategy="no", report_to=[],
+        disable_tqdm=True, use_cpu=not torch.cuda.is_available(), **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(Net(), arguments, train_dataset=Rows(), callbacks=[GraphOffloadCallback(**OPTIONS)])
+    trainer.train()
+    check(named(trainer.state.log_history), logs)
+
+
+class StepsOf:
+    """Of Lightning's Trainer, what its callback reads: a loop in which each batch takes `stride` optimizer steps."""
+
+    def __init__(self, stride: int, every: int) -> None:
+        self.stride, self.log_every_n_steps, self.global_step = stride, every, 0
+        self.logged: list[int] = []
+        self.loggers = [self]
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        self.logged.append(step)
+
+    def train(self, callback: Any, batches: int) -> list[int]:
+        for batch in range(batches):
+            callback.on_train_batch_start(self, None, None, batch)
+            self.global_step += self.stride
+            callback.on_train_batch_end(self, None, None, None, batch)
+        return self.logged
+
+
+@pytest.mark.parametrize(
+    ("stride", "every", "steps"), [(1, 3, [3, 6]), (2, 4, [4, 8, 12]), (2, 5, [6, 10]), (3, 2, [6, 9, 12, 15, 18]), (1, 0, [])]
+)
+def test_lightning_with_several_optimizers(stride: int, every: int, steps: list[int]) -> None:
+    """Lightning counts each optimizer's steps, so that some numbers are stepped over; 0 logs nothing."""
+    pytest.importorskip("lightning")
+    from graphoffload.integrations.lightning import GraphOffloadCallback
+
+    assert StepsOf(stride, every).train(GraphOffloadCallback(), 6) == steps
+
+
 def test_lightning(tmp_path: Path) -> None:
     """In the logger, once for each logged step of the optimizer; off afterwards, also after a failure."""
     pytest.importorskip("lightning")
@@ -168,6 +221,22 @@ def test_without_options_a_switch_stays() -> None:
     assert [active] == switch._ACTIVE
     told.end()
     assert [active] == switch._ACTIVE
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["as they began", "the last one first"])
+@pytest.mark.parametrize("before", [False, True], ids=["off", "on"])
+def test_two_at_once(order: tuple[int, int], before: bool) -> None:
+    """The last one's options hold while it goes on; after both, all is as it was before the first."""
+    if before:
+        graphoffload.install(policy="keep")
+    was = [active.how for active in switch._ACTIVE]
+    both = [switch.SwitchedOn("one", {"policy": "keep"}), switch.SwitchedOn("two", {"policy": "offload"})]
+    for each in both:
+        each.begin()
+    both[order[0]].end()
+    assert [active.how for active in switch._ACTIVE] == [both[order[1]].how]
+    both[order[1]].end()
+    assert [active.how for active in switch._ACTIVE] == was
 
 
 def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:

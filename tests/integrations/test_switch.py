@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import graphoffload
+from graphoffload.cli import run as commands
 from graphoffload.errors import ConfigError, NotOffloadedWarning
-from graphoffload.integrations import autoload, commands, switch
+from graphoffload.integrations import autoload, switch
 from graphoffload.runtime import registry
 from graphoffload.torch_internals import inductor
 from graphoffload.torch_internals.inductor_calls import take_over
@@ -228,6 +229,24 @@ def test_nothing_compiled_is_said_by_the_second_step(monkeypatch: pytest.MonkeyP
     assert [step(one), step(two), step(two)] == [[], [], []]
 
 
+def test_eager_that_is_asked_for_is_no_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps under set_stance("force_eager") do not count, and what is compiled afterwards is planned."""
+    monkeypatch.setattr("graphoffload.runtime.registry.last_plans", list)
+    graphoffload.install(inner="aot_eager")
+    (active,) = switch._ACTIVE
+    block = Block()
+    block.compile()
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotOffloadedWarning)
+        for stance in ("force_eager", "default"):
+            with torch.compiler.set_stance(stance):
+                for _ in range(3):
+                    block(torch.randn(4, 64)).sum().backward()
+                    optimizer.step()
+            assert active._planned == (stance == "default")
+
+
 def test_a_planned_model_has_no_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor has one that is planned by the backend's name while the switch is on."""
     said: list[str] = []
@@ -251,6 +270,19 @@ def test_undoing_leaves_a_later_taker(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._TorchCompileInductorWrapper.__call__ = later  # type: ignore[method-assign]
     undo()
     assert torch._TorchCompileInductorWrapper.__call__ is later
+
+
+def test_undoing_holds_where_somebody_wrapped_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper that calls on reaches Inductor."""
+    wrapper = torch._TorchCompileInductorWrapper
+    monkeypatch.setattr(wrapper, "__call__", lambda self, model_, inputs_, **kwargs: "Inductor")
+    undo = take_over(lambda gm, inputs, settings, as_before: "ours")
+    ours = wrapper.__call__
+    monkeypatch.setattr(wrapper, "__call__", lambda self, *args: f"wrapped {ours(self, *args)}")
+    call = wrapper(None, None, None)
+    assert call(None, []) == "wrapped ours"
+    undo()
+    assert call(None, []) == "wrapped Inductor"
 
 
 # In processes of their own
@@ -315,6 +347,26 @@ def test_a_script_that_compiles_nothing(tmp_path: Path) -> None:
     assert (quiet.returncode, quiet.stderr) == (0, "")
 
 
+@pytest.mark.slow
+def test_a_compiled_optimizer_is_as_without(tmp_path: Path) -> None:
+    """Dynamo traces what runs after a step: nothing of ours is compiled with it, nor breaks its graph."""
+    (tmp_path / "train.py").write_text(COMPILED_STEP)
+    plain, switched = (ran(sys.executable, "train.py", cwd=tmp_path, GRAPHOFFLOAD=value) for value in "01")
+    assert switched.stdout == plain.stdout != "", switched.stderr
+
+
+COMPILED_STEP = """
+import torch
+net = torch.nn.Linear(4, 4)
+step = torch.compile(torch.optim.SGD(net.parameters(), lr=0.1).step, backend="eager")
+for _ in range(3):
+    net(torch.randn(2, 4)).sum().backward()
+    step()
+counters = torch._dynamo.utils.counters
+print(sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"])
+"""
+
+
 # Commands
 
 
@@ -339,12 +391,17 @@ def test_bad_commands(command: list[str], part: str) -> None:
 
 
 def test_an_environment_in_which_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said before the command runs: torch calls no entry points, or finds none of ours."""
+    """Said before the command runs: torch calls no entry points, or finds none of ours. An option wins over a variable."""
     assert commands.with_switch({"A": "b"}, {"policy": "offload"}) == {
         "A": "b", "GRAPHOFFLOAD": "1", "GRAPHOFFLOAD_POLICY": "offload",
     }  # fmt: skip
     with pytest.raises(ConfigError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
         commands.with_switch({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, {})
+    budget, slowdown = {"GRAPHOFFLOAD_DEVICE_BUDGET": "40GiB"}, {"GRAPHOFFLOAD_MAX_SLOWDOWN": "0.02"}
+    on = {"GRAPHOFFLOAD": "1"}
+    assert commands.with_switch(budget, {"max_slowdown": "2%"}) == {**on, "GRAPHOFFLOAD_MAX_SLOWDOWN": "2%"}
+    assert commands.with_switch(slowdown, {"device_budget": "1GiB"}) == {**on, "GRAPHOFFLOAD_DEVICE_BUDGET": "1GiB"}
+    assert commands.with_switch(slowdown, {"policy": "auto"}) == {**on, **slowdown, "GRAPHOFFLOAD_POLICY": "auto"}
     monkeypatch.setattr(commands, "_GROUP", "no.such.group")
     with pytest.raises(ConfigError, match="not installed"):
         commands.with_switch({}, {})

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from graphoffload.errors import NotOffloadedWarning
+from graphoffload.errors import NotOffloadedWarning, StepNotPlannedWarning
 
 OPTIONS = {"policy": "offload", "inner": "aot_eager", "min_tensor_bytes": 1}
 Call = Callable[[nn.Module, Tensor], Tensor]
@@ -29,6 +31,21 @@ class Tanh(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of a batch."""
         return torch.tanh(self.weight(x)) * x
+
+
+class Linears(nn.Module):
+    """More parameters than DDP's first buckets hold."""
+
+    def __init__(self) -> None:
+        """Of width 640: 1.6 MB a layer."""
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(640, 640) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of a batch."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
 class OffloadActivations(saved_tensors_hooks):
@@ -90,6 +107,24 @@ def test_named_once(call: Call, parts: tuple[str, ...]) -> None:
     assert torch.equal(gradient, alone)
 
 
+def first_in_a_hook(module: nn.Module, x: Tensor) -> Tensor:
+    """A loss of its own, in a hook of backward."""
+
+    def hook(grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            module(x.detach()).sum().backward()
+        return grad
+
+    y = torch.tanh(x)
+    y.register_hook(hook)
+    return y
+
+
+def test_what_is_compiled_in_a_hook_is_not_named() -> None:
+    """Backward alone is no checkpoint."""
+    assert told(first_in_a_hook)[0] == []
+
+
 def test_what_only_looks_is_not_named() -> None:
     """Neither hooks that count what is saved, nor nothing at all, nor checkpointing inside of what is compiled."""
     assert told(inside(saved_tensors_hooks(lambda value: value, lambda value: value)))[0] == []
@@ -101,3 +136,21 @@ def test_what_only_looks_is_not_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", NotOffloadedWarning)
         outer(torch.ones(4, 8, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_what_ddp_splits_is_named(split: bool, tmp_path: Path) -> None:
+    """Parts of a compiled model are planned alone; with optimize_ddp off it is whole, and nothing is said."""
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(Linears(), bucket_cap_mb=2)
+        options = {"device_budget": "1GiB", "hardware": "h200-sxm", "inner": "aot_eager"}
+        compiled = torch.compile(wrapped, backend="graphoffload", options=options)
+        with torch._dynamo.config.patch(optimize_ddp=split), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled(torch.randn(4, 640)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    told = [str(w.message) for w in caught if w.category is StepNotPlannedWarning]
+    assert [("optimize_ddp = False" in text) for text in told] == ([True] if split else [])

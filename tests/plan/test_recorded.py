@@ -60,7 +60,7 @@ def slowdowns(name: str, budgets: list[int]) -> list[float]:
     return found
 
 
-OFTEN = ("llama8l", "llama8l-cache", "norm-mlps", "unet")
+OFTEN = ("llama8l", "norm-mlps")
 """Recordings that every run of the tests looks at; the others take minutes together."""
 
 

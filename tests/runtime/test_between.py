@@ -111,7 +111,7 @@ def track() -> between.Track:
     return between._TRACKS.of[torch.device("cpu")]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_gradients_are_the_twins(lazy: LazyStreams, inner: str) -> None:
     """Every copy as late as possible, freed memory overwritten: equal to the bit, with deferred releases and hits."""
     module = per_block(inner=inner)

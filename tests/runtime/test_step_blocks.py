@@ -60,8 +60,15 @@ def gradients(model: Model, x: Tensor) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("drops", [0.0, 0.2])
-@pytest.mark.parametrize("parts", ["halves", "each block"])
+@pytest.mark.parametrize(
+    ("parts", "drops"),
+    [
+        ("each block", 0.2),
+        pytest.param("each block", 0.0, marks=pytest.mark.long),
+        ("halves", 0.0),
+        pytest.param("halves", 0.2, marks=pytest.mark.long),
+    ],
+)
 def test_gradients_of_blocks_that_run_again(lazy: LazyStreams, parts: str, drops: float) -> None:
     torch.manual_seed(0)
     model, x = Model(drops, 8 if parts == "halves" else 12), torch.randn(TOKENS, WIDTH)

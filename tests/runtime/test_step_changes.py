@@ -24,6 +24,7 @@ from graphoffload.compiler.dispatch import GRAPHS
 from graphoffload.errors import BudgetError, ConfigError, PlanError, StepNotPlannedWarning
 from graphoffload.runtime.step.calls import STEPS
 from graphoffload.testing.attention import HIDDEN, Block
+from graphoffload.torch_internals import processes
 from graphoffload.torch_internals.dynamo import ShapeGuardError
 from tests.runtime.stepping import (
     COUNT,
@@ -302,6 +303,31 @@ def test_checkpoints_around_blocks(lazy: LazyStreams) -> None:
     texts = [str(item.message) for item in caught if issubclass(item.category, StepNotPlannedWarning)]
     assert len(texts) == 1
     assert "Checkpoint inside what is compiled, not around it; or compile the whole model." in texts[0]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_what_was_asked_of_a_group_that_is_gone_is_asked_again(lazy: LazyStreams) -> None:
+    """A goal that waits for the other ranks of a group waits for those of the next one, and for nobody where there is none."""
+    model = compiled(fresh(), budget_at(0.1))
+    for _ in range(3):
+        step(model, batch())
+    groups: list[Any] = [(torch.distributed.HashStore(), 0, 2), (torch.distributed.HashStore(), 0, 2), None]
+    wanted, before = budget_at(0.6), plan_now()
+    with mock.patch.object(processes, "default_group", side_effect=lambda: groups[0]):
+        step(model, batch())
+        graphoffload.set_budget(wanted)
+        for _ in range(2):
+            step(model, batch())
+            (known,) = step_runs._PLANNER.known.values()
+            assert known.proposal is not None
+            assert known.proposal.why == "another goal was set"
+            groups.pop(0)
+        step(model, batch())
+    assert known.proposal is None
+    assert known.asked is not None
+    assert known.asked.budget_bytes == wanted
+    assert known.plan is not None
+    assert known.plan is not before
 
 
 @pytest.mark.parametrize("where", ["family_of", "compile_by"])

@@ -78,7 +78,7 @@ def test_gradients_and_the_schedule(lazy: LazyStreams, share: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.1, 0.4])
+@pytest.mark.parametrize("share", [pytest.param(0.1, marks=pytest.mark.long), 0.4])
 def test_gradients_under_inductor(lazy: LazyStreams, share: float) -> None:
     """Compiled to kernels."""
     model = fresh()

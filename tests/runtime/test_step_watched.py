@@ -8,8 +8,23 @@ from unittest import mock
 
 import pytest
 import torch
-from runtime.stepping import PLENTY, batch, compiled, counted, fresh, lazy, loss_of, plan_now, planned, step
+import torch.nn.functional as F
+from runtime.stepping import (
+    PLENTY,
+    assert_equal,
+    batch,
+    compiled,
+    counted,
+    fresh,
+    gradients,
+    lazy,
+    loss_of,
+    plan_now,
+    planned,
+    step,
+)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from graphoffload.runtime.step.calls import STEPS, StepRun
@@ -69,6 +84,7 @@ def test_hooks_come_back_where_the_compiled_function_is_not_called(compiled_auto
     assert with_hooks(model, batch()) == 0, "and they go again"
 
 
+@pytest.mark.long
 def test_a_step_under_compiled_autograd_is_planned(compiled_autograd: Any) -> None:
     model = compiled(fresh(), PLENTY)
     with compiled_autograd():
@@ -77,6 +93,24 @@ def test_a_step_under_compiled_autograd_is_planned(compiled_autograd: Any) -> No
         run = run_now()
         assert run.plan is not None
         assert run.is_nested
+
+
+@pytest.mark.usefixtures("lazy")
+def test_checkpoints_that_come_around_planned_blocks() -> None:
+    """What runs again in backward is the variant whose backward waits for it, not the one that is planned for another call."""
+    model, expected = planned()
+    for _ in range(3):
+        for checkpointed in ((0, 1, 2, 3), (1, 3)):
+            model.zero_grad()
+            x = model.embedding(batch())
+            for index, layer in enumerate(model.layers):
+                x = checkpoint(layer, x, use_reentrant=False) if index in checkpointed else layer(x)
+            F.cross_entropy(model.head(x).flatten(0, 1), batch().flatten()).backward()
+            assert_equal(gradients(model), expected)
+        assert_equal(step(model, batch()), expected)
+    assert_equal(step(model, batch()), expected)
+    assert run_now().plan is not None
+    assert not run_now().off, "and the plan is followed again"
 
 
 class Passing(nn.Module):
@@ -113,3 +147,63 @@ def test_a_view_of_an_input_is_not_taken_for_the_call_that_made_it() -> None:
     assert run.is_nested
     assert run.plan is not None
     assert len(run.calls) == len(model.layers)
+
+
+class Deep(nn.Module):
+    """A block whose outputs are views of views of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.tanh(self.inner(x)).view(2, 2, 3, 16).transpose(0, 1).unsqueeze(0)
+        y = y.permute(0, 2, 1, 3, 4).squeeze(0).flatten(0, 1)
+        return y[:, 0], y[:, 1], y[:, 2]
+
+
+class Adding(nn.Module):
+    """A block that writes to its input, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, total: Tensor, x: Tensor) -> None:
+        total.add_(torch.tanh(self.inner(x)))
+
+
+class Several(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(16, 16), nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        total = x * 1.0
+        for layer in self.layers:
+            if isinstance(layer, Adding):
+                layer(total, x)
+            else:
+                a, b, c = layer(x)
+                x = a * b + c
+        return (total + x).sum()
+
+
+def test_a_call_is_known_by_views_of_views_that_it_returns() -> None:
+    torch.manual_seed(0)
+    model: Any = compiled(Several(Deep), PLENTY)  # type: ignore[arg-type]
+    for _ in range(4):
+        model(torch.ones(4, 16)).backward()
+    assert len(run_now().calls) == len(model.layers)
+    assert run_now().is_nested
+    assert run_now().plan is not None
+
+
+def test_calls_whose_backward_nobody_sees_make_no_run_without_an_end() -> None:
+    torch.manual_seed(0)
+    model: Any = compiled(Several(Adding), PLENTY)  # type: ignore[arg-type]
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.ones(4, 16)).backward()
+        assert len(run_now().calls) <= len(model.layers)

@@ -115,6 +115,17 @@ class StepFacts:
         if self.bounds and len(self.bounds) != len(self.graphs):
             raise PlanError(f"{len(self.bounds)} bounds for {len(self.graphs)} graphs; give one each or none.")
 
+    @property
+    def least_peak_bytes(self) -> int:
+        """No plan has a smaller peak: memory outside at its highest, less all inputs that other variants might not save."""
+        held = [
+            max(call.forward_outside_bytes, call.backward_outside_bytes, gap.outside_peak_bytes)
+            for call in self.calls
+            for gap in (call.before_forward, call.before_backward)
+        ]
+        saved = sum(self.variant(index, call.ran).saved_input_bytes for index, call in enumerate(self.calls))
+        return max(self.base_bytes, max(held, default=0) - saved)
+
     def variant(self, call: int, chosen: int) -> Variant:
         """The variant `chosen` of the graph that a call runs."""
         return self.graphs[self.calls[call].graph][chosen]

@@ -130,8 +130,7 @@ class StepCall:
 
     def held_bytes(self) -> int:
         """Device bytes that the call holds for its backward, other than inputs, which count as outside."""
-        living = [entry for entry in list(self.entries.values()) if entry is not None]
-        entries = [entry for entry in living if entry.id not in entry.run.inputs]
+        entries = [e for e in list(self.entries.values()) if e is not None and e.id not in e.run.inputs]
         held = sum(e.layout.nbytes for e in entries if e.source is not None or e.target is not None)
         return held + (0 if self.ended else self.kept_bytes)
 
@@ -144,8 +143,7 @@ def told(backward: Callable[[Any, list[Any]], Any]) -> Callable[[Any, list[Any]]
         call: StepCall | None = autograd.left_with_node(ctx)
         if call is None:
             return backward(ctx, args)
-        step = call.run
-        step.tells = True
+        step, call.run.tells = call.run, True
         if call.hooked:
             return backward(ctx, args)
         step.backward_began(call)
@@ -164,7 +162,7 @@ class StepRun:
     copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
     hooked: its calls are told of their backwards by hooks. tells: a backward came by a function that is `told`.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
-    aborted: an error ended it. learnt: it is over, and what it taught is known.
+    aborted: an error ended it, or nobody sees when it ends. learnt: it is over, and what it taught is known.
     start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended.
     """
 
@@ -210,6 +208,8 @@ class StepRun:
                 call.hooked = True
                 node.register_prehook(call.begin)
                 node.register_hook(call.end)
+        elif len(self.calls) == 1:  # nobody sees its backward: a run of such calls alone would go on through all steps
+            self.aborted = True
         if self.recording:
             call.output_bytes = {} if node is None else autograd.output_bytes(outputs, node)
             self._mark("forward end", call)

@@ -1,26 +1,47 @@
-"""A command with the switch on: `python -m graphoffload run --device-budget 40GiB torchrun train.py --lr 1e-4`.
+"""Run a script, a module or a command with graphoffload on for whatever Inductor compiles there (GRAPHOFFLOAD=1).
 
     train.py args        this Python runs the script
     -m module args       this Python runs the module
     anything else        a command, such as torchrun or accelerate; what it starts inherits the environment
 
-The command takes this process's place, so that signals and the exit status are its own.
+Options of graphoffload stand before the command; what follows the command's name is its own. The script compiles as it does
+without this: model.compile(), torch.compile(model), or a trainer's option; docs/trainers.md has each trainer's. The command
+takes this process's place, so that signals and the exit status are its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from graphoffload.cli.fields import add_fields, config_of, given_fields
+from graphoffload.cli.output import DONE
 from graphoffload.errors import ConfigError
 from graphoffload.integrations.autoload import VARIABLE
-from graphoffload.options.config import ENV_PREFIX
+from graphoffload.options.config import ENV_PREFIX, FIELD_NAMES, OffloadConfig, parse_text
 
 _GROUP = "torch.backends"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_fields(parser, FIELD_NAMES)
+    rest: dict[str, Any] = {"nargs": argparse.REMAINDER, "default": []}
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module and its arguments, as python -m runs it", **rest)
+    parser.add_argument("command_given", metavar="COMMAND", help="a script, or a command such as torchrun", **rest)
+
+
+def start(args: argparse.Namespace) -> int:
+    """Run the command in this process's place; returns where the system does."""
+    config_of(args)
+    launch(["-m", *args.module] if args.module else args.command_given, given_fields(args))
+    return DONE
 
 
 def launch(command: Sequence[str], options: Mapping[str, str]) -> None:
@@ -78,4 +99,12 @@ def with_switch(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[
             f"graphoffload is not installed for {sys.executable}: torch finds no entry point of it. Install it "
             "(pip install -e . in a checkout), or call graphoffload.install() in the script."
         )
-    return {**environ, VARIABLE: "1", **{ENV_PREFIX + name.upper(): text for name, text in options.items()}}
+    left = {name: text for name, text in environ.items() if name not in _overridden(options)}
+    return {**left, VARIABLE: "1", **{ENV_PREFIX + name.upper(): text for name, text in options.items()}}
+
+
+def _overridden(options: Mapping[str, str]) -> tuple[str, ...]:
+    """Variables of the other of two fields that are one choice, as OffloadConfig.from_options drops them."""
+    given = OffloadConfig.from_options({name: parse_text(name, text) for name, text in options.items()}, environ={})
+    budget, slowdown = ENV_PREFIX + "DEVICE_BUDGET", ENV_PREFIX + "MAX_SLOWDOWN"
+    return (budget,) * given.limits_time + (slowdown,) * given.has_budget
