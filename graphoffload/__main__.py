@@ -2,6 +2,7 @@
 
     python -m graphoffload hardware [NAME] [--list]
     python -m graphoffload explain script.py:build --hardware h200-sxm --device-budget 40GiB --out pictures
+    python -m graphoffload estimate config.json --tokens 8192 --cards h100-sxm
     python -m graphoffload run --device-budget 40GiB torchrun train.py --lr 1e-4
     python -m graphoffload bench --model llama4k --variants checkpoint over:8.6GB
 

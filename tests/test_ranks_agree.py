@@ -319,6 +319,7 @@ def run_cases(rank: int, port: int, folder: str, place: Place, cases: list[str],
 def budgets() -> list[int]:
     """From roomy to tight, of what four blocks save."""
     torch._dynamo.reset()
+    registry.forget()  # what tests before this one compiled
     kept = compiled(fresh(), "auto", policy="keep")
     loss_of(kept, batch()).backward()
     each = max(plan.prediction.keep_peak_bytes for plan in graphoffload.last_plans())

@@ -65,7 +65,7 @@ def gradients(model: Model, x: Tensor) -> list[Tensor]:
     [
         ("each block", 0.2),
         pytest.param("each block", 0.0, marks=pytest.mark.long),
-        ("halves", 0.0),
+        pytest.param("halves", 0.0, marks=pytest.mark.long),
         pytest.param("halves", 0.2, marks=pytest.mark.long),
     ],
 )

@@ -161,7 +161,7 @@ def _best(problem: StepProblem) -> _Found:
     if not facts.calls or (not isinstance(goal, WithinSlowdown) and runs.score(keep)[0] <= 0.0):
         return _found(runs, keep)
     if runs.limit_bytes is not None and facts.least_peak_bytes > runs.limit_bytes:
-        return _least(runs, keep)
+        return _least(runs)
     best = _search(runs) or keep
     if isinstance(goal, WithinSlowdown):
         best = min((best, keep), key=runs.score)
@@ -169,18 +169,17 @@ def _best(problem: StepProblem) -> _Found:
         levels = [choose(facts, mixes) for mixes in uniform(facts)]
         best = _repaired(runs, [best, *(runs.run(chosen, evaluations=_QUICK) for chosen in reversed(levels))])
         if runs.score(best)[0] > 0.0:
-            return _least(runs, best)
+            return _least(runs)
     return _found(runs, best)
 
 
-def _least(runs: Runs, best: Run) -> _Found:
+def _least(runs: Runs) -> _Found:
     """The run that takes least, where none is within the budget.
 
     Raises:
         BudgetError: such a run is not as good.
     """
-    least = runs.least([choose(runs.problem.facts, mixes) for mixes in uniform(runs.problem.facts)])
-    found = min((best, least), key=runs.score)
+    found = runs.least([choose(runs.problem.facts, mixes) for mixes in uniform(runs.problem.facts)])
     if runs.score(found)[0] > 0.0 and not runs.problem.or_least:
         raise step_infeasible(runs, found)
     return _found(runs, found)
