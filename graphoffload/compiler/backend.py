@@ -126,8 +126,9 @@ def compile_graph(
         return inner(untrained(gm, example_inputs, config), None)
     warn_of_outer_hooks()
     graph = dynamos_graph(gm, example_inputs, config)
-    again = dynamo.retraceable(gm) if may_join(graph) else None
-    if may_join(graph) and dynamo.ddp_part() == 1:
+    joins = may_join(graph)
+    again = dynamo.retraceable(gm) if joins else None
+    if joins and dynamo.ddp_part() == 1:
         warn_of_parts()
     recipe = FIRST if again is not None and is_one_of_several(graph) else None
     if recipe is None:

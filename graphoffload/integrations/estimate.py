@@ -29,8 +29,6 @@ from graphoffload.hardware.profile import PROFILES, HardwareProfile
 from graphoffload.options.config import OffloadConfig
 from graphoffload.report.offload_report import OffloadReport
 
-BETWEEN_GPUS_BYTES_PER_S = {"h200-sxm": 360e9, "h100-sxm": 360e9, "a100-80g": 230e9, "a100-40g": 230e9}
-"""Rate at which GPUs of one host exchange large buffers: NVLink's datasheet x 0.8. The link to the host for all others."""
 _WHOLE_BLOCKS = 3  # under FSDP: the one that runs, the one that is gathered ahead, and one's gradients
 _ATTENTION = "graphoffload_without_mask"
 
@@ -247,7 +245,7 @@ def _communication_s(model: Model, gpus: int, hardware: HardwareProfile) -> floa
         return 0.0
     parameters = list(model.module.parameters())
     moved = 2 * _nbytes(parameters) + _nbytes(parameter for parameter in parameters if parameter.requires_grad)
-    return moved * (gpus - 1) / gpus / BETWEEN_GPUS_BYTES_PER_S.get(hardware.name, hardware.h2d_bytes_per_s)
+    return moved * (gpus - 1) / gpus / hardware.peer_bytes_per_s
 
 
 def _nbytes(parameters: Any) -> int:
