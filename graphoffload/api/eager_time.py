@@ -8,13 +8,13 @@ Wrong when: an operation's kernels read or write more than its inputs and result
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from graphoffload.analysis.storages import example_nbytes
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.torch_internals.operators import OpOverload, packet_of, schema_of
 from graphoffload.torch_internals.pytrees import tree_leaves
@@ -36,7 +36,7 @@ class EagerTime:
         if not new and not schema_of(func).is_mutable:
             return
         written = new or made[:1]
-        moved = sum(_nbytes(value) for value in (*given, *written))
+        moved = sum(example_nbytes(value) for value in (*given, *written))
         seconds = moved / self.hardware.device_bandwidth_bytes_per_s
         formula = flop_registry.get(packet_of(func))
         if formula is not None and written:
@@ -52,7 +52,3 @@ class EagerTime:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def _nbytes(value: torch.Tensor) -> int:
-    return math.prod(size for size in value.shape if isinstance(size, int)) * value.element_size()
