@@ -216,6 +216,20 @@ def test_plans_that_run_together_do_not_count_on_the_same_memory() -> None:
     assert memory.snapshot().held_bytes == 3 * KIB
 
 
+def test_the_next_step_is_planned_into_the_memory_of_the_last() -> None:
+    """Its activations are dead, and nobody has looked yet: they are not in use beside those of the next one."""
+    memory = HostPool()
+    dead = take(memory, [2 * KIB, KIB])
+
+    def reclaim() -> None:
+        while dead:
+            memory.give_back(dead.pop())
+
+    memory.reclaim = reclaim
+    memory.prepare([KIB, 2 * KIB], pin=True, device=0, wait=True)
+    assert memory.snapshot().held_bytes == 3 * KIB
+
+
 @pytest.mark.parametrize("error", [MemoryError("refused"), PageableMemoryWarning("refused")])
 def test_memory_refused_ahead_is_asked_for_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever, and the error comes where it can be handled."""

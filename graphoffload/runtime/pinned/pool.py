@@ -223,6 +223,8 @@ class HostPool:
         An `acquire` of a size that is being allocated waits for it. Buffers made in advance for one plan are not counted for
         the next. Memory that the operating system refuses is requested again, with an error, when it is needed.
         """
+        if self.reclaim is not None:
+            self.reclaim()  # what the last step used is not in use beside what the next one needs
         kind = (pin, device)
         with self._lock:
             wanted = Counter[Key]((nbytes, pin, device) for nbytes in sizes if nbytes)
