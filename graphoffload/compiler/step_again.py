@@ -30,7 +30,7 @@ _SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory o
 _FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with less to be given up
 _FREED_RUNS = 8  # in a row: between the microbatches of one step, gradients come and go
 _WARM = 2  # runs of a plan that compile its backwards
-_EXCESS_BYTES = 64 * 2**20
+_EXCESS_SHARE, _LEAST_EXCESS_BYTES, _MOST_EXCESS_BYTES = 0.0025, 4 * 2**20, 64 * 2**20  # of a budget that was given
 _RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
 
 GOAL_WAS_SET = "another goal was set"
@@ -111,6 +111,13 @@ def why_again(known: Known, device: torch.device, last: StepRun | None) -> str:
     return _exceeded(known, asked, plan, last) or _other_memory(known, asked, plan, device, last)
 
 
+def tolerated_bytes(asked: Asked) -> int:
+    """By how much a run may exceed its budget: no plan has the workspaces that libraries take inside their calls."""
+    if asked.budget_bytes is None:
+        return _MOST_EXCESS_BYTES
+    return min(_MOST_EXCESS_BYTES, max(_LEAST_EXCESS_BYTES, int(_EXCESS_SHARE * asked.budget_bytes)))
+
+
 def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
     """Why a step above its budget is planned again; with a warning where the budget was given."""
     budget = asked.goal.device_budget_bytes
@@ -118,9 +125,10 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
     excess = last.peak_bytes - budget
     as_planned = last.plan is plan and not last.off and known.followed > _WARM
     own = as_planned and last.peak_bytes > last.start_peak_bytes
-    if own and excess <= _EXCESS_BYTES:
+    tolerated = tolerated_bytes(asked)
+    if own and excess <= tolerated:
         known.excess = None  # this plan did lower the peak: a later one above the budget has another cause
-    if not own or excess <= _EXCESS_BYTES or known.beyond:
+    if not own or excess <= tolerated or known.beyond:
         return ""
     before, known.excess = known.excess, Excess(last.peak_bytes, excess)
     if before is not None and last.peak_bytes > before.peak_bytes - before.excess_bytes // 2:
