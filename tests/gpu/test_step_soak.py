@@ -72,7 +72,7 @@ def test_a_long_run() -> None:
     assert min(log.happened[event] for event in EVENTS) >= COURSE.steps // COURSE.every // len(EVENTS)
     assert stats["deferred"] > COURSE.steps
     assert stats["prefetch_hits"] > COURSE.steps
-    with twin_copies(), mock.patch.object(step_again, "tolerated_bytes", lambda _: PLENTY):  # clones exceed any budget
+    with twin_copies(), mock.patch.object(step_again, "tolerated_bytes", return_value=PLENTY):  # clones exceed any budget
         twin = timed(model, COURSE, "synchronous clones", books=False)
     assert twin.losses == log.losses
     assert_flat(log, COURSE, slack_bytes=RESIDENT_BYTES)
@@ -84,7 +84,7 @@ def test_a_copy_that_is_not_waited_for_shows() -> None:
     """Copies are slow and new memory starts as NaN: a source that goes before its copy is seen in the losses."""
     model = compiled(SHORT)
     expected = run(model, SHORT, books=False).losses
-    with twin_copies(), mock.patch.object(step_again, "tolerated_bytes", lambda _: PLENTY):
+    with twin_copies(), mock.patch.object(step_again, "tolerated_bytes", return_value=PLENTY):
         assert run(model, SHORT, books=False).losses == expected
     original = OffloadedTensor.settle
 
@@ -111,7 +111,7 @@ def test_host_memory_that_goes_back_all_the_time(monkeypatch: pytest.MonkeyPatch
         log = run(model, SHORT, books=False)
         torch.cuda.synchronize()
     assert graphoffload.host_memory().returned_bytes > before
-    with twin_copies(), mock.patch.object(step_again, "tolerated_bytes", lambda _: PLENTY):
+    with twin_copies(), mock.patch.object(step_again, "tolerated_bytes", return_value=PLENTY):
         assert run(model, SHORT, books=False).losses == log.losses
 
 
