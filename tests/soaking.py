@@ -38,7 +38,8 @@ from graphoffload.runtime import host_memory, ops
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
 from graphoffload.runtime.pinned.slabs import HostBuffer, Slab
-from graphoffload.runtime.step.calls import Mark, StepCall, StepRun
+from graphoffload.runtime.step.calls import StepCall, StepRun
+from graphoffload.runtime.step.schedule import Mark
 
 PLENTY = 2**40
 EVENTS = ("evaluate", "evaluate with gradients", "drop", "raise in forward", "raise in backward", "fail to copy", "two at once")

@@ -36,7 +36,8 @@ from graphoffload.monitor.shared_budget import may_link
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
-from graphoffload.runtime.step.calls import START, STEPS, StepCall, StepRun
+from graphoffload.runtime.step.calls import STEPS, StepCall, StepRun
+from graphoffload.runtime.step.schedule import START
 from graphoffload.torch_internals import partitioning, storages
 from graphoffload.torch_internals.autograd import autograd_time, in_checkpoint
 from graphoffload.torch_internals.dynamo import Retraceable

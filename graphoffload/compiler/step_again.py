@@ -11,6 +11,7 @@ microbatches at once: a plan with less would hold for runs that need none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,12 +19,13 @@ import torch
 from graphoffload.compiler.device_limits import device_budget_now
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.rounds import Rounds
+from graphoffload.compiler.step_flight import seen_in_flight
 from graphoffload.compiler.step_plan import Asked, StepPlan
 from graphoffload.compiler.step_ranks import Proposal
 from graphoffload.errors import BudgetExceededWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE
 from graphoffload.planner.step.facts import StepFacts
-from graphoffload.runtime.step.calls import StepRun
+from graphoffload.runtime.step.calls import StepCall, StepRun
 from graphoffload.units import format_bytes
 
 _SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory outside may differ from what was planned with
@@ -58,6 +60,9 @@ class Known:
     followed: runs under the present plan. freed: runs in a row with much less outside than it was planned with.
     rounds: with other ranks that run this step. proposal: told to them, and nothing decided yet.
     excess: of the last plan that exceeded its budget. beyond: plans do not lower the peak, so nothing more is taken for it.
+    in_flight: microbatches at a time; overlaps: runs in a row that showed it. flight_bytes: allocated when the first of those
+    that were recorded last began. entering: calls that were running when it was learnt: until their backwards have ended, and
+    none is in flight, nothing is recorded.
     """
 
     sequence: tuple[int, ...]
@@ -80,6 +85,34 @@ class Known:
     beyond: bool = False
     rounds: Rounds | None = None
     proposal: Proposal | None = None
+    in_flight: int = 1
+    overlaps: int = 0
+    flight_bytes: int = 0
+    entering: Sequence[StepCall] | None = None
+
+    @property
+    def seen_together(self) -> bool:
+        """Whether a recorded run had as many microbatches beside it as there are at a time."""
+        return any(seen_in_flight(run) >= self.in_flight for run in self.runs)
+
+    @property
+    def flies(self) -> bool:
+        """Whether other microbatches begin before the backward of one."""
+        return self.in_flight > 1
+
+    def fly(self, count: int, running: Sequence[StepCall] = ()) -> None:
+        """So many microbatches are in flight at a time, with these calls: what is known of fewer no longer holds."""
+        if count > self.in_flight:
+            self.in_flight, self.entering, self.rounds, self.proposal = count, running, None, None
+            self.facts, self.plan, self.runs = None, None, []
+
+    def takes_off(self, flying: int) -> bool:
+        """A run begins beside so many: whether it, and those after it, can be recorded and planned."""
+        if self.flies:
+            self.fly(flying + 1)
+            if self.entering is not None and not flying and all(call.ended for call in self.entering):
+                self.entering = None
+        return self.entering is None
 
 
 def learn_shortage(known: Known, lacking_bytes: int) -> None:

@@ -16,15 +16,16 @@ from itertools import accumulate
 
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.facts.limits import Limits
-from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts
-from graphoffload.runtime.step.calls import Mark, StepCall, StepRun
+from graphoffload.planner.step.facts import Beside, CallFacts, Gap, StepFacts
+from graphoffload.runtime.step.calls import StepCall, StepRun
+from graphoffload.runtime.step.schedule import Mark
 
 
 def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limits) -> StepFacts:
     """What the recorded runs say of the step: bytes outside and gaps of the last one, and the peaks of gaps of any of them.
 
     A call's inputs that other graphs computed are outside where they were measured. They are activations of the call from the
-    end of its forward to its backward, so they come off what is outside there.
+    end of its forward to its backward, so they come off what is outside there; and those of other microbatches in flight.
     """
     last = runs[-1]
     position = {graph.number: at for at, graph in enumerate(graphs)}
@@ -38,15 +39,16 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
         index = call.index
         forward, backward = records[-1].at("forward", index), records[-1].at("backward", index)
         before = ("forward end", index - 1) if index else None
-        after = ("backward end", index + 1) if index + 1 < count else ("forward end", index)
+        after = ("backward end", index + 1) if index + 1 < count else None if last.flies else ("forward end", index)
+        here, there = held[index] + forward.beside * held[-1], held[index + 1] + backward.beside * held[-1]
         calls.append(
             CallFacts(
                 graph=position[call.graph],
-                forward_outside_bytes=max(0, _outside(forward, limits) - held[index]),
-                backward_outside_bytes=max(0, _outside(backward, limits) - held[index + 1]),
+                forward_outside_bytes=max(0, _outside(forward, limits) - here),
+                backward_outside_bytes=max(0, _outside(backward, limits) - there),
                 ran=ran[index],
-                before_forward=_less(_gap(records, before, ("forward", index), limits), held[index]),
-                before_backward=_less(_gap(records, after, ("backward", index), limits), held[index + 1]),
+                before_forward=_less(_gap(records, before, ("forward", index), limits), here),
+                before_backward=_less(_gap(records, after, ("backward", index), limits), there),
             )
         )
     base = min((min(c.forward_outside_bytes, c.backward_outside_bytes) for c in calls), default=0)
@@ -56,7 +58,20 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
         calls=tuple(calls),
         base_bytes=base,
         bounds=tuple(family.bound for family in families),
+        beside_forward=_beside(records, "forward", limits, held),
+        beside_backward=_beside(records, "backward", limits, held),
     )
+
+
+def _beside(records: Sequence[_Record], kind: str, limits: Limits, held: Sequence[int]) -> tuple[Beside, ...]:
+    """What was outside when the forwards, or the backwards, of each microbatch began. held: inputs of the calls before each."""
+    found = []
+    for record in records:
+        marks = [record.at(kind, call) for call in record.calls]
+        own = held[:-1] if kind == "forward" else held[1:]
+        outside = (_outside(m, limits) - m.beside * held[-1] - less for m, less in zip(marks, own, strict=True))
+        found.append(Beside(max(mark.beside for mark in marks), tuple(max(0, nbytes) for nbytes in outside)))
+    return tuple(dict.fromkeys(found)) if any(one.others for one in found) else ()
 
 
 def _less(gap: Gap, nbytes: int) -> Gap:
@@ -93,6 +108,7 @@ class _Record:
     def __init__(self, run: StepRun) -> None:
         self._marks: dict[tuple[str, int], Mark] = {}
         self.changes = run.changes
+        self.calls = range(len(run.calls))
         for mark in run.marks:
             self._marks.setdefault((mark.kind, mark.call), mark)
 
@@ -128,24 +144,3 @@ def _gap(records: Sequence[_Record], start: tuple[str, int] | None, end: tuple[s
     level = max(_outside(first, limits), _outside(last, limits))
     above = max(record.above_bytes(start, end) for record in records)
     return Gap(time_s=max(0.0, first.event.elapsed_time(last.event) / 1e3), outside_peak_bytes=level + above)
-
-
-def shifted(facts: StepFacts, nbytes: int) -> StepFacts:
-    """The same step with this much more outside, throughout; less if negative."""
-    if not nbytes:
-        return facts
-
-    def gap(gap: Gap) -> Gap:
-        return replace(gap, outside_peak_bytes=max(0, gap.outside_peak_bytes + nbytes)) if gap.outside_peak_bytes else gap
-
-    calls = tuple(
-        replace(
-            call,
-            forward_outside_bytes=max(0, call.forward_outside_bytes + nbytes),
-            backward_outside_bytes=max(0, call.backward_outside_bytes + nbytes),
-            before_forward=gap(call.before_forward),
-            before_backward=gap(call.before_backward),
-        )
-        for call in facts.calls
-    )
-    return replace(facts, calls=calls, base_bytes=max(0, facts.base_bytes + nbytes))

@@ -21,12 +21,14 @@ from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log
 from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepFacts, StepProblem
-from graphoffload.planner.step.solve import StepSolution, plan_step
+from graphoffload.planner.step.flight import plan_flight
+from graphoffload.planner.step.solve import StepSolution
 from graphoffload.planner.step.together import Decision, followed
 from graphoffload.report.step_line import line_of_step
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import POOL
-from graphoffload.runtime.step.calls import Schedule, StepCall
+from graphoffload.runtime.step.calls import StepCall
+from graphoffload.runtime.step.schedule import Schedule
 
 
 class GraphOfStep(Protocol):
@@ -111,7 +113,7 @@ def make_step_plan(
     begun = time.perf_counter()
     problem = problem_of(graphs, facts, asked)
     hardware = problem.hardware
-    solution = plan_step(problem) if decision is None else followed(problem, decision)
+    solution = plan_flight(problem) if decision is None else followed(problem, decision)
     planned_s = time.perf_counter() - begun
     if runs:
         _prepare_host(solution, graphs)
@@ -164,7 +166,7 @@ def _prepare_host(solution: StepSolution, graphs: Sequence[GraphOfStep]) -> None
     if device.type == "cuda":
         candidates = solution.joined.program.candidates
         actions = (solution.actions[call][index] for call, index in solution.joined.of)
-        sizes = [c.nbytes for c, action in zip(candidates, actions, strict=True) if action == "offload"]
+        sizes = [c.nbytes for c, action in zip(candidates, actions, strict=True) if action == "offload"] * solution.in_flight
         POOL.prepare(sizes, pin=True, device=torch.cuda.current_device() if device.index is None else device.index)
 
 

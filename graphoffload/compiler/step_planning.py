@@ -28,7 +28,7 @@ from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.ranks import StoreFailed, ranks_text
 from graphoffload.compiler.rounds import Alone, Decided, Opened, Rounds, Solve
 from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, Known, why_again
-from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, shifted
+from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
 from graphoffload.compiler.step_ranks import Proposal, is_missed, rounds_of, solved, taken, tell
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
@@ -36,7 +36,7 @@ from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget,
 from graphoffload.facts.limits import Limits
 from graphoffload.log import log, say
 from graphoffload.options.config import OffloadConfig
-from graphoffload.planner.step.facts import StepFacts
+from graphoffload.planner.step.facts import StepFacts, shifted
 from graphoffload.planner.step.together import Decision, with_variants
 from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
@@ -48,9 +48,9 @@ RECORDED = 2
 
 def plan_if_due(known: Known, device: torch.device, last: StepRun | None) -> None:
     """Plan the step that begins, if there is a reason: one of this rank's own, or of another one that plans with it."""
-    if known.plan is None and known.facts is None and len(known.runs) < RECORDED:
+    if known.plan is None and known.facts is None and (len(known.runs) < RECORDED or not known.seen_together):
         return
-    before, known.rounds = known.rounds, rounds_of(known.rounds, known.sequence, _graphs)
+    before, known.rounds = known.rounds, rounds_of(known.rounds, known.sequence, known.in_flight, _graphs)
     lost = known.proposal if known.rounds is not before else None
     if lost is not None:  # the process group is gone or another one, or its store is gone
         known.proposal = None
@@ -137,7 +137,7 @@ def _found_facts(known: Known, graphs: list[Dispatched], limits: Limits) -> bool
     except (ShapeGuardError, PlanError) as error:
         _give_up(known, error)
         return False
-    known.start_bytes = known.runs[-1].marks[0].allocated_bytes
+    known.start_bytes = known.flight_bytes if known.flies else known.runs[-1].marks[0].allocated_bytes
     known.runs = []
     return True
 
@@ -233,7 +233,7 @@ def _prepared(known: Known, device: torch.device, why: str) -> Proposal | None:
     known.planned_bytes = streams.allocated_bytes()[0] if streams is not None else 0
     known.version, known.asked, known.followed = OVERRIDE.version, asked, 0
     known.freed = 0
-    facts = shifted(known.facts, known.planned_bytes - known.start_bytes)
+    facts = replace(shifted(known.facts, known.planned_bytes - known.start_bytes), in_flight=known.in_flight)
     wanted, budget = _keep_all_bytes(facts, asked), asked.goal.device_budget_bytes
     if known.plan is None and map_by_pages_if_tight(device, wanted, budget, of_a_step=True):
         asked, limits = _asked(graphs[0], known)

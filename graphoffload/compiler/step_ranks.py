@@ -22,7 +22,7 @@ from graphoffload.errors import BudgetError, PlanError
 from graphoffload.log import log
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts
-from graphoffload.planner.step.solve import plan_step
+from graphoffload.planner.step.flight import plan_flight
 from graphoffload.planner.step.together import Decision, RankFacts, decision_of, facts_of_rank, merged, with_variants
 
 
@@ -39,10 +39,11 @@ class Proposal:
 
 
 def rounds_of(
-    now: Rounds | None, sequence: Sequence[int], graphs: Callable[[Sequence[int]], Sequence[Dispatched]]
+    now: Rounds | None, sequence: Sequence[int], in_flight: int, graphs: Callable[[Sequence[int]], Sequence[Dispatched]]
 ) -> Rounds | None:
     """The rounds of a step with the other ranks that there are: as they were, or new ones in a new process group. None: there
-    are no others, or their store does not answer. graphs: those of a sequence, each once."""
+    are no others, or their store does not answer. graphs: those of a sequence, each once. Stages of a pipeline have plans of
+    their own: they hold different numbers of microbatches in flight."""
     peers = ranks.peers()
     if peers is None:
         return None
@@ -51,7 +52,7 @@ def rounds_of(
         return None
     if now is not None and now.peers is peers:
         return now
-    return Rounds(peers, peers.named(_structure(sequence, graphs(sequence))))
+    return Rounds(peers, peers.named(_structure(sequence, in_flight, graphs(sequence))))
 
 
 def plans_none() -> None:
@@ -62,11 +63,12 @@ def plans_none() -> None:
             peers.list("")
 
 
-def _structure(sequence: Sequence[int], graphs: Sequence[Dispatched]) -> str:
-    """What the ranks know a step by: its graphs, and the order of its calls."""
+def _structure(sequence: Sequence[int], in_flight: int, graphs: Sequence[Dispatched]) -> str:
+    """What the ranks know a step by: its graphs, the order of its calls, and how many microbatches are in flight."""
     position = {graph.number: at for at, graph in enumerate(graphs)}
     calls = "-".join(str(position[number]) for number in sequence)
-    return f"{structure_key(graph.graph.module for graph in graphs)}:{ranks.short(calls)}"
+    flight = f":{in_flight}" if in_flight > 1 else ""
+    return f"{structure_key(graph.graph.module for graph in graphs)}:{ranks.short(calls)}{flight}"
 
 
 def tell(rounds: Rounds, proposal: Proposal, graphs: Sequence[Dispatched]) -> None:
@@ -95,7 +97,7 @@ def solved(found: Solve, proposal: Proposal, graphs: Sequence[Dispatched], peers
     who: dict[str, Any] = {"rank": peers.rank, "ranks": sorted(found.told), "local": local}
     try:
         problem = merged(problem_of(graphs, proposal.facts, proposal.asked), shared)
-        solution = plan_step(problem)
+        solution = plan_flight(problem)
         decision = decision_of(problem.facts, solution, [graph.family.recipes for graph in graphs])
     except BudgetError as error:
         return {**who, "refused": str(error), "least_bytes": error.least_bytes}

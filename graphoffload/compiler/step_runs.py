@@ -22,6 +22,7 @@ import torch
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_again import Known, learn_shortage
+from graphoffload.compiler.step_flight import OVERLAPS, microbatch_of
 from graphoffload.compiler.step_planning import RECORDED, collect_garbage, config_of, plan_if_due
 from graphoffload.compiler.step_ranks import plans_none
 from graphoffload.errors import BudgetError, PlanError, StepNotPlannedWarning, warn
@@ -37,14 +38,14 @@ _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
 
 class _Planner(threading.local):
     """What this thread's runs taught, by device and sequence, the latest last; the last sequence of each device; whether each
-    of the latest runs went by a plan; irregular runs in a row."""
+    of the latest runs went by a plan; irregular runs in a row; whether the last run's backwards came by functions that tell."""
 
     def __init__(self) -> None:
         self.known: OrderedDict[tuple[torch.device, tuple[int, ...]], Known] = OrderedDict()
         self.went_as_planned: deque[bool] = deque(maxlen=_WINDOW)
         self.last: dict[torch.device, tuple[int, ...]] = {}
         self.irregular = 0
-        self.warned = False
+        self.warned = self.tells = False
 
 
 _PLANNER = _Planner()
@@ -65,20 +66,16 @@ def next_run(graph: Dispatched) -> StepRun:
     Raises:
         BudgetError: no plan of the step meets the budget that was given.
     """
-    device, last = graph.device, STEPS.of(graph.device)
+    device, latest = graph.device, STEPS.of(graph.device)
     watch()
     shortage = shortage_of(device)
     lacking = 0 if shortage is None else shortage.lacking_bytes
-    if last is not None and not last.learnt:  # an error of planning below comes back here with the same run
-        last.learnt = True
-        last.finish()
-        if lacking and last.plan is not None:
-            for short in [known for known in _PLANNER.known.values() if known.plan is last.plan]:
-                learn_shortage(short, lacking)
-        elif lacking and [call.graph for call in last.calls] == [graph.number] and not graph.is_variant:
-            _plan_alone_with_less(graph, lacking)
-        elif last.turned:
-            _learn(device, last)
+    done = STEPS.done(device)
+    if latest is not None and not latest.is_done:
+        latest.rest()
+    for run in done:
+        _end(device, graph, run, lacking if run is latest else 0)
+    last = done[-1] if done else latest if latest is not None and latest.is_done else None
     known = _expected(device, graph.number)
     if known is not None and known.fixed and known.version != OVERRIDE.version:
         known.version = OVERRIDE.version
@@ -86,22 +83,44 @@ def next_run(graph: Dispatched) -> StepRun:
             graph.plan_alone(config_of(graph))
         else:
             known.fixed = False
-    if known is not None and not known.fixed:
+    step = () if known is None else known.sequence
+    flying = sum(run.step == step for run in STEPS.alive.get(device, ()))
+    may = known is None or (known.takes_off(flying) and not known.fixed)
+    if known is not None and may and not flying:
         plan_if_due(known, device, last)
+        known.flight_bytes = 0 if latest is None or latest.streams is None else latest.streams.allocated_bytes()[0]
     plan = None if known is None else known.plan
-    recording = known is None or (known.plan is None and not known.fixed and known.proposal is None)
-    watching = recording and known is not None and len(known.runs) == RECORDED - 1
+    recording = known is None or (may and known.plan is None and not known.fixed and known.proposal is None)
+    watching = recording and known is not None and len(known.runs) == RECORDED - 1 and not known.flies
     if watching:
         collect_garbage(device)
-    hooked = last is None or not last.tells
+    _PLANNER.tells = _PLANNER.tells if last is None else last.tells
+    flies, hooked = known is not None and known.flies, not _PLANNER.tells
     run = STEPS.start(
-        device, lambda streams: StepRun(streams, recording=recording, watching=watching, plan=plan, hooked=hooked)
+        device,
+        lambda streams: StepRun(
+            streams, recording=recording, watching=watching, plan=plan, hooked=hooked, step=step, flies=flies
+        ),
     )
     run.room_bytes = graph.free_room(run)
-    if last is not None and not last.recording:
-        with LOCK:  # a late backward of another thread may look at them
-            last.calls.clear()  # run and calls are a cycle: their memory is used again at once, not when garbage is collected
+    with LOCK:  # a late backward of another thread may look at them
+        for old in done:
+            if not old.recording:
+                old.calls.clear()  # run and calls are a cycle: their memory is used again at once, not when it is collected
     return run
+
+
+def _end(device: torch.device, graph: Dispatched, run: StepRun, lacking_bytes: int) -> None:
+    """A run is over: learn from it. lacking_bytes: of an allocation that failed in it; the next run begins with `graph`."""
+    run.learnt = True
+    run.finish()
+    if lacking_bytes and run.plan is not None:
+        for short in [known for known in _PLANNER.known.values() if known.plan is run.plan]:
+            learn_shortage(short, lacking_bytes)
+    elif lacking_bytes and [call.graph for call in run.calls] == [graph.number] and not graph.is_variant:
+        _plan_alone_with_less(graph, lacking_bytes)
+    elif run.turned:
+        _learn(device, run)
 
 
 def _expected(device: torch.device, number: int) -> Known | None:
@@ -125,8 +144,12 @@ def _all_live(sequence: Sequence[int]) -> bool:
 def _learn(device: torch.device, run: StepRun) -> None:
     """Keep a recorded run whose backwards came in order."""
     sequence = run.sequence
-    if not run.is_nested or not _all_live(sequence):
+    size = microbatch_of(run)
+    if not (size or run.is_nested) or not _all_live(sequence):
         _count_irregular(run)
+        return
+    if size:
+        _learn_flight(device, run, sequence[:size])
         return
     _PLANNER.irregular = 0
     before = _PLANNER.known.get((device, _PLANNER.last.get(device, ())))
@@ -135,19 +158,36 @@ def _learn(device: torch.device, run: StepRun) -> None:
     _PLANNER.last[device] = sequence
     for key in [key for key in _PLANNER.known if not _all_live(key[1])]:
         del _PLANNER.known[key]  # its model is gone
+    known = _known(device, sequence)
+    if not known.flies:
+        known.overlaps = 0
+    if known.plan is None and run.recording and not known.fixed:
+        known.runs = [*known.runs[1 - RECORDED * known.in_flight :], run]
+    if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant and not known.alone:
+        known.fixed = known.alone = True
+        plans_none()
+    if not known.fixed and known.proposal is None:
+        _count_changing(run)
+
+
+def _known(device: torch.device, sequence: tuple[int, ...]) -> Known:
+    """What is known of a sequence, which is the latest from now on."""
     known = _PLANNER.known.get((device, sequence))
     if known is None:
         known = _PLANNER.known[device, sequence] = Known(sequence, version=min(GRAPHS[n].version for n in sequence))
     _PLANNER.known.move_to_end((device, sequence))
     if len(_PLANNER.known) > _SEQUENCES:
         _PLANNER.known.popitem(last=False)
-    if known.plan is None and run.recording and not known.fixed:
-        known.runs = [*known.runs[1 - RECORDED :], run]
-    if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant and not known.alone:
-        known.fixed = known.alone = True
-        plans_none()
-    if not known.fixed and known.proposal is None:
-        _count_changing(run)
+    return known
+
+
+def _learn_flight(device: torch.device, run: StepRun, sequence: tuple[int, ...]) -> None:
+    """Several microbatches were in flight at a time. Seen twice in a row, it is how training goes."""
+    _PLANNER.last[device] = sequence
+    known = _known(device, sequence)
+    known.overlaps += 1
+    if known.overlaps >= OVERLAPS and len(sequence) > 1:
+        known.fly(len(run.calls) // len(sequence), tuple(run.calls))
 
 
 def _count_changing(run: StepRun) -> None:

@@ -40,6 +40,8 @@ def line_of_step(
         parts.append(f"slowdown {slowdown:+.1%}{bound}".replace("%", " %"))
     if reserve_bytes:
         parts.append(f"{format_bytes(reserve_bytes)} of the peak are reserved for optimizer state")
+    if solution.in_flight > 1:
+        parts.append(f"{solution.in_flight} microbatches in flight")
     called = " and ".join(f"{count} x {name}" if count > 1 else name for name, count in graphs.items())
     return f"step of {called}: {', '.join(parts)}"
 

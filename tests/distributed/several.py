@@ -154,6 +154,7 @@ def _compared(way: Callable[[Compile], Steps], options: dict[str, Any], plain: l
         "transfers": [len(plan.transfers) for plan in plans],
         "recomputed": [sum(d.action == "recompute" for d in plan.decisions) for plan in plans],
         "variants": sorted({plan.variant for plan in plans}),
+        "summaries": sorted({plan.summary for plan in plans if plan.variant}),
         "in_use": graphoffload.host_memory().in_use_bytes,
         "warnings": [f"{w.category.__name__}: {w.message}" for w in ours_warnings if w.category is not PerRankPlanWarning],
         "seconds": round(time.perf_counter() - began, 1),

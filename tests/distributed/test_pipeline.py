@@ -35,13 +35,13 @@ def _check(folder: Path, ways: dict[str, Any], *, inner: str = "aot_eager") -> l
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """Gradients are plain torch's to the bit. The last stage of 1F1B is planned as a step; the first one cannot be, and says
-    so."""
+    """Gradients are plain torch's to the bit. Both stages of 1F1B are planned: the first for two microbatches in flight."""
     found = _check(tmp_path, SHORT)
-    first, last = (seen["one_forward_one_backward_blocks budget"] for seen in found)
-    assert any("keep" in variant for variant in last["variants"])
-    assert not last["warnings"]
-    assert [text.partition(":")[0] for text in first["warnings"]] == ["StepNotPlannedWarning"]
+    stages = [seen["one_forward_one_backward_blocks budget"] for seen in found]
+    for stage, flight in zip(stages, (True, False), strict=True):
+        assert any("keep" in variant for variant in stage["variants"])
+        assert not stage["warnings"]
+        assert any("2 microbatches in flight" in text for text in stage["summaries"]) == flight, stage["summaries"]
     for seen in found:
         twice = seen["zero_bubble_blocks offload"]
         assert twice["reloads"] > twice["offloads"] + twice["stays"], "what was offloaded is read once for each backward"

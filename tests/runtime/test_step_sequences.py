@@ -25,6 +25,7 @@ from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.offloaded_tensors import COPYING, ON_HOST, OffloadedTensor
 from graphoffload.runtime.step import calls
 from graphoffload.runtime.step.calls import STEPS, StepRun
+from graphoffload.runtime.step.early import reload_early
 from tests.runtime.stepping import Model, Wide, assert_equal, batch, compiled, gradients, kept, loss_of, plan_now, step
 
 __all__ = ["clean_slate", "once"]
@@ -246,7 +247,7 @@ def test_a_source_that_goes_before_its_copy_shows(lazy: LazyStreams) -> None:
 def test_another_tensor_that_came_early_shows(lazy: LazyStreams) -> None:
     """The copies of two tensors of the same size are swapped."""
     model, expected = planned()
-    original, swapped = calls.reload_early, []
+    original, swapped = reload_early, []
 
     def wrong(entry: OffloadedTensor, copy: Any, ahead: list[OffloadedTensor]) -> bool:
         assert isinstance(entry.call, calls.StepCall)
@@ -293,7 +294,7 @@ def test_reloads_on_the_list_are_those_of_the_schedule(lazy: LazyStreams) -> Non
     assert plan is not None
     names = {(at, transfer.id) for at, (compiled_as, _, _) in enumerate(plan.calls) for transfer in compiled_as.plan.transfers}
     started = []
-    original = calls.reload_early
+    original = reload_early
 
     def watched(entry: OffloadedTensor, *rest: Any) -> bool:
         begun = original(entry, *rest)

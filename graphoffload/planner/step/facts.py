@@ -15,7 +15,8 @@ Wrong when: memory outside rises and falls between two measurements other than i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from graphoffload.errors import PlanError
 from graphoffload.facts.goals import Goal
@@ -86,6 +87,14 @@ class CallFacts:
     before_backward: Gap = Gap()
 
 
+class Beside(NamedTuple):
+    """A microbatch beside `others`, which had run their forward and not their backward: bytes outside, as in CallFacts, when
+    the forward (or the backward) of each call started."""
+
+    others: int
+    outside_bytes: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepFacts:
     """A training step.
@@ -96,12 +105,18 @@ class StepFacts:
         base_bytes: no call of a graph ever runs with fewer bytes outside.
         bounds: for each graph, the keep-all Program with the chains of what can be recomputed. Empty: not known, and there is
             no lower bound.
+        in_flight: microbatches at a time: the step is one's, and others have run their forward when its forward begins. What
+            they saved is in no bytes outside. beside_forward, beside_backward: what was seen of each microbatch of a step;
+            gradients come between the first and the last. Empty: all run beside all others.
     """
 
     graphs: tuple[tuple[Variant, ...], ...]
     calls: tuple[CallFacts, ...]
     base_bytes: int = 0
     bounds: tuple[Program, ...] = ()
+    in_flight: int = 1
+    beside_forward: tuple[Beside, ...] = ()
+    beside_backward: tuple[Beside, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse indices that point at nothing."""
@@ -129,6 +144,58 @@ class StepFacts:
     def variant(self, call: int, chosen: int) -> Variant:
         """The variant `chosen` of the graph that a call runs."""
         return self.graphs[self.calls[call].graph][chosen]
+
+
+def shifted(facts: StepFacts, nbytes: int) -> StepFacts:
+    """The same step with this much more outside, throughout; less if negative."""
+    if not nbytes:
+        return facts
+
+    def beside(found: tuple[Beside, ...]) -> tuple[Beside, ...]:
+        return tuple(Beside(one.others, tuple(max(0, each + nbytes) for each in one.outside_bytes)) for one in found)
+
+    calls = tuple(_moved(call, nbytes, nbytes) for call in facts.calls)
+    return replace(
+        facts,
+        calls=calls,
+        base_bytes=max(0, facts.base_bytes + nbytes),
+        beside_forward=beside(facts.beside_forward),
+        beside_backward=beside(facts.beside_backward),
+    )
+
+
+def _moved(call: CallFacts, forward_bytes: int, backward_bytes: int) -> CallFacts:
+    """A call with so much more outside in its forward and its backward, and in the gaps before them."""
+
+    def gap(gap: Gap, nbytes: int) -> Gap:
+        return replace(gap, outside_peak_bytes=max(0, gap.outside_peak_bytes + nbytes)) if gap.outside_peak_bytes else gap
+
+    return replace(
+        call,
+        forward_outside_bytes=max(0, call.forward_outside_bytes + forward_bytes),
+        backward_outside_bytes=max(0, call.backward_outside_bytes + backward_bytes),
+        before_forward=gap(call.before_forward, forward_bytes),
+        before_backward=gap(call.before_backward, backward_bytes),
+    )
+
+
+def beside(facts: StepFacts, kept_bytes: int) -> StepFacts:
+    """The step of one microbatch beside others that keep so much each: at each call the most of what was seen."""
+
+    def most(found: tuple[Beside, ...], call: int, outside_bytes: int) -> int:
+        seen = [one.outside_bytes[call] + one.others * kept_bytes for one in found]
+        return max(seen, default=outside_bytes + (facts.in_flight - 1) * kept_bytes) - outside_bytes
+
+    calls = tuple(
+        _moved(
+            call,
+            most(facts.beside_forward, at, call.forward_outside_bytes),
+            most(facts.beside_backward, at, call.backward_outside_bytes),
+        )
+        for at, call in enumerate(facts.calls)
+    )
+    base = min((min(call.forward_outside_bytes, call.backward_outside_bytes) for call in calls), default=facts.base_bytes)
+    return replace(facts, calls=calls, base_bytes=base, in_flight=1, beside_forward=(), beside_backward=())
 
 
 @dataclass(frozen=True, slots=True)

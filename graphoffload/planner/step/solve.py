@@ -58,6 +58,7 @@ class StepSolution:
             None for the other goal, where `StepFacts.bounds` is empty, and where a call runs a variant that is not bounded.
         max_inflight_bytes: the window that the actions were found for; the counts of `calls` are what bounds it.
         solver: who proposed the actions. calls: the schedule of each. reload_steps: places of the reload ops of each variant.
+        in_flight: microbatches at a time. Memory is that of all of them, time and schedule are one's.
     """
 
     chosen: tuple[int, ...]
@@ -71,6 +72,7 @@ class StepSolution:
     solver: str
     calls: tuple[CallSchedule, ...]
     reload_steps: ReloadSteps
+    in_flight: int = 1
 
     @property
     def slowdown(self) -> float:
@@ -89,7 +91,7 @@ class StepSolution:
 
 
 def plan_step(problem: StepProblem) -> StepSolution:
-    """The best plan found for the step; the best until the problem's patience ends.
+    """The best plan found for a step of one microbatch at a time; the best until the problem's patience ends.
 
     Variants that compute whole blocks again are looked at where the others miss the goal, or are far from their bound. They are
     taken where they are clearly better: their times are less certain than those of chains.

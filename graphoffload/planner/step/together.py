@@ -28,7 +28,8 @@ from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.events import CallSchedule
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem, Variant
-from graphoffload.planner.step.solve import StepSolution, follow_step
+from graphoffload.planner.step.flight import follow_flight
+from graphoffload.planner.step.solve import StepSolution
 
 _SAME = 1.0 + 1e-9
 
@@ -298,7 +299,7 @@ def followed(problem: StepProblem, decision: Decision) -> StepSolution:
     Raises:
         PlanError: it names what this rank's step does not have.
     """
-    return follow_step(
+    return follow_flight(
         problem, decision.chosen, decision.calls, decision.reload_steps, decision.offloads, decision.solver
     )
 

@@ -53,7 +53,7 @@ class HostPool:
         self._arranged_for = ""
         self._settled_for_bytes = 0
         self.budget_bytes: int | None = None
-        self.reclaim: Callable[[], object] | None = None
+        self.reclaim: Callable[[], object] = lambda: None
         self.poison = False
 
     def acquire(self, nbytes: int, *, pin: bool, name: str = "", device: int = -1) -> HostBuffer:
@@ -105,7 +105,7 @@ class HostPool:
         return buffer
 
     def _acquire_slowly(self, key: Key, name: str, *, reclaim: bool = True) -> HostBuffer:
-        if self.reclaim is not None and reclaim:
+        if reclaim:
             self.reclaim()
         with self._lock:
             while not self._idle.get(key) and self._coming[key] > 0:
@@ -221,10 +221,9 @@ class HostPool:
         """Have a buffer of each of these sizes ready; missing memory is allocated in the background.
 
         An `acquire` of a size that is being allocated waits for it. Buffers made in advance for one plan are not counted for
-        the next. Memory that the operating system refuses is requested again, with an error, when it is needed.
+        the next; those of the last step are. Memory that the system refuses is requested again, with an error, when needed.
         """
-        if self.reclaim is not None:
-            self.reclaim()  # what the last step used is not in use beside what the next one needs
+        self.reclaim()
         kind = (pin, device)
         with self._lock:
             wanted = Counter[Key]((nbytes, pin, device) for nbytes in sizes if nbytes)
@@ -330,8 +329,7 @@ class HostPool:
         with self._lock:
             if not self._window.turn():
                 return 0
-        if self.reclaim is not None:
-            self.reclaim()  # a plan that keeps everything has no ops that would do so
+        self.reclaim()  # a plan that keeps everything has no ops that would do so
         with self._lock:
             window = self._window
             resting = not any(self._coming.values()) and not _capturing()

@@ -33,7 +33,8 @@ from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.step import follow
-from graphoffload.runtime.step.calls import Copy, StepCall, reload_early
+from graphoffload.runtime.step.calls import StepCall
+from graphoffload.runtime.step.early import Copy, reload_early, take_early
 from graphoffload.runtime.step.resident import Staying
 from graphoffload.runtime.streams.protocol import CopyStreams
 
@@ -333,7 +334,7 @@ def take(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int], dty
         return follow.take(entry, entry.call, size, stride, dtype)
     if entry.call is None:
         return None
-    return follow.take_early(entry, entry.call.track.ahead, _drop, size, stride, dtype)
+    return take_early(entry, entry.call.track.ahead, _drop, size, stride, dtype)
 
 
 def reloaded(entry: OffloadedTensor, copy: Copy) -> None:

@@ -3,9 +3,10 @@
     forward    |f0|f1|...|fN|   loss   |bN|...|b1|b0|   optimizer   |f0| ...
     StepRun    |<--------------------------------->|                |<--- the next one
 
-A run begins with the first forward after a backward, or after a forward that was dropped. While nothing is planned, a run is
-recorded: what is allocated at the start and the end of each forward and backward, how much of it our graphs hold, and when it
-was (`Mark`). A run that is planned follows its schedule (step/follow.py).
+A run begins with the first forward after a backward, or after a forward that was dropped. Where several microbatches are in
+flight, as in a pipeline, each is a run: the next one begins when a forward is whole, and the ones before it are still alive.
+While nothing is planned, a run is recorded: what is allocated at the start and the end of each forward and backward, how much
+of it our graphs hold, and when it was (`Mark`). A run that is planned follows its schedule (step/follow.py).
 
 A call's autograd node holds the call: if the node dies before a backward came, the forward was dropped. AOTAutograd's backward
 of a compiled graph gets the node, and tells its call when it begins and ends (`told`). Hooks on the node do the same for 7 us
@@ -20,57 +21,21 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from graphoffload.errors import RuntimeStateError
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.hooks import ACTIVE
-from graphoffload.runtime.layouts import empty
-from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, ON_HOST, PREFETCHED, RELEASE_PENDING, OffloadedTensor
+from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.pinned.pool import POOL
+from graphoffload.runtime.step.early import Copy, reload_early
+from graphoffload.runtime.step.schedule import START, Event, Mark, Schedule
 from graphoffload.runtime.streams.copy_streams import streams_of
 from graphoffload.runtime.streams.protocol import CopyStreams
 from graphoffload.torch_internals import allocator, autograd
-from graphoffload.torch_internals.storages import expired
-
-Copy = Callable[[torch.Tensor, OffloadedTensor], Any]
-
-Event = tuple[str, int]
-"""What happens in a call: ("start", -1), or one of "offload", "release", "reload" and "wait" with the id of its transfer."""
-START: Event = ("start", -1)
-
-
-class Schedule(NamedTuple):
-    """What one call of a planned step does.
-
-    goes: ids that are copied to the host; the others stay. settle: after an event of forward, how many of the step's copies, in
-    the order in which they start, compute has waited for. prefetch: at an event of backward, the copies back that start, as
-    (call, id).
-    """
-
-    goes: frozenset[int]
-    settle: Mapping[Event, int]
-    prefetch: Mapping[Event, tuple[tuple[int, int], ...]]
-
-
-class Mark(NamedTuple):
-    """A moment of a recorded run: bytes allocated on the device, their peak so far, and the part that our graphs hold.
-
-    kind: "forward", "forward end", "backward", "backward end". event: of the compute stream, where there are streams. time_us:
-    of the wall clock, on the host.
-    """
-
-    kind: str
-    call: int
-    allocated_bytes: int
-    peak_bytes: int
-    ours_bytes: int
-    event: Any
-    time_us: int = 0
-
 
 _NONE: Mapping[int, int] = {}
 
@@ -163,16 +128,27 @@ class StepRun:
     hooked: its calls are told of their backwards by hooks. tells: a backward came by a function that is `told`.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
     aborted: an error ended it, or nobody sees when it ends. learnt: it is over, and what it taught is known.
+    step: the sequence of calls that is expected, if it is known. flies: a forward of it is followed by other microbatches'.
+    alive: all runs on the device that are not over, oldest first.
     start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended.
     """
 
     __slots__ = (
-        "aborted", "ahead", "calls", "changes", "copies", "ended", "hooked", "learnt", "marks", "off", "peak_bytes", "plan",
-        "recording", "resident_bytes", "room_bytes", "settled", "start_peak_bytes", "streams", "tells", "turned", "watches",
+        "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "hooked", "learnt", "marks", "off",
+        "peak_bytes", "plan", "recording", "resident_bytes", "room_bytes", "settled", "start_peak_bytes", "step", "streams",
+        "tells", "turned", "watches",
     )  # fmt: skip
 
     def __init__(
-        self, streams: CopyStreams | None, *, recording: bool, watching: bool = False, plan: Any = None, hooked: bool = True
+        self,
+        streams: CopyStreams | None,
+        *,
+        recording: bool,
+        watching: bool = False,
+        plan: Any = None,
+        hooked: bool = True,
+        step: Sequence[int] = (),
+        flies: bool = False,
     ) -> None:
         self.streams = streams
         self.watches = watching and streams is not None and allocator.start()
@@ -180,6 +156,8 @@ class StepRun:
         self.recording = recording
         self.hooked = hooked or recording
         self.plan = plan
+        self.step, self.flies = step, flies
+        self.alive: list[StepRun] = []
         self.calls: list[StepCall] = []
         self.marks: list[Mark] = []
         self.copies: list[OffloadedTensor] = []
@@ -249,8 +227,18 @@ class StepRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the next forward belongs to another run: backward has begun, or the forward was dropped."""
+        """Whether the next forward belongs to another run: backward has begun, the forward was dropped, or it is whole and
+        other microbatches follow."""
+        return self.is_done or (self.flies and len(self.calls) == len(self.step))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether backward has begun, or the forward was dropped."""
         return self.turned or self.aborted or not self.calls or self.calls[-1].dropped
+
+    def beside(self) -> Iterator[StepRun]:
+        """Other microbatches of this step in flight."""
+        return (run for run in self.alive if run is not self and run.step == self.step and not run.is_done)
 
     def ours_bytes(self) -> int:
         """Device bytes that the calls hold for their backwards."""
@@ -288,6 +276,10 @@ class StepRun:
     def leave_plan(self) -> None:
         """The calls are not those of the plan: nothing stays pending from now on."""
         self.off = self.hooked = True
+        self.settle(len(self.copies))
+
+    def rest(self) -> None:
+        """Another microbatch begins: everything pending is settled, and backward is still to come."""
         self.settle(len(self.copies))
 
     def turn(self) -> None:
@@ -341,26 +333,9 @@ class StepRun:
             allocated, peak = self.streams.allocated_bytes()
             allocated += soon_bytes
             event = self.streams.timed_event()
-        self.marks.append(Mark(kind, call.index, allocated, peak, self.ours_bytes(), event, time.time_ns() // 1000))
-
-
-def reload_early(entry: OffloadedTensor, copy: Copy, ahead: list[OffloadedTensor]) -> bool:
-    """Start an entry's copy back before backward asks for it, and list it among those `ahead`; False if that cannot be."""
-    asked, layout, host = entry.run.asked.get(entry.id), entry.layout, entry.host
-    idle = entry.state is ON_HOST and host is not None and host.buffer is not None and host.written is not None
-    if asked is None or not idle or not entry.weak or expired(entry.weak):
-        return False
-    size, stride, dtype = asked
-    if dtype != layout.dtype or not layout.returns_as_it_lies(size, stride):
-        return False
-    try:
-        y = empty(size, stride, dtype, layout.device)
-    except torch.OutOfMemoryError:
-        return False
-    entry.prefetch(y, copy)
-    ahead.append(entry)
-    COUNTERS.prefetches += 1
-    return True
+        beside = list(self.beside())
+        ours = self.ours_bytes() + sum(run.ours_bytes() for run in beside)
+        self.marks.append(Mark(kind, call.index, allocated, peak, ours, event, time.time_ns() // 1000, len(beside)))
 
 
 class Steps(threading.local):
@@ -373,6 +348,7 @@ class Steps(threading.local):
 
     def __init__(self) -> None:
         self.runs: dict[torch.device, StepRun] = {}
+        self.alive: dict[torch.device, list[StepRun]] = {}
         self.call: StepCall | None = None
 
     def of(self, device: torch.device) -> StepRun | None:
@@ -380,19 +356,30 @@ class Steps(threading.local):
         return self.runs.get(device)
 
     def start(self, device: torch.device, make: Callable[[CopyStreams | None], StepRun]) -> StepRun:
-        """Another run on a device; whoever starts it has finished the last one."""
+        """Another run on a device; whoever starts it has finished those that are done."""
         run = self.runs[device] = LATEST[device] = make(streams_of(device))
+        run.alive = self.alive.setdefault(device, [])
+        run.alive.append(run)
         POOL.turn()
         return run
 
+    def done(self, device: torch.device) -> list[StepRun]:
+        """Runs on a device that are over and were alive until now, oldest first."""
+        alive = self.alive.get(device, [])
+        done = [run for run in alive if run.is_done]
+        alive[:] = [run for run in alive if not run.is_done]
+        return done
+
     def forget(self) -> None:
         """Nothing that this thread ran is called again: its runs end, and what they hold goes with them."""
-        for device, run in self.runs.items():
-            run.off = True  # a backward that is still to come asks for its tensors by itself
-            run.finish()
-            if LATEST.get(device) is run:
+        for device, last in self.runs.items():
+            for run in {id(run): run for run in (last, *self.alive.get(device, ()))}.values():
+                run.off = True  # a backward that is still to come asks for its tensors by itself
+                run.finish()
+            if LATEST.get(device) is last:
                 del LATEST[device]
         self.runs.clear()
+        self.alive.clear()
 
 
 STEPS = Steps()

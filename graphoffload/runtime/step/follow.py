@@ -17,13 +17,14 @@ after the stream that owns it waits for the copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, PREFETCHED, OffloadedTensor
+from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, OffloadedTensor
 from graphoffload.runtime.step.calls import STEPS, StepCall
+from graphoffload.runtime.step.early import take_early
 
 
 def enter(entry: OffloadedTensor) -> bool:
@@ -82,28 +83,3 @@ def take(
 ) -> torch.Tensor | None:
     """The tensor that came back early, if backward asks for it in this form and on this stream."""
     return take_early(entry, call.run.ahead, call.run.drop, size, stride, dtype)
-
-
-def take_early(
-    entry: OffloadedTensor,
-    ahead: list[OffloadedTensor],
-    drop: Callable[[OffloadedTensor], None],
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor | None:
-    """Take what came back early off the list of those `ahead`; `drop` it if backward asks for another form or stream."""
-    streams = entry.streams
-    with LOCK:
-        y = entry.target
-        if entry.state is not PREFETCHED or y is None:
-            return None
-        fits = tuple(y.shape) == tuple(size) and y.stride() == tuple(stride) and y.dtype == dtype
-        if not fits or streams is None or streams.compute() is not entry.stream or streams.capturing():
-            drop(entry)
-            return None
-        if entry in ahead:
-            ahead.remove(entry)
-        entry.take_prefetched()
-    COUNTERS.prefetch_hits += 1
-    return y
