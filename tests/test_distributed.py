@@ -30,13 +30,13 @@ from graphoffload.runtime import registry
 def test_gradients_are_those_of_keep_all(tmp_path: Path, inner: str) -> None:
     """On both ranks, every gradient; under Inductor to rounding, for it fuses what is kept otherwise than what is copied.
 
-    Beside it: no warning, half of the host memory for each, hardware that one of them measured.
+    Beside it: no warning, half of the host memory for each, a link that both measured at the same time.
     """
     found = spawned(train, tmp_path, CPU, inner)
     for case in CASES:
         check_case(found, case, CPU, inner)
     check_surroundings(found)
-    check_profile(found)
+    check_profile(found, CPU)
 
 
 def write_and_read(rank: int, port: int, folder: str, place: Place) -> None:

@@ -132,10 +132,10 @@ def _exchanged(peers: Peers, mine: Mapping[str, Any]) -> dict[int, Mapping[str, 
 
 
 def _wait(peers: Peers) -> None:
-    """Until all have told something, or the time is over."""
-    keys = [f"met/{rank}" for rank in peers.others]
+    """Until all have told something, or the time is over; for those that were waited for in vain a moment ago, no time."""
+    keys = [f"met/{rank}" for rank in peers.others if rank not in peers.late]
     begin_s, said = peers.clock(), False
-    while not peers.has(*keys) and peers.clock() - begin_s < MEET_S:
+    while keys and not peers.has(*keys) and peers.clock() - begin_s < MEET_S:
         if not said and peers.clock() - begin_s > _SAY_S:
             said = True
             say(f"rank {peers.rank} waits at its first compile for the other ranks' limits, {MEET_S:.0f} s at most")

@@ -61,10 +61,10 @@ def test_gradients_are_those_of_keep_all(outcome: Outcome, case: tuple[str, str]
 
 
 def test_processes_share_what_is_there(outcome: Outcome) -> None:
-    """One warning a process, half of the host memory for each, hardware that one of them measured."""
+    """One warning a process, half of the host memory for each, a link that both measured at the same time."""
     found = outcome.needs("hardware", "host_budget", "profiles")
     check_surroundings(found)
-    check_profile(found)
+    check_profile(found, PLACE)
 
 
 def test_the_ranks_came_to_the_end(outcome: Outcome) -> None:

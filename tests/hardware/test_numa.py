@@ -91,7 +91,7 @@ def test_a_thread_is_bound_and_has_its_cpus_back(machine: Machine) -> None:
     """To those of the node's CPUs that are its own; also after an error."""
     machine.gpu()
     machine.cpus = {0, 5, 7}
-    with pytest.raises(MemoryError), numa.on_node_of(0) as node:
+    with pytest.raises(MemoryError), numa.on_node_of(0) as node:  # noqa: PT012
         assert node is not None
         assert machine.cpus == {5, 7}
         raise MemoryError
