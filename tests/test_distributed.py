@@ -46,8 +46,9 @@ def test_gradients_are_those_of_keep_all(tmp_path: Path, inner: str) -> None:
 def hardware_command(rank: int, port: int, folder: str, place: Place) -> None:
     """`torchrun --nproc-per-node 2 -m graphoffload hardware`, twice."""
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2"
-    )
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE="2",
+    )  # fmt: skip
     printed, statuses = [], []
     with made_up_gpus(Path(folder), 40e9 - 4e9 * rank) as asked:
         for _ in range(2):

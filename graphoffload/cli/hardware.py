@@ -1,7 +1,7 @@
 """Print what a device and its link to the host can do: every figure with its unit and where it comes from.
 
-    python -m graphoffload hardware                                    one GPU, alone
-    torchrun --nproc-per-node 4 -m graphoffload hardware               four, copying at the same time; rank 0 of each host prints
+    python -m graphoffload hardware                          one GPU, alone
+    torchrun --nproc-per-node 4 -m graphoffload hardware     four, copying at the same time; one rank of each host prints
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="a named profile; without one this machine's GPU, measured once and cached")
     parser.add_argument("--list", action="store_true", help="names of the profiles that are known")
     parser.add_argument(
-        "--device", type=int, metavar="INDEX", help="which CUDA device to measure (default: 0; under torchrun that of each rank)"
+        "--device", type=int, metavar="INDEX", help="which CUDA device to measure (default: 0; under torchrun each rank's)"
     )
     parser.add_argument("--json", action="store_true", help="the profile as JSON")
 
@@ -110,7 +110,8 @@ def _group() -> Iterator[None]:
 def _host_lines(profile: HardwareProfile) -> list[str]:
     """The link by the number of local ranks that copied at once, the NUMA node of each GPU, and where the profile is kept."""
     count, version = torch.cuda.device_count(), str(torch.__version__)
-    paths = {number: cache_path(profile.name, version, number) for number in range(1, max(count, profile.measured_by_ranks) + 1)}
+    numbers = range(1, max(count, profile.measured_by_ranks) + 1)
+    paths = {number: cache_path(profile.name, version, number) for number in numbers}
     known = {number: found for number, path in paths.items() if (found := kept(path)) is not None}
     known[profile.measured_by_ranks] = profile
     lines = ["link by local ranks that copy at once"]
@@ -126,7 +127,8 @@ def _host_lines(profile: HardwareProfile) -> list[str]:
 
 def _rates(profile: HardwareProfile) -> str:
     d2h, h2d, both = (getattr(profile, field) / 1e9 for field in LINK_RATES)
-    return f"D2H {d2h:.1f} GB/s, H2D {h2d:.1f} GB/s, " + (f"both ways at once {both:.1f} GB/s" if both else "both ways not known")
+    both_ways = f"both ways at once {both:.1f} GB/s" if both else "both ways at once not known"
+    return f"D2H {d2h:.1f} GB/s, H2D {h2d:.1f} GB/s, {both_ways}"
 
 
 def _profile_lines() -> list[str]:

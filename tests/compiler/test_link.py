@@ -158,7 +158,7 @@ def test_all_copy_at_once_and_plan_with_the_slowest(
     assert not texts(caught)
 
 
-def test_what_several_measured_is_kept_under_their_number(meter: Meter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_several_measured_is_kept_for_so_many(meter: Meter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A later process waits for nobody; a profile measured alone is not for several ranks, and the other way round."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     alone = cache_path(MEASURED.name, str(torch.__version__))
@@ -272,7 +272,7 @@ def test_devices_of_two_kinds(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rank_that_cannot_measure_holds_nobody(
     fails: str, meter: Meter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its memory is full, so that it has a datasheet's figures, or it stops for a reason of its own: nothing is kept on disk."""
+    """Its memory is full, so that it has a datasheet's figures, or it stops for a reason of its own: nothing is kept."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     meter.fails = {1: "falls back"}
     if fails == "raises":

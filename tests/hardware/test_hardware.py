@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import re
 import threading
+import time
 import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,6 +169,109 @@ def test_an_unmeasurable_device_falls_back_to_the_profile_of_its_name() -> None:
         profile = hardware._fallback("NVIDIA A100-SXM4-40GB", 40 * 2**30, "only 1 MiB of it is free")
     assert profile.source == "datasheet"
     assert profile.memory_bytes == 40 * 2**30
+
+
+class Device:
+    """torch.cuda of a device whose copies share a rate: `rate(at)` bytes a second, at seconds since it was made."""
+
+    def __init__(self, rate: Callable[[float], float]) -> None:
+        self.rate, self.begin_s, self.current, self.copies = rate, time.monotonic(), Lane(), 0
+        self.cuda, self.Stream = self, Lane
+
+    def now_s(self) -> float:
+        return time.monotonic() - self.begin_s
+
+    def Event(self, *, enable_timing: bool) -> Mark:
+        return Mark(self)
+
+    @contextlib.contextmanager
+    def stream(self, lane: Lane) -> Iterator[None]:
+        self.current = lane
+        yield
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self.current.free_s - self.now_s()))
+
+
+class Lane:
+    """A stream: when it is done with what was launched."""
+
+    free_s = 0.0
+
+
+class Mark:
+    """An event."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.at_s = device, 0.0
+
+    def record(self) -> None:
+        self.at_s = max(self.device.current.free_s, self.device.now_s())
+
+    def query(self) -> bool:
+        return self.device.now_s() >= self.at_s
+
+    def elapsed_time(self, later: Mark) -> float:
+        return 1e3 * (later.at_s - self.at_s)
+
+
+class Memory:
+    """What is copied."""
+
+    nbytes = 10**8
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def copy_(self, source: Memory, *, non_blocking: bool) -> None:
+        assert non_blocking
+        begin_s = max(self.device.current.free_s, self.device.now_s())
+        self.device.current.free_s = begin_s + self.nbytes / self.device.rate(begin_s)
+        self.device.copies += 1
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_rate_is_that_of_copies_while_all_ranks_copy(lanes: int) -> None:
+    """Another rank begins 40 ms later and ends 40 ms earlier; outside of that, copies are twice as fast."""
+    device = Device(lambda at: 10e9 if 0.04 <= at < 0.26 else 20e9)
+    begun: list[str] = []
+    ways = [(Memory(device), Memory(device)) for _ in range(lanes)]
+    found = hardware._sustained(device, ways, "both", begun.append)
+    assert begun == ["both"]
+    assert found == pytest.approx([10e9] * lanes, rel=0.1)
+    assert device.copies <= lanes * 45, "launched only as fast as they are done"
+
+
+def test_a_link_that_is_very_slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(lambda at: 2e9)
+    assert hardware._sustained(device, [(Memory(device), Memory(device))], "d2h", None) == pytest.approx([2e9], rel=0.1)
+    assert device.now_s() < 1.0
+
+
+def test_the_slowest_of_several() -> None:
+    """The link of all; kernels of devices of the same name alone."""
+    one = dataclasses.replace(PROFILES["h200-sxm"], both_ways_bytes_per_s=90e9)
+    same = dataclasses.replace(one, d2h_bytes_per_s=30e9, kernel_launch_s=9e-6, matmul_flops_per_s=(("bfloat16", 600e12),))
+    other = dataclasses.replace(
+        PROFILES["l40s"], d2h_bytes_per_s=60e9, h2d_bytes_per_s=20e9, both_ways_bytes_per_s=41e9, copy_latency_s=7e-6, kernel_launch_s=1.0
+    )
+    found = one.slowest([same, other])
+    assert found == dataclasses.replace(
+        one, d2h_bytes_per_s=30e9, h2d_bytes_per_s=20e9, both_ways_bytes_per_s=41e9, copy_latency_s=7e-6, kernel_launch_s=9e-6,
+        matmul_flops_per_s=(("bfloat16", 600e12), *one.matmul_flops_per_s[1:]),
+    )  # fmt: skip
+    d2h = min(each.d2h_bytes_per_s for each in (one, same, other))
+    assert all(each.slowest([]) == each for each in (one, same, other))
+    assert {a.slowest([b, c]).d2h_bytes_per_s for a, b, c in itertools.permutations((one, same, other))} == {d2h}
+
+
+def test_what_the_link_was_measured_with_is_said() -> None:
+    four = dataclasses.replace(PROFILES["h200-sxm"], name="NVIDIA H200", both_ways_bytes_per_s=41e9, measured_by_ranks=4)
+    said = "\n".join(four.table_lines())
+    assert "link measured by         4 local ranks   all at once" in said
+    assert "both ways at once        41.0 GB/s       measured on this device" in said
+    assert "link shared with" not in said, "it is in the figures"
+    assert four.scaled(link=0.5).both_ways_bytes_per_s == 20.5e9
 
 
 @given(once_s=st.floats(1e-6, 100.0))
