@@ -270,7 +270,7 @@ def test_devices_of_two_kinds(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("fails", ["falls back", "raises"])
 def test_a_rank_that_cannot_measure_holds_nobody(
-    fails: str, meter: Meter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fails: str, meter: Meter, caught: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its memory is full, so that it has a datasheet's figures, or it stops for a reason of its own: nothing is kept."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -288,6 +288,7 @@ def test_a_rank_that_cannot_measure_holds_nobody(
     found = run([0, 1], 2)
     assert time.monotonic() - begin_s < 3 * SOON_S
     assert isinstance(found[1], OSError) == (fails == "raises")
+    assert len(texts(caught)) == (fails == "raises"), "one that told its figures is not waited for"
     slowest = min(MEASURED.d2h_bytes_per_s, PROFILES["h100-sxm"].d2h_bytes_per_s, 50e9) if fails == "falls back" else 50e9
     assert found[0].d2h_bytes_per_s == slowest
     assert not list(tmp_path.glob("*.json"))
