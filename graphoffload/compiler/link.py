@@ -37,14 +37,17 @@ _LOOK_SOON_S = 0.001
 def hardware_of(spec: str | HardwareProfile, device: object = "cpu") -> HardwareProfile:
     """The profile for plans on `device`: what the ranks of this host measured together, if they did; else resolve_hardware's.
 
+    Ranks that compiled nothing yet, and ranks of which each plans alone, take what is on disk for as many ranks.
+
     Raises:
         ConfigError: `spec` is an unknown name.
     """
-    index, peers = _to_measure(spec, device), ranks.peers()
-    if index is None or peers is None:
+    index = _to_measure(spec, device)
+    if index is None:
         return resolve_hardware(spec, device)
-    found = peers.hardware.get(index)
-    if found is None and (count := ranks.local_ranks()) > 1:  # nothing was compiled yet, as for explain
+    peers, count = ranks.peers(), ranks.local_ranks()
+    found = None if peers is None else peers.hardware.get(index)
+    if found is None and count > 1:
         found = kept(_path(index, count))
     return found or resolve_hardware(spec, device)
 

@@ -174,6 +174,8 @@ def test_what_several_measured_is_kept_for_so_many(meter: Meter, monkeypatch: py
     assert time.monotonic() - begin_s < SOON_S
     assert len(meter.began["d2h"]) == 2
     HERE.peers = None
+    assert hardware_of("measure", "cuda:0").d2h_bytes_per_s == 36e9, "ranks that plan alone share the link all the same"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert hardware_of("measure", "cuda:0").d2h_bytes_per_s == 99e9, "a single process has its own"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert rates(run([0, 1, 2], 3)) == {36e9}
