@@ -4,7 +4,8 @@
     rank 1      compiles ─▶ tells ... ───────────────────────────────────────────▶ plans with the least of all
 
 Ranks of one program compile at the same time, so this takes what they are apart. A rank whose others do not compile waits once.
-It is the only place where a rank waits for others, and it is in a compile, not in a step.
+A rank waits for others here and before, where the link is measured (link.py), and nowhere else. Both are in a compile, not in a
+step. A rank that did not come there is not waited for here.
 
 What a rank has more than the one with the least is taken off at this compile and at every later one: another process on a
 device, another model on one rank. Its own free memory at a later compile may be less by then, and counts. What another rank
