@@ -15,9 +15,8 @@ from torch.fx import GraphModule
 
 from graphoffload.analysis.storages import example_storage_nbytes
 from graphoffload.compiler.cache_key import graph_key
-from graphoffload.compiler.device_limits import device_of, map_by_pages_if_tight, resolve_limits
+from graphoffload.compiler.device_limits import map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.inner_compile import compile_as_planned
-from graphoffload.compiler.link import measure_with_ranks
 from graphoffload.compiler.meeting import is_alone
 from graphoffload.compiler.module_names import is_part, name_modules
 from graphoffload.compiler.partitioner import OffloadPartitioner
@@ -80,9 +79,7 @@ class Compiled:
 def dynamos_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Graph:
     """The graph that Dynamo compiles now, with the limits that hold for it."""
     name_modules(gm)
-    inputs = [value for value in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(value, torch.Tensor)]
-    measure_with_ranks(config.hardware, device_of(inputs))
-    limits = resolve_limits(config, inputs)
+    limits = resolve_limits(config, (*example_inputs, *gm.parameters(), *gm.buffers()))
     limits = where_it_runs(limits, gm, example_inputs, config)
     name = f"graph{next(_graphs)}"
     fragment, device_name = _fragment(gm, config), _device_name(example_inputs)

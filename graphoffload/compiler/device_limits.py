@@ -53,9 +53,10 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
     )
 
 
-def device_of(inputs: Iterable[torch.Tensor]) -> torch.device:
+def device_of(inputs: Iterable[Any]) -> torch.device:
     """Where a graph with these inputs runs."""
-    return next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))
+    devices = (value.device for value in inputs if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:

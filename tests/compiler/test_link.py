@@ -22,7 +22,8 @@ if not dist.is_available():
 
 from torch.distributed import HashStore
 
-from graphoffload.compiler import link, ranks
+import graphoffload
+from graphoffload.compiler import backend, link, ranks
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.link import hardware_of, measure_with_ranks
 from graphoffload.compiler.ranks import Peers
@@ -375,3 +376,15 @@ def test_limits_are_of_the_profile_that_was_measured_together(meter: Meter, monk
     monkeypatch.setattr("graphoffload.compiler.device_limits._static_bytes", lambda *given: 0)
     found = resolve_limits(OffloadConfig(device_budget="50%", reserve=0), inputs)
     assert found.device_budget_bytes == 5 * 10**8
+
+
+def test_the_first_compile_measures_and_explain_does_not(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled to run is asked for its device before its limits; explain() may be one rank's alone."""
+    asked: list[tuple[Any, torch.device]] = []
+    monkeypatch.setattr(backend, "measure_with_ranks", lambda *given: asked.append(given))
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    graphoffload.explain(model, OffloadConfig(inner="aot_eager"))(x)
+    assert asked == []
+    torch._dynamo.reset()
+    torch.compile(model, backend=graphoffload.OffloadBackend(inner="aot_eager"))(x).sum().backward()
+    assert asked == [("measure", torch.device("cpu"))]
