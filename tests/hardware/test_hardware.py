@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -242,10 +244,45 @@ def test_the_rate_is_that_of_copies_while_all_ranks_copy(lanes: int) -> None:
     assert device.copies <= lanes * 45, "launched only as fast as they are done"
 
 
-def test_a_link_that_is_very_slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(lambda at: 2e9)
-    assert hardware._sustained(device, [(Memory(device), Memory(device))], "d2h", None) == pytest.approx([2e9], rel=0.1)
-    assert device.now_s() < 1.0
+@pytest.mark.parametrize("together", [False, True])
+def test_the_figures_of_a_profile(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone the rates are those of the fastest copies; with other ranks, those of copies that went on, in three phases."""
+    sustained = {"d2h": [36e9], "h2d": [43e9], "both": [20e9, 21e9]}
+    begun: list[str] = []
+
+    def measured(module: Any, ways: list[Any], phase: str, start: Callable[[str], None] | None) -> list[float]:
+        assert len(ways) == len(sustained[phase])
+        if start is not None:
+            start(phase)
+        return sustained[phase]
+
+    def seconds(module: Any, work: Callable[[], Any]) -> float:
+        work()
+        return next(times)
+
+    copies = [4e-6 + n / 50e9 for n in (2**20, 2**22, 2**24)]
+    times = iter([*copies, *copies, 1e-3])
+    monkeypatch.setattr(hardware, "_sustained", measured)
+    monkeypatch.setattr(hardware, "_seconds", seconds)
+    for name, value in (("_slowdown_while_copying", 0.05), ("_matmul_rate", 7e14), ("_launch_s", 2e-6)):
+        monkeypatch.setattr(hardware, name, lambda *given, value=value: value)
+    module = types.SimpleNamespace(
+        empty=lambda nbytes, *, dtype, device: torch.empty(nbytes, dtype=dtype), uint8=torch.uint8,
+        cuda=types.SimpleNamespace(Stream=Lane),
+    )  # fmt: skip
+    host = [torch.empty(2**24, dtype=torch.uint8) for _ in range(2)]
+    found = hardware._measure_with(module, "NVIDIA X", 10**9, host, begun.append if together else None)
+    rates = (found.d2h_bytes_per_s, found.h2d_bytes_per_s, found.both_ways_bytes_per_s)
+    assert rates == pytest.approx((36e9, 43e9, 41e9) if together else (50e9, 50e9, 41e9), rel=1e-6)
+    assert begun == (["d2h", "h2d", "both"] if together else [])
+    assert found.copy_latency_s == pytest.approx(4e-6)
+    assert found.device_bandwidth_bytes_per_s == 2 * 2**24 / 1e-3
+
+
+def test_a_link_that_is_very_slow_ends() -> None:
+    device = Device(lambda at: 5e8)
+    assert hardware._sustained(device, [(Memory(device), Memory(device))], "d2h", None) == pytest.approx([5e8], rel=0.1)
+    assert device.copies == 7, "enough for a median"
 
 
 def test_the_slowest_of_several() -> None:
