@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphoffload
 from graphoffload.bench.overlap import profile
 from graphoffload.compiler import device_limits as limits
+from graphoffload.compiler import link
 from graphoffload.errors import GraphOffloadWarning, PerRankPlanWarning
 from graphoffload.hardware import host_memory
 from graphoffload.hardware import measurement as hardware
@@ -56,6 +57,12 @@ AHEAD_CYCLES = 1_200_000_000
 WAYS = ("ddp", "ddp_whole", "fsdp2")
 ACROSS = ("ddp", "fsdp2")
 CASES = (*((how, run) for how in WAYS for run in ("plain", "delayed")), *((how, "across") for how in ACROSS))
+LINK_BYTES_PER_S = 50e9
+"""Of rank 0 where the link is made up; the other rank has half of it."""
+TOGETHER_S = 0.1
+"""Ranks that measure together begin to copy within this: a third of the time that they copy for."""
+BEGAN: dict[str, float] = {}
+"""When this process began to copy, by phase."""
 ROUNDING = 1e-5
 """float32, fused otherwise; the gradients of a wrong activation are off by 1e-2 and more."""
 
@@ -286,28 +293,45 @@ def host_budgets() -> dict[str, int | None]:
 
 @contextlib.contextmanager
 def counted_measurements(place: Place) -> Iterator[list[int]]:
-    """Device indices that this process measured the hardware of. Without a GPU, half a second "measures" a made-up profile."""
+    """Device indices that this process measured the hardware of. Without a GPU it "measures" a made-up profile."""
     measured: list[int] = []
     measure = hardware._measure
 
-    def counted(module: Any, index: int) -> hardware.HardwareProfile:
+    def counted(module: Any, index: int, start: hardware.Start | None = None) -> hardware.HardwareProfile:
         measured.append(index)
+
+        def begin(phase: str) -> None:
+            assert start is not None
+            start(phase)
+            BEGAN[phase] = time.monotonic()  # one clock for all processes of a host
+
+        watched = None if start is None else begin
         if place.device == "cuda":
-            return measure(module, index)
-        time.sleep(0.5)
-        return dataclasses.replace(hardware.PROFILES["h200-sxm"], name=f"measured by rank {dist.get_rank()}")
+            return measure(module, index, watched)
+        for phase in hardware.PHASES if watched is not None else ():
+            watched(phase)
+            time.sleep(0.1)
+        rate = LINK_BYTES_PER_S / (1 + dist.get_rank())
+        return dataclasses.replace(hardware.PROFILES["h200-sxm"], name="a device", d2h_bytes_per_s=rate)
 
     with mock.patch.object(hardware, "_measure", counted):
         yield measured
 
 
 def asked_at_once(place: Place) -> dict[str, Any]:
-    """The profile of this rank's device, asked for by both ranks at the same time."""
+    """The profile of this rank's device, asked for by both ranks, rank 0 half a second after the other; then once more."""
     without = mock.patch.object(torch.cuda, "get_device_name", return_value="a device")
+    device = f"cuda:{dist.get_rank()}"
     with without if place.device == "cpu" else contextlib.nullcontext():
-        dist.barrier()
-        profile = hardware.resolve_hardware("measure", f"cuda:{dist.get_rank()}")
-    return {"profile": profile.to_json(), "source": profile.source}
+        time.sleep(0.0 if dist.get_rank() else 0.5)
+        link.measure_with_ranks("measure", device)
+        link.measure_with_ranks("measure", device)
+        profile = link.hardware_of("measure", device)
+        alone = hardware.cache_path(torch.cuda.get_device_name(dist.get_rank()), str(torch.__version__))
+    return {
+        "profile": profile.to_json(), "source": profile.source, "ranks": profile.measured_by_ranks, "began": BEGAN,
+        "d2h": profile.d2h_bytes_per_s, "both": profile.both_ways_bytes_per_s, "alone": alone.exists(),
+    }  # fmt: skip
 
 
 def spawned(function: Any, folder: Path, place: Place, *arguments: Any, method: str = "spawn") -> list[dict[str, Any]]:
@@ -375,10 +399,20 @@ def check_surroundings(found: list[dict[str, Any]]) -> None:
         assert 0 < budget["divided"] <= budget["runtime"] < budget["alone"], budget
 
 
-def check_profile(found: list[dict[str, Any]]) -> None:
-    """One of the ranks measured, the other one waited for it; both plan with that one profile, and nobody measured again."""
-    assert sum(seen["profiles"]["measured"] for seen in found) == 1, found
+def check_profile(found: list[dict[str, Any]], place: Place) -> None:
+    """Both ranks measured, copying at the same time; both plan with the slowest figures, kept on disk for two ranks alone."""
+    assert [seen["profiles"]["measured"] for seen in found] == [1] * RANKS, found
     assert len({seen["hardware"]["profile"] for seen in found}) == 1, found
     for seen in found:
         assert seen["hardware"]["source"] == "measured"
-        assert len(seen["profiles"]["files"]) == 1, seen["profiles"]
+        assert seen["hardware"]["ranks"] == RANKS
+        assert not seen["hardware"]["alone"]
+        (file,) = seen["profiles"]["files"]
+        assert file.endswith(f"-{RANKS}-ranks.json"), file
+        if place.device == "cpu":
+            assert seen["hardware"]["d2h"] == LINK_BYTES_PER_S / RANKS
+        else:
+            assert seen["hardware"]["both"] > max(1e9, 0.5 * seen["hardware"]["d2h"]), seen["hardware"]
+    for phase in hardware.PHASES:
+        began = [seen["hardware"]["began"][phase] for seen in found]
+        assert max(began) - min(began) < TOGETHER_S, (phase, began)

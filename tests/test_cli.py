@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_up_gpus import ALONE, made_up_gpus
 
 from graphoffload.cli import explain as explain_command
-from graphoffload.cli import hardware as hardware_command
 from graphoffload.cli import output as cli
 from graphoffload.cli.command_line import main
 from graphoffload.cli.fields import field_help
+from graphoffload.hardware.measurement import cache_path, keep
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.log import log
 from graphoffload.options.config import OffloadConfig
@@ -364,21 +365,45 @@ def test_without_a_gpu_it_says_so_and_lists_profiles(
     assert out.endswith(run(capsys, "hardware", "--list")[1])
 
 
-def test_with_a_gpu_it_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = dataclasses.replace(PROFILES["h200-sxm"], name="NVIDIA X", copy_latency_s=4e-6)
-    asked: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(hardware_command, "measure", lambda index: asked.append(index) or measured)
-    status, out, _ = run(capsys, "hardware", "--device", "1")
-    assert (status, asked) == (0, [1])
-    assert out.startswith("NVIDIA X [measured]\n")
-    assert "4.0 us          measured on this device" in out
-    assert "hardware-2-NVIDIA-X-" in out.splitlines()[-1]
-    assert "delete it to measure again" in out
-    status, _, err = run(capsys, "hardware", "--device", "2")
-    assert status == 1
-    assert "--device 2: this machine has CUDA devices 0 to 1." in err
+def test_with_a_gpu_it_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By this process alone; then what is kept for two, which says nothing of one."""
+    with made_up_gpus(tmp_path) as asked:
+        status, out, _ = run(capsys, "hardware", "--device", "1")
+        assert (status, asked) == (0, [1])
+        assert out.startswith("NVIDIA X [measured]\n")
+        assert "4.0 us          measured on this device" in out
+        assert "link measured by         1 local rank    alone" in out
+        assert "both ways at once        90.0 GB/s       measured on this device" in out
+        assert "  1       D2H 55.3 GB/s, H2D 55.5 GB/s, both ways at once 90.0 GB/s\n" in out
+        assert "torchrun --nproc-per-node 2 -m graphoffload hardware measures with 2" in out
+        assert "  cuda:0  NUMA node 1 (CPUs 4-7)\n  cuda:1  unknown: memory is allocated on any\n" in out
+        assert "hardware-3-NVIDIA-X-" in out.splitlines()[-1]
+        assert "delete it to measure again" in out
+        two = dataclasses.replace(ALONE, d2h_bytes_per_s=36e9, measured_by_ranks=2)
+        keep(cache_path(ALONE.name, str(torch.__version__), 2), two)
+        _, out, _ = run(capsys, "hardware")
+        assert asked == [1], "read from the file"
+        assert "  1       D2H 55.3 GB/s, " in out
+        assert "  2       D2H 36.0 GB/s, " in out
+        assert "torchrun" not in out
+        status, _, err = run(capsys, "hardware", "--device", "2")
+        assert status == 1
+        assert "--device 2: this machine has CUDA devices 0 to 1." in err
+
+
+def test_hardware_of_ranks_is_that_of_their_own_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is wrong is said before processes wait for each other."""
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "2")):
+        monkeypatch.setenv(name, value)
+    with made_up_gpus(tmp_path) as asked:
+        status, _, err = run(capsys, "hardware", "--device", "0")
+        assert (status, asked) == (1, [])
+        assert "each process measures the GPU of its LOCAL_RANK. Leave it out under torchrun." in err
+        status, _, err = run(capsys, "hardware")
+        assert (status, asked) == (1, [])
+        assert "LOCAL_RANK=2: this machine has CUDA devices 0 to 1." in err
 
 
 def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ GPUs: tests/gpu/test_two_gpus.py.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 from pathlib import Path
@@ -18,8 +20,10 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch is built without torch.distributed or gloo", allow_module_level=True)
 
 from forked import server
+from made_up_gpus import made_up_gpus
 from ranks import CASES, CPU, Place, check_case, check_profile, check_surroundings, in_a_group, spawned, train
 
+from graphoffload.cli.command_line import main
 from graphoffload.facts.plan import Decision, Plan
 from graphoffload.hardware.measurement import cached
 from graphoffload.hardware.profile import PROFILES
@@ -30,13 +34,43 @@ from graphoffload.runtime import registry
 def test_gradients_are_those_of_keep_all(tmp_path: Path, inner: str) -> None:
     """On both ranks, every gradient; under Inductor to rounding, for it fuses what is kept otherwise than what is copied.
 
-    Beside it: no warning, half of the host memory for each, hardware that one of them measured.
+    Beside it: no warning, half of the host memory for each, a link that both measured at the same time.
     """
     found = spawned(train, tmp_path, CPU, inner)
     for case in CASES:
         check_case(found, case, CPU, inner)
     check_surroundings(found)
-    check_profile(found)
+    check_profile(found, CPU)
+
+
+def hardware_command(rank: int, port: int, folder: str, place: Place) -> None:
+    """`torchrun --nproc-per-node 2 -m graphoffload hardware`, twice."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE="2",
+    )  # fmt: skip
+    printed, statuses = [], []
+    with made_up_gpus(Path(folder), 40e9 - 4e9 * rank) as asked:
+        for _ in range(2):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                statuses.append(main(["hardware"]))
+            printed.append(out.getvalue())
+    Path(folder, f"{rank}.json").write_text(json.dumps({"asked": asked, "printed": printed, "statuses": statuses}))
+
+
+def test_the_command_measures_with_all_ranks(tmp_path: Path) -> None:
+    """Each its own GPU; the first prints the slowest figures, and where they are kept."""
+    server()
+    first, second = spawned(hardware_command, tmp_path, CPU, method="forkserver")
+    assert first["statuses"] == second["statuses"] == [0, 0]
+    assert (first["asked"], second["asked"]) == ([0], [1])
+    assert second["printed"] == ["", ""]
+    one, again = first["printed"]
+    assert one == again
+    assert "D2H                      36.0 GB/s       measured on this device" in one
+    assert "link measured by         2 local ranks   all at once" in one
+    assert "  2       D2H 36.0 GB/s, H2D 55.5 GB/s, both ways at once 90.0 GB/s" in one
+    assert "-2-ranks.json; delete it to measure again" in one.splitlines()[-1]
 
 
 def write_and_read(rank: int, port: int, folder: str, place: Place) -> None:

@@ -152,9 +152,9 @@ def one_rank(budget_bytes: int | None = None, slow: float = 1.0, link: float = 1
                 mock.patch.object(step_planning, "facts_of", lambda *given: slowed(facts_of(*given), slow))
             )
         if link != 1.0:
-            resolve = step_plan.resolve_hardware
+            resolve = step_plan.hardware_of
             stack.enter_context(
-                mock.patch.object(step_plan, "resolve_hardware", lambda *given: resolve(*given).scaled(link=link))
+                mock.patch.object(step_plan, "hardware_of", lambda *given: resolve(*given).scaled(link=link))
             )
         yield
 

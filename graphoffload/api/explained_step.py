@@ -28,12 +28,12 @@ from graphoffload.api.live_bytes import LiveBytes
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.compile_variant import Compiled, Graph, dynamos_graph, needs_gradient, traced_only
 from graphoffload.compiler.dispatch import Family, family_of, look, may_join
+from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.session import new_key
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.recipe import Recipe
-from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts
 from graphoffload.report.ledger import Ledger
@@ -270,7 +270,7 @@ def plan_look(look: StepLook, state_bytes: int | None, reserve_bytes: int | None
     plan = make_step_plan(tuple(look.sequence), graphs, facts, asked, runs=False)
     compiled = [call[0] for call in plan.calls]
     plans = {made.key: found for made in compiled if (found := registry.of_key(made.key)) is not None}
-    hardware = resolve_hardware(first.config.hardware, str(graphs[0].device))
+    hardware = hardware_of(first.config.hardware, str(graphs[0].device))
     names = [by_number[number].graph.name for number in look.sequence]
     step = report_of_step(plan.solution, facts, names, plan.summary, reserve, limits.device_budget_bytes, hardware.name)
     keys = [made.key for made in compiled]

@@ -26,10 +26,10 @@ from graphoffload.compiler.backend import plan_graph
 from graphoffload.compiler.compile_variant import Graph
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.dispatch import may_join
+from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.errors import ConfigError, PartialPlanWarning, warn
 from graphoffload.facts.plan import Plan
-from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import say
 from graphoffload.monitor.shared_budget import judge
 from graphoffload.options.config import OffloadConfig
@@ -162,7 +162,7 @@ class Explanation:
         Raises:
             NotOneStepError: the graphs are not planned as a step. One of UNKNOWN: the model reads a value that is not known.
         """
-        eager = EagerTime(resolve_hardware(self.config.hardware, str(self.parameters[0].device) if self.parameters else "cpu"))
+        eager = EagerTime(hardware_of(self.config.hardware, str(self.parameters[0].device) if self.parameters else "cpu"))
         values = Values(everything=everything, timed=eager)
         look = StepLook(self.config, values.live, eager, self.sharding)
         try:
@@ -182,7 +182,7 @@ class Explanation:
         if not parameters or (config.reserve != "auto" and self.state is None):
             return ()
         device = str(parameters[0].device)
-        if resolve_hardware(config.hardware, device).source == "cpu":
+        if hardware_of(config.hardware, device).source == "cpu":
             return ()
         state = 0 if device.startswith("cuda") or self.state is not None else state_bytes(parameters)
         counted = [f'{format_bytes(state)} of optimizer state (reserve="{format_bytes(state)}" counts it)'] * bool(state)

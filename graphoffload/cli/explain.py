@@ -17,9 +17,9 @@ from graphoffload.api.introspect import explain
 from graphoffload.cli.fields import add_fields, config_of
 from graphoffload.cli.output import DONE, CommandError, print_lines
 from graphoffload.cli.scripts import built
+from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.optimizer_state import NAMES
 from graphoffload.errors import GraphOffloadError
-from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.options.config import OffloadConfig
 from graphoffload.report.offload_report import OffloadReport
 
@@ -108,6 +108,6 @@ def _cause(error: Exception) -> str:
 
 def _no_gpu(config: OffloadConfig) -> list[str]:
     """What to do where no GPU was planned for."""
-    if torch.cuda.is_available() or config.reserve != "auto" or resolve_hardware(config.hardware).source != "cpu":
+    if torch.cuda.is_available() or config.reserve != "auto" or hardware_of(config.hardware).source != "cpu":
         return []
     return ["", "No GPU here and none named: times are a CPU's. --hardware h200-sxm plans for that GPU."]

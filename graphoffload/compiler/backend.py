@@ -23,7 +23,9 @@ from graphoffload.compiler.compile_variant import (
     traced_only,
     untrained,
 )
+from graphoffload.compiler.device_limits import device_of
 from graphoffload.compiler.dispatch import dispatcher, is_one_of_several, may_join
+from graphoffload.compiler.link import measure_with_ranks
 from graphoffload.compiler.meeting import meet
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.resets import RESETS
@@ -125,6 +127,7 @@ def compile_graph(
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return inner(untrained(gm, example_inputs, config), None)
     warn_of_outer_hooks()
+    measure_with_ranks(config.hardware, device_of((*example_inputs, *gm.parameters())))
     graph = dynamos_graph(gm, example_inputs, config)
     joins = may_join(graph)
     again = dynamo.retraceable(gm) if joins else None

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from graphoffload.analysis.storages import example_storage_nbytes, storage_id
+from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.optimizer_state import state_bytes
 from graphoffload.compiler.ranks import local_ranks
 from graphoffload.facts.limits import Limits
 from graphoffload.hardware import host_memory
-from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.log import say
 from graphoffload.options.config import OffloadConfig
@@ -38,8 +38,8 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
         parameters: those that may be trained, if `tensors` cannot tell; None: leaves that require a gradient.
     """
     inputs = [value for value in tensors if isinstance(value, torch.Tensor)]
-    device = next((value.device for value in inputs if value.device.type not in ("cpu", "meta")), torch.device("cpu"))
-    hardware = resolve_hardware(config.hardware, str(device))
+    device = device_of(inputs)
+    hardware = hardware_of(config.hardware, str(device))
     reserve_bytes = _reserve(config, inputs, parameters, device, hardware)
     host_budget_bytes, host_auto = _host_budget(config), config.host_budget == "auto"
     return Limits(
@@ -51,6 +51,12 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
         host_auto=host_auto,
         host_locked=host_auto and host_budget_bytes == _lockable_bytes(),
     )
+
+
+def device_of(inputs: Iterable[Any]) -> torch.device:
+    """Where a graph with these inputs runs."""
+    devices = (value.device for value in inputs if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:

@@ -4,7 +4,8 @@
     rank 1      compiles ─▶ tells ... ───────────────────────────────────────────▶ plans with the least of all
 
 Ranks of one program compile at the same time, so this takes what they are apart. A rank whose others do not compile waits once.
-It is the only place where a rank waits for others, and it is in a compile, not in a step.
+A rank waits for others here and before, where the link is measured (link.py), and nowhere else. Both are in a compile, not in a
+step. A rank that did not come there is not waited for here.
 
 What a rank has more than the one with the least is taken off at this compile and at every later one: another process on a
 device, another model on one rank. Its own free memory at a later compile may be less by then, and counts. What another rank
@@ -132,10 +133,10 @@ def _exchanged(peers: Peers, mine: Mapping[str, Any]) -> dict[int, Mapping[str, 
 
 
 def _wait(peers: Peers) -> None:
-    """Until all have told something, or the time is over."""
-    keys = [f"met/{rank}" for rank in peers.others]
+    """Until all have told something, or the time is over; for those that were waited for in vain a moment ago, no time."""
+    keys = [f"met/{rank}" for rank in peers.others if rank not in peers.late]
     begin_s, said = peers.clock(), False
-    while not peers.has(*keys) and peers.clock() - begin_s < MEET_S:
+    while keys and not peers.has(*keys) and peers.clock() - begin_s < MEET_S:
         if not said and peers.clock() - begin_s > _SAY_S:
             said = True
             say(f"rank {peers.rank} waits at its first compile for the other ranks' limits, {MEET_S:.0f} s at most")

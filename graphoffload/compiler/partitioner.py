@@ -13,12 +13,12 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.meeting import is_alone
 from graphoffload.compiler.pipeline import Rewritten, rewrite
 from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, session_of_joint
 from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
-from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log, say
 from graphoffload.monitor.caveats import asks_for_cuda_graphs, host_time_note, warn_of_surroundings
 from graphoffload.options.config import OffloadConfig
@@ -128,7 +128,7 @@ def partition_fn(gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any)
 def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession) -> None:
     """Say the plan's one line, keep what it predicts, and write the dump that was asked for."""
     config, limits = session.config, session.limits
-    hardware = resolve_hardware(config.hardware, rewritten.plan.device)
+    hardware = hardware_of(config.hardware, rewritten.plan.device)
     device_bytes = None if hardware.source == "cpu" else hardware.memory_bytes
     budget_bytes = limits.device_budget_bytes if config.has_budget else None
     summary = summary_line(

@@ -21,6 +21,7 @@ from graphoffload.analysis.verify import verify_graphs
 from graphoffload.compiler.checkpoint_regions import hint_of, in_blocks, trial_of
 from graphoffload.compiler.constraints import Constraint, check_tags, constraints_for, without_effect
 from graphoffload.compiler.decide import Decided
+from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.placement import PlannedPair, make_plan
 from graphoffload.compiler.recipes import is_small, recipe_trial
 from graphoffload.compiler.request import GraphAnalysis, Request
@@ -31,7 +32,6 @@ from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.recipe import EVERYTHING_KEPT, FIRST, SMALLEST
 from graphoffload.facts.saved_tensors import SavedTable
-from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.monitor.pattern_coverage import remember, warn_of_unmatched
 from graphoffload.options.patterns import Resolution, resolve
 from graphoffload.options.policies import patterns_of
@@ -156,7 +156,7 @@ def analyse(request: Request, known: Binding | None = None) -> GraphAnalysis:
             for tensor in table.tensors
         )
     )
-    hardware = resolve_hardware(request.config.hardware, device_name(table))
+    hardware = hardware_of(request.config.hardware, device_name(table))
     resolution, wanted = _wanted(request, table, notes)
     symbolic = sum(tensor.nbytes is None for tensor in table.tensors)
     measured_by_size = isinstance(request.goal, WithinSlowdown) or request.goal.device_budget_bytes is not None

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from graphoffload.compiler.cache_key import source_digest
 from graphoffload.errors import ConfigError, PerRankPlanWarning, warn
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.policies import stable_text
 from graphoffload.options.switches import is_on
@@ -64,6 +65,7 @@ class Peers:
     Attributes:
         broken: why the store is not asked any more; "": it is. absent: ranks that were waited for in vain.
         local: ranks on this host, by what they told; 0: not known. met: what came of the exchange at the first compile.
+        hardware: profiles that the ranks of this host measured together, by device index. late: ranks that did not come then.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Peers:
         self.absent: set[int] = set()
         self.local = 0
         self.met: Any = None
+        self.hardware: dict[int, HardwareProfile] = {}
+        self.late: set[int] = set()
         self._named: Counter[str] = Counter()
         self._listed: set[str] = set()
         self._said = False
@@ -194,7 +198,7 @@ class Peers:
             spent_s = self.deadline_s if waited_s is None else waited_s
             why = f"{ranks_text(missing)} of {self.world} told nothing in {spent_s:g} s"
         share = ""
-        if not _local_world_size() and self.local < 2:
+        if not local_world_size() and self.local < 2:
             share = " LOCAL_WORLD_SIZE is not set, so host_budget takes the memory of the whole host: set it, as torchrun does."
         warn(
             PerRankPlanWarning,
@@ -294,12 +298,21 @@ def peers() -> Peers | None:
 
 def local_ranks() -> int:
     """Ranks on this host: as torchrun, Open MPI or MPICH say, or as the ranks told each other; 0: not known."""
-    said, found = _local_world_size(), peers()
+    said, found = local_world_size(), peers()
     return said or (1 if found is None else found.local)
 
 
-def _local_world_size() -> int:
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
-        if os.environ.get(name, "").isdigit():
-            return max(1, int(os.environ[name]))
-    return 0
+def local_world_size() -> int:
+    """Ranks on this host as the launcher says; 0: it does not."""
+    said = _of_launcher("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    return 0 if said < 0 else max(1, said)
+
+
+def local_rank() -> int:
+    """The number of this rank among those of its host as the launcher says; -1: it does not."""
+    return _of_launcher("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+
+
+def _of_launcher(*names: str) -> int:
+    """The number that torchrun, Open MPI or MPICH gives; -1 without one."""
+    return next((int(text) for text in (os.environ.get(name, "") for name in names) if text.isdigit()), -1)

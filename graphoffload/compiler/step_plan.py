@@ -15,9 +15,9 @@ import torch
 
 from graphoffload.compiler.compile_variant import Compiled, Graph
 from graphoffload.compiler.dispatch import Family
+from graphoffload.compiler.link import hardware_of
 from graphoffload.facts.goals import Goal
 from graphoffload.facts.recipe import Recipe
-from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.log import log
 from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepFacts, StepProblem
@@ -85,7 +85,7 @@ class Asked:
 
 def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) -> StepProblem:
     """What the planner solves for a step on this device."""
-    hardware = resolve_hardware(graphs[0].graph.config.hardware, str(graphs[0].device))
+    hardware = hardware_of(graphs[0].graph.config.hardware, str(graphs[0].device))
     reserve = asked.reserve_bytes + asked.taken_bytes
     return StepProblem(facts, hardware, asked.goal, reserve, asked.host_budget_bytes, Patience("step"), asked.or_least)
 

@@ -2,6 +2,7 @@
 
 profile.py        one device as a value, and the named profiles; without torch
 host_memory.py    the host's memory, and the part of it that is available to this process
+numa.py           the NUMA node of a GPU, and threads that run there while they make memory for its copies
 measurement.py    a profile measured on this device, and kept on disk
 """
 

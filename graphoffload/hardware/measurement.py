@@ -5,7 +5,9 @@
     resolve_hardware(profile, ...)          a profile of the user's own
 
 A copy of n bytes takes latency + n / bandwidth. The line is fitted to copies of several sizes. The rates are too low if another
-process uses the device or the link during the measurement, and too high if other GPUs of the host use the link later.
+process uses the device or the link during the measurement, and too high if other GPUs of the host use the link later. Ranks of
+one host therefore measure at the same time (compiler/link.py): they start each of PHASES together and copy for a while. Their
+rates are those of copies in the middle of that time, while all ranks copy.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import re
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +27,20 @@ from filelock import FileLock
 
 from graphoffload.cache_files import cache_dir, write_whole
 from graphoffload.errors import ConfigError, HardwareWarning, warn
+from graphoffload.hardware import numa
 from graphoffload.hardware.profile import PROFILES, HardwareProfile
 from graphoffload.units import format_bytes
 
+PHASES = ("d2h", "h2d", "both")
+"""What ranks that measure together do at the same time: copies in each direction, then in both."""
+Start = Callable[[str], None]
+"""Called before a phase; returns when all ranks are about to begin it."""
+_Lane = tuple[Any, Any, Any, list[tuple[float, Any]]]
+"""Target, source, stream, and of each copy when it was launched and its event."""
 _MEASURE_BYTES = 256 * 2**20
-
-
-_EDITION = 2  # edition of the measurement: files of older editions are not read
+_COPY_S = 0.3
+_IN_FLIGHT = 3
+_EDITION = 3  # edition of the measurement: files of older editions are not read
 
 
 def resolve_hardware(spec: str | HardwareProfile, device: object = "cpu") -> HardwareProfile:
@@ -70,10 +82,19 @@ def fit_link(samples: list[tuple[int, float]]) -> tuple[float, float]:
     return max(0.0, mean_s - seconds_per_byte * mean_n), 1.0 / seconds_per_byte
 
 
-def cache_path(device_name: str, torch_version: str) -> Path:
-    """The file of a measured profile: one in `cache_dir` for each device name and torch version."""
+def cache_path(device_name: str, torch_version: str, ranks: int = 1) -> Path:
+    """The file of a measured profile, in `cache_dir`: one for each device name, torch version and number of `ranks` that
+    measure at the same time."""
     safe = re.sub(r"[^A-Za-z0-9.+_-]+", "-", f"{device_name}-{torch_version}")
-    return cache_dir() / f"hardware-{_EDITION}-{safe}.json"
+    together = f"-{ranks}-ranks" if ranks > 1 else ""
+    return cache_dir() / f"hardware-{_EDITION}-{safe}{together}.json"
+
+
+def kept(path: Path) -> HardwareProfile | None:
+    """The profile at `path`; None where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return HardwareProfile.from_json(path.read_text())
+    return None
 
 
 def cached(path: Path, make: Callable[[], HardwareProfile]) -> HardwareProfile:
@@ -86,15 +107,20 @@ def cached(path: Path, make: Callable[[], HardwareProfile]) -> HardwareProfile:
         with contextlib.suppress(OSError, NotImplementedError):  # a folder that cannot be written, or no locks
             path.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(FileLock(path.with_suffix(".lock")))
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            return HardwareProfile.from_json(path.read_text())
-        profile = make()
-        try:
-            write_whole(path, profile.to_json())
-        except OSError as error:
-            text = f"measured hardware cannot be cached at {path} ({error}); it is measured anew in every process."
-            warn(HardwareWarning, text)
+        profile = kept(path)
+        if profile is None:
+            profile = make()
+            keep(path, profile)
         return profile
+
+
+def keep(path: Path, profile: HardwareProfile) -> None:
+    """Write a measured profile, with a warning where it cannot be written."""
+    try:
+        write_whole(path, profile.to_json())
+    except OSError as error:
+        text = f"measured hardware cannot be cached at {path} ({error}); it is measured anew in every process."
+        warn(HardwareWarning, text)
 
 
 def measure(device_index: int = 0) -> HardwareProfile:
@@ -108,6 +134,17 @@ def measure(device_index: int = 0) -> HardwareProfile:
     return cached(path, lambda: _measure(torch, device_index))
 
 
+def measure_with_others(device_index: int, ranks: int, start: Start) -> HardwareProfile:
+    """Measure a CUDA device while other processes measure theirs. Nothing is read from disk or written there.
+
+    Args:
+        ranks: how many processes measure. start: called before each of PHASES; waits for the others.
+    """
+    import torch
+
+    return dataclasses.replace(_measure(torch, device_index, start), measured_by_ranks=ranks)
+
+
 def _fallback(name: str, memory_bytes: int, reason: str) -> HardwareProfile:
     """The named profile that is most similar to this device."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
@@ -117,7 +154,7 @@ def _fallback(name: str, memory_bytes: int, reason: str) -> HardwareProfile:
     return dataclasses.replace(PROFILES[key], memory_bytes=memory_bytes, source="datasheet")
 
 
-def _measure(torch: Any, index: int) -> HardwareProfile:
+def _measure(torch: Any, index: int, start: Start | None = None) -> HardwareProfile:
     """The profile of a device, from copies and kernels run on it. Allocates at most a quarter of the free memory."""
     properties = torch.cuda.get_device_properties(index)
     from graphoffload.torch_internals.fake_tensors import outside_all_modes
@@ -129,15 +166,17 @@ def _measure(torch: Any, index: int) -> HardwareProfile:
         if size_bytes < 16 * 2**20:
             return _fallback(properties.name, memory_bytes, f"only {format_bytes(free_bytes)} of it is free")
         try:
-            return _measure_with(torch, properties.name, memory_bytes, size_bytes)
+            with numa.on_node_of(index):
+                host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            return _measure_with(torch, properties.name, memory_bytes, host, start)
         except (RuntimeError, ValueError) as error:
             return _fallback(properties.name, memory_bytes, f"measuring failed: {str(error).splitlines()[0]}")
         finally:
             torch.cuda.empty_cache()
 
 
-def _measure_with(torch: Any, name: str, memory_bytes: int, size_bytes: int) -> HardwareProfile:
-    host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+def _measure_with(torch: Any, name: str, memory_bytes: int, host: list[Any], start: Start | None) -> HardwareProfile:
+    size_bytes = host[0].nbytes
     device = [torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     sizes = [n for n in (2**20, 2**22, 2**24, 2**26, size_bytes) if n <= size_bytes]
 
@@ -147,7 +186,9 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, size_bytes: int) -> 
     to_host = [(n, copy_s(host[0][:n], device[0][:n])) for n in dict.fromkeys(sizes)]
     to_device = [(n, copy_s(device[1][:n], host[1][:n])) for n in dict.fromkeys(sizes)]
     (d2h_latency_s, d2h_rate), (h2d_latency_s, h2d_rate) = fit_link(to_host), fit_link(to_device)
-    side = torch.cuda.Stream()
+    ways = {"d2h": (host[0], device[0]), "h2d": (device[1], host[1])}
+    if start is not None:  # the latencies stay: they are of small copies
+        d2h_rate, h2d_rate = (_sustained(torch, [ways[phase]], phase, start)[0] for phase in PHASES[:2])
 
     return HardwareProfile(
         name=name,
@@ -155,12 +196,43 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, size_bytes: int) -> 
         memory_bytes=memory_bytes,
         d2h_bytes_per_s=d2h_rate,
         h2d_bytes_per_s=h2d_rate,
+        both_ways_bytes_per_s=sum(_sustained(torch, list(ways.values()), "both", start)),
         copy_latency_s=(d2h_latency_s + h2d_latency_s) / 2,
-        compute_slowdown_while_copying=_slowdown_while_copying(torch, host, device, side),
+        compute_slowdown_while_copying=_slowdown_while_copying(torch, host, device, torch.cuda.Stream()),
         matmul_flops_per_s=tuple((dtype, _matmul_rate(torch, dtype)) for dtype in ("bfloat16", "float16", "float32")),
         device_bandwidth_bytes_per_s=2 * size_bytes / _seconds(torch, lambda: device[0].copy_(device[1])),
         kernel_launch_s=_launch_s(torch),
     )
+
+
+def _sustained(torch: Any, ways: list[tuple[Any, Any]], phase: str, start: Start | None) -> list[float]:
+    """Bytes a second of each (target, source), copied over and over for a while on a stream of its own.
+
+    Of the copies that begin in the middle half of that time the median counts: ranks that measure together begin and end
+    some milliseconds apart, and unlike a disturbance their copies are to be in the figure.
+    """
+    lanes: list[_Lane] = [(target, source, torch.cuda.Stream(), []) for target, source in ways]
+    torch.cuda.synchronize()
+    if start is not None:
+        start(phase)
+    begin_s = time.monotonic()
+    while (now_s := time.monotonic() - begin_s) < _COPY_S or any(len(marks) <= 2 * _IN_FLIGHT for *_, marks in lanes):
+        for target, source, stream, marks in lanes:
+            if len(marks) > _IN_FLIGHT and not marks[-_IN_FLIGHT][1].query():
+                continue
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+                marks.append((now_s, torch.cuda.Event(enable_timing=True)))
+                marks[-1][1].record()
+    torch.cuda.synchronize()
+    return [target.nbytes / _middle_s(marks, now_s) for target, _, _, marks in lanes]
+
+
+def _middle_s(marks: list[tuple[float, Any]], whole_s: float) -> float:
+    """The median time from mark to mark, of those set in the middle half; of all but the first where these are none."""
+    times = [(at, float(before.elapsed_time(mark)) / 1e3) for (_, before), (at, mark) in itertools.pairwise(marks)]
+    middle = [seconds for at, seconds in times if 0.25 * whole_s <= at <= 0.75 * whole_s]
+    return statistics.median(middle or [seconds for _, seconds in times[1:]])
 
 
 def _seconds(torch: Any, work: Callable[[], Any], repeats: int = 5) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,13 +22,19 @@ from graphoffload.units import format_bytes, parse_size
 
 Direction = Literal["d2h", "h2d"]
 Source = Literal["measured", "datasheet", "cpu"]
+LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "both_ways_bytes_per_s")
 ACHIEVED = 0.7
 LINK_ACHIEVED = 0.86
 BANDWIDTH_ACHIEVED = 0.85
 _ABOVE_ZERO = (
     "memory_bytes", "d2h_bytes_per_s", "h2d_bytes_per_s", "device_bandwidth_bytes_per_s", "peer_bytes_per_s", "links_shared_by",
+    "measured_by_ranks",
 )  # fmt: skip
-_AT_LEAST_ZERO = ("copy_latency_s", "compute_slowdown_while_copying", "kernel_launch_s", "collective_latency_s")
+_OF_THE_DEVICE = ("memory_bytes", "device_bandwidth_bytes_per_s", "peer_bytes_per_s")
+_TIMES = ("compute_slowdown_while_copying", "kernel_launch_s", "collective_latency_s")
+_AT_LEAST_ZERO = (
+    "copy_latency_s", "compute_slowdown_while_copying", "kernel_launch_s", "collective_latency_s", "both_ways_bytes_per_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +44,8 @@ class HardwareProfile:
     Attributes:
         source: "measured" on this device, "datasheet" (derated peak figures), or "cpu" (copies overlap with nothing).
         memory_bytes: memory of the device.
-        d2h_bytes_per_s, h2d_bytes_per_s: rate of large copies in one direction alone, by one GPU alone.
+        d2h_bytes_per_s, h2d_bytes_per_s: rate of large copies in one direction alone, by one GPU alone; where several ranks
+            measured, while all of them copy in that direction.
         copy_latency_s: constant part of a copy's time.
         compute_slowdown_while_copying: with 0.02, compute that overlaps with a copy takes 2 % longer.
         matmul_flops_per_s: (dtype, achieved rate) pairs.
@@ -46,6 +54,8 @@ class HardwareProfile:
         peer_bytes_per_s: rate at which a device sends to the other devices of its host in a collective.
         collective_latency_s: constant part of a collective's time.
         links_shared_by: number of GPUs that use this link at the same time; each gets an equal share.
+        both_ways_bytes_per_s: rate of copies in both directions at once, added up; 0: not known. No plan uses it.
+        measured_by_ranks: processes of this host that copied at the same time while the link was measured.
     """
 
     name: str
@@ -61,6 +71,8 @@ class HardwareProfile:
     peer_bytes_per_s: float = 300e9
     collective_latency_s: float = 15e-6
     links_shared_by: int = 1
+    both_ways_bytes_per_s: float = 0.0
+    measured_by_ranks: int = 1
 
     def __post_init__(self) -> None:
         for field in _ABOVE_ZERO:
@@ -90,18 +102,24 @@ class HardwareProfile:
         if not link > 0:
             raise ConfigError(f"scaled(link={link!r}): the factor must be above 0.")
         name = self.name if link == 1.0 else f"{self.name} (link x {link:g})"
-        return dataclasses.replace(
-            self, name=name, d2h_bytes_per_s=self.d2h_bytes_per_s * link, h2d_bytes_per_s=self.h2d_bytes_per_s * link
-        )
+        rates = {field: getattr(self, field) * link for field in LINK_RATES}
+        return dataclasses.replace(self, name=name, **rates)
 
     def table_lines(self) -> list[str]:
         """A table for people with one figure on each line: its name, its value with the unit, and its origin."""
         both = ("d2h_bytes_per_s", "h2d_bytes_per_s")
         rows = [("memory", format_bytes(self.memory_bytes), _origin(self, "memory_bytes"))]
         rows += [(n[:3].upper(), f"{getattr(self, n) / 1e9:.1f} GB/s", _origin(self, n, LINK_ACHIEVED)) for n in both]
-        shared = f"{self.links_shared_by} GPUs" if self.links_shared_by > 1 else "nobody else"
+        if self.both_ways_bytes_per_s:
+            rows.append(("both ways at once", f"{self.both_ways_bytes_per_s / 1e9:.1f} GB/s", _origin(self, LINK_RATES[-1])))
+        if self.source == "measured" and self.name not in PROFILES:
+            together = (f"{self.measured_by_ranks} local ranks", "all at once")
+            rows.append(("link measured by", *(together if self.measured_by_ranks > 1 else ("1 local rank", "alone"))))
+        if self.links_shared_by > 1:
+            rows.append(("link shared with", f"{self.links_shared_by} GPUs", "as given"))
+        elif self.measured_by_ranks == 1:
+            rows.append(("link shared with", "nobody else", "assumed"))
         rows += [
-            ("link shared with", shared, "assumed" if self.links_shared_by == 1 else "as given"),
             ("copy latency", f"{self.copy_latency_s * 1e6:.1f} us", _origin(self, "copy_latency_s")),
             ("compute beside a copy", f"{self.compute_slowdown_while_copying * 100:+.1f} % time",
              _origin(self, "compute_slowdown_while_copying")),
@@ -114,6 +132,19 @@ class HardwareProfile:
             ("collective's latency", f"{self.collective_latency_s * 1e6:.1f} us", _origin(self, "collective_latency_s")),
         ]  # fmt: skip
         return [f"{self.name} [{self.source}]", *(f"  {what:<25}{value:<16}{origin}" for what, value, origin in rows)]
+
+    def slowest(self, others: Iterable[HardwareProfile]) -> HardwareProfile:
+        """This device with the link of the slowest of all these profiles, and all other figures of the slowest device of
+        its name."""
+        every = [self, *others]
+        alike = [profile for profile in every if profile.name == self.name]
+        rates = {field: min(getattr(profile, field) for profile in every) for field in LINK_RATES}
+        rates |= {field: min(getattr(profile, field) for profile in alike) for field in _OF_THE_DEVICE}
+        times = {field: max(getattr(profile, field) for profile in alike) for field in _TIMES}
+        times["copy_latency_s"] = max(profile.copy_latency_s for profile in every)
+        known = [dict(profile.matmul_flops_per_s) for profile in alike]
+        matmuls = tuple((dtype, min(each.get(dtype, rate) for each in known)) for dtype, rate in self.matmul_flops_per_s)
+        return dataclasses.replace(self, matmul_flops_per_s=matmuls, **rates, **times)
 
     def to_json(self) -> str:
         """All fields; from_json reads it back."""

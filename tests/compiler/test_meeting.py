@@ -99,6 +99,23 @@ def test_the_least_room_of_all() -> None:
     assert found[2].device_budget_bytes == 70 * GB
 
 
+def test_a_rank_that_did_not_come_to_measure_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was waited for when the link was measured, a moment ago. One that has told its limits meanwhile counts."""
+    monkeypatch.setattr(meeting, "MEET_S", 60.0)
+
+    def at_once() -> Limits:
+        assert HERE.peers is not None
+        HERE.peers.late |= {1, 2}
+        HERE.peers.put("met/2", meeting._told(replace(LIMITS, device_budget_bytes=66 * GB), CONFIG, graph(), False))
+        return meeting.meet(LIMITS, CONFIG, graph())
+
+    begin_s = time.monotonic()
+    with pytest.warns(PerRankPlanWarning, match="rank 1 of 3 told nothing"):
+        (found,) = met([at_once], 3)
+    assert time.monotonic() - begin_s < 10.0
+    assert found.device_budget_bytes == 66 * GB
+
+
 def test_later_compiles_take_off_as_much() -> None:
     """Of what is free then; nobody waits a second time."""
 

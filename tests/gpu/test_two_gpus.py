@@ -5,6 +5,10 @@ All cases of an inner compiler run in one pair of processes; each test reads wha
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,13 @@ import torch
 import torch.distributed as dist
 from ranks import CASES, GPUS, WAYS, check_case, check_profile, check_surroundings, read, spawned, train
 
+from graphoffload.hardware import numa
+from graphoffload.hardware.measurement import resolve_hardware
+from graphoffload.hardware.profile import LINK_RATES, HardwareProfile
+from graphoffload.runtime.pinned.slabs import Slab
+
 PLACE = GPUS
+MOVE_PAGES = 279
 GPUS_HERE = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.slow,
@@ -61,10 +71,50 @@ def test_gradients_are_those_of_keep_all(outcome: Outcome, case: tuple[str, str]
 
 
 def test_processes_share_what_is_there(outcome: Outcome) -> None:
-    """One warning a process, half of the host memory for each, hardware that one of them measured."""
+    """One warning a process, half of the host memory for each, a link that both measured at the same time."""
     found = outcome.needs("hardware", "host_budget", "profiles")
     check_surroundings(found)
-    check_profile(found)
+    check_profile(found, PLACE)
+
+
+def test_the_link_is_slower_for_two_or_the_same(outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both measured at the same time, beside what one of them measures alone: never faster, beyond noise."""
+    monkeypatch.setenv("GRAPHOFFLOAD_CACHE_DIR", str(tmp_path))
+    together = HardwareProfile.from_json(outcome.needs("hardware")[0]["hardware"]["profile"])
+    alone = resolve_hardware("measure", "cuda:0")
+    print("\n".join([*together.table_lines(), *alone.table_lines()]))
+    assert (together.measured_by_ranks, alone.measured_by_ranks) == (2, 1)
+    for field in LINK_RATES:
+        assert 0.2 * getattr(alone, field) < getattr(together, field) < 1.1 * getattr(alone, field), field
+    assert alone.both_ways_bytes_per_s > 1.1 * max(alone.d2h_bytes_per_s, alone.h2d_bytes_per_s)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_slabs_lie_on_the_node_of_their_gpu(device: int) -> None:
+    """Of each slab 90 % of the pages at least; the kernel takes another node's only where memory is short."""
+    node = numa.node_of(device)
+    if node is None or not os.sched_getaffinity(0) & node.cpus:
+        pytest.skip(f"cuda:{device}: {node or 'no NUMA node is known'}, or its CPUs are not this process's")
+    before = os.sched_getaffinity(0)
+    slab = Slab(256 * 2**20, (True, device))
+    nodes = nodes_of_pages(slab.address, slab.nbytes)
+    slab.close()
+    print(f"cuda:{device}, {node}: {dict(nodes)}")
+    assert os.sched_getaffinity(0) == before
+    assert nodes[node.number] >= 0.9 * nodes.total()
+
+
+def nodes_of_pages(address: int, nbytes: int, step: int = 2**16) -> Counter[int]:
+    """How many of some pages are on each node, as the kernel says."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the number of move_pages is known for x86_64 alone")
+    pages = [address + offset for offset in range(0, nbytes, step)]
+    status = (ctypes.c_int * len(pages))()
+    given = (ctypes.c_void_p * len(pages))(*pages)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(MOVE_PAGES, 0, ctypes.c_ulong(len(pages)), given, None, status, 0) != 0:
+        pytest.skip(f"move_pages: {os.strerror(ctypes.get_errno())}")
+    return Counter(status)
 
 
 def test_the_ranks_came_to_the_end(outcome: Outcome) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import re
 import threading
+import time
+import types
 import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -154,7 +160,8 @@ def test_cache_path_holds_device_and_torch_and_honours_xdg(monkeypatch: pytest.M
     monkeypatch.delenv("GRAPHOFFLOAD_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = cache_path("NVIDIA H200/x", "2.13.0+cpu")
-    assert path == tmp_path / "graphoffload" / "hardware-2-NVIDIA-H200-x-2.13.0+cpu.json"
+    assert path == tmp_path / "graphoffload" / "hardware-3-NVIDIA-H200-x-2.13.0+cpu.json"
+    assert cache_path("NVIDIA H200/x", "2.13.0+cpu", 4).name == "hardware-3-NVIDIA-H200-x-2.13.0+cpu-4-ranks.json"
     monkeypatch.setenv("GRAPHOFFLOAD_CACHE_DIR", str(tmp_path / "own"))
     assert cache_path("x", "y").parent == tmp_path / "own"
 
@@ -164,6 +171,143 @@ def test_an_unmeasurable_device_falls_back_to_the_profile_of_its_name() -> None:
         profile = hardware._fallback("NVIDIA A100-SXM4-40GB", 40 * 2**30, "only 1 MiB of it is free")
     assert profile.source == "datasheet"
     assert profile.memory_bytes == 40 * 2**30
+
+
+class Device:
+    """torch.cuda of a device whose copies share a rate: `rate(at)` bytes a second, at seconds since it was made."""
+
+    def __init__(self, rate: Callable[[float], float]) -> None:
+        self.rate, self.begin_s, self.current, self.copies = rate, time.monotonic(), Lane(), 0
+        self.cuda, self.Stream = self, Lane
+
+    def now_s(self) -> float:
+        return time.monotonic() - self.begin_s
+
+    def Event(self, *, enable_timing: bool) -> Mark:
+        return Mark(self)
+
+    @contextlib.contextmanager
+    def stream(self, lane: Lane) -> Iterator[None]:
+        self.current = lane
+        yield
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self.current.free_s - self.now_s()))
+
+
+class Lane:
+    """A stream: when it is done with what was launched."""
+
+    free_s = 0.0
+
+
+class Mark:
+    """An event."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.at_s = device, 0.0
+
+    def record(self) -> None:
+        self.at_s = max(self.device.current.free_s, self.device.now_s())
+
+    def query(self) -> bool:
+        return self.device.now_s() >= self.at_s
+
+    def elapsed_time(self, later: Mark) -> float:
+        return 1e3 * (later.at_s - self.at_s)
+
+
+class Memory:
+    """What is copied."""
+
+    nbytes = 10**8
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def copy_(self, source: Memory, *, non_blocking: bool) -> None:
+        assert non_blocking
+        begin_s = max(self.device.current.free_s, self.device.now_s())
+        self.device.current.free_s = begin_s + self.nbytes / self.device.rate(begin_s)
+        self.device.copies += 1
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_rate_is_that_of_copies_while_all_ranks_copy(lanes: int) -> None:
+    """Another rank begins 60 ms later and ends 60 ms earlier; most copies are before and after that, and twice as fast."""
+    device = Device(lambda at: 10e9 if 0.06 <= at < 0.24 else 20e9)
+    begun: list[str] = []
+    ways = [(Memory(device), Memory(device)) for _ in range(lanes)]
+    found = hardware._sustained(device, ways, "both", begun.append)
+    assert begun == ["both"]
+    assert found == pytest.approx([10e9] * lanes, rel=0.1)
+    assert device.copies <= lanes * 45, "launched only as fast as they are done"
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_figures_of_a_profile(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone the rates are those of the fastest copies; with other ranks, those of copies that went on, in three phases."""
+    sustained = {"d2h": [36e9], "h2d": [43e9], "both": [20e9, 21e9]}
+    begun: list[str] = []
+
+    def measured(module: Any, ways: list[Any], phase: str, start: Callable[[str], None] | None) -> list[float]:
+        assert len(ways) == len(sustained[phase])
+        if start is not None:
+            start(phase)
+        return sustained[phase]
+
+    def seconds(module: Any, work: Callable[[], Any]) -> float:
+        work()
+        return next(times)
+
+    copies = [4e-6 + n / 50e9 for n in (2**20, 2**22, 2**24)]
+    times = iter([*copies, *copies, 1e-3])
+    monkeypatch.setattr(hardware, "_sustained", measured)
+    monkeypatch.setattr(hardware, "_seconds", seconds)
+    for name, value in (("_slowdown_while_copying", 0.05), ("_matmul_rate", 7e14), ("_launch_s", 2e-6)):
+        monkeypatch.setattr(hardware, name, lambda *given, value=value: value)
+    module = types.SimpleNamespace(
+        empty=lambda nbytes, *, dtype, device: torch.empty(nbytes, dtype=dtype), uint8=torch.uint8,
+        cuda=types.SimpleNamespace(Stream=Lane),
+    )  # fmt: skip
+    host = [torch.empty(2**24, dtype=torch.uint8) for _ in range(2)]
+    found = hardware._measure_with(module, "NVIDIA X", 10**9, host, begun.append if together else None)
+    rates = (found.d2h_bytes_per_s, found.h2d_bytes_per_s, found.both_ways_bytes_per_s)
+    assert rates == pytest.approx((36e9, 43e9, 41e9) if together else (50e9, 50e9, 41e9), rel=1e-6)
+    assert begun == (["d2h", "h2d", "both"] if together else [])
+    assert found.copy_latency_s == pytest.approx(4e-6)
+    assert found.device_bandwidth_bytes_per_s == 2 * 2**24 / 1e-3
+
+
+def test_a_link_that_is_very_slow_ends() -> None:
+    device = Device(lambda at: 5e8)
+    assert hardware._sustained(device, [(Memory(device), Memory(device))], "d2h", None) == pytest.approx([5e8], rel=0.1)
+    assert device.copies == 7, "enough for a median"
+
+
+def test_the_slowest_of_several() -> None:
+    """The link of all; kernels of devices of the same name alone."""
+    one = dataclasses.replace(PROFILES["h200-sxm"], both_ways_bytes_per_s=90e9)
+    same = dataclasses.replace(one, d2h_bytes_per_s=30e9, kernel_launch_s=9e-6, matmul_flops_per_s=(("bfloat16", 600e12),))
+    link = {"d2h_bytes_per_s": 60e9, "h2d_bytes_per_s": 20e9, "both_ways_bytes_per_s": 41e9, "copy_latency_s": 7e-6}
+    other = dataclasses.replace(PROFILES["l40s"], kernel_launch_s=1.0, **link)
+    found = one.slowest([same, other])
+    assert found == dataclasses.replace(
+        one, d2h_bytes_per_s=30e9, h2d_bytes_per_s=20e9, both_ways_bytes_per_s=41e9, copy_latency_s=7e-6, kernel_launch_s=9e-6,
+        matmul_flops_per_s=(("bfloat16", 600e12), *one.matmul_flops_per_s[1:]),
+    )  # fmt: skip
+    d2h = min(each.d2h_bytes_per_s for each in (one, same, other))
+    assert all(each.slowest([]) == each for each in (one, same, other))
+    assert {a.slowest([b, c]).d2h_bytes_per_s for a, b, c in itertools.permutations((one, same, other))} == {d2h}
+
+
+def test_what_the_link_was_measured_with_is_said() -> None:
+    four = dataclasses.replace(PROFILES["h200-sxm"], name="NVIDIA H200", both_ways_bytes_per_s=41e9, measured_by_ranks=4)
+    said = "\n".join(four.table_lines())
+    assert "link measured by         4 local ranks   all at once" in said
+    assert "both ways at once        41.0 GB/s       measured on this device" in said
+    assert "link shared with" not in said, "it is in the figures"
+    assert four.scaled(link=0.5).both_ways_bytes_per_s == 20.5e9
 
 
 @given(once_s=st.floats(1e-6, 100.0))

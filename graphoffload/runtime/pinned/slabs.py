@@ -1,4 +1,8 @@
-"""Slabs: host memory from the operating system, page-locked in one piece and cut into buffers."""
+"""Slabs: host memory from the operating system, page-locked in one piece and cut into buffers.
+
+A slab of a GPU lies on the GPU's NUMA node, where that is known: the thread that makes it runs there meanwhile
+(hardware/numa.py).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any
 import torch
 
 from graphoffload.errors import PageableMemoryWarning, warn
-from graphoffload.hardware import host_memory
+from graphoffload.hardware import host_memory, numa
 from graphoffload.units import format_bytes
 
 ALIGNMENT = 64
@@ -69,13 +73,14 @@ class Slab:
         self.last_window = -1
         self.kind = kind
         self.nbytes = nbytes
-        self._owner = torch.empty(nbytes + (_PAGE if pin else 0), dtype=torch.uint8)
-        start = -self._owner.data_ptr() % _PAGE if pin else 0
-        self._raw = self._owner[start : start + nbytes]
-        self.address = self._raw.data_ptr()
-        began = time.perf_counter()
-        self.pinned = pin and nbytes > 0 and _page_lock(self._raw, make_room)
-        self.pinning_s = time.perf_counter() - began if self.pinned else 0.0
+        with numa.on_node_of(kind[1] if pin else -1) as node:
+            self._owner = torch.empty(nbytes + (_PAGE if pin else 0), dtype=torch.uint8)
+            start = -self._owner.data_ptr() % _PAGE if pin else 0
+            self._raw = self._owner[start : start + nbytes]
+            self.address = self._raw.data_ptr()
+            began = time.perf_counter()
+            self.pinned = pin and nbytes > 0 and _page_lock(self._raw, make_room, on_node=node is not None)
+            self.pinning_s = time.perf_counter() - began if self.pinned else 0.0
         self.free = [(0, nbytes)]
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -165,8 +170,12 @@ class HostBuffer:
         return view
 
 
-def _page_lock(raw: torch.Tensor, make_room: Callable[[], int] | None) -> bool:
-    raw.zero_()  # first touch by all intra-op threads: page-locking untouched memory faults it in on one
+def _page_lock(raw: torch.Tensor, make_room: Callable[[], int] | None, *, on_node: bool) -> bool:
+    # First touch by several threads: page-locking untouched memory faults it in on one. Those of torch run on any node.
+    if on_node:
+        numa.fault_in(raw.data_ptr(), raw.numel(), torch.get_num_threads())
+    else:
+        raw.zero_()
 
     def register() -> int:
         return int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), _PORTABLE))
