@@ -1,5 +1,5 @@
-"""Three microbatches in flight at a time, as in a pipeline: budgets kept, peaks as predicted, gradients equal to the bit to those
-of synchronous copies under delayed copies, and not equal where a wait is left out."""
+"""Three microbatches in flight at a time, as in a pipeline: budgets kept, peaks as predicted, gradients equal to the bit to
+those of synchronous copies under delayed copies, and not equal where a wait is left out."""
 
 from __future__ import annotations
 

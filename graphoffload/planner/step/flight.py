@@ -6,8 +6,9 @@ All microbatches run by one plan. What the others keep is memory outside, and it
 
     outside = measured without them + others * kept(plan)       the most over the moments of a step
 
-A plan beside microbatches that keep more keeps less itself. So what one keeps is searched for by bisection: too small, and the
-plan keeps more than was assumed; too large, and no plan meets the budget, or only a slower one does.
+The planner sees one microbatch whose activations are as large as those of all in flight, and copies that are as much faster.
+At the end of its forward, where most is held, that is the memory of all of them. Elsewhere it is not, so the plan is looked at
+with what it keeps as memory outside, and made again for more or less until it is at the budget.
 
 Wrong when: copies of one microbatch run beside those of another. Both are then later than predicted.
 """
@@ -17,16 +18,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import KeepIfFits, MeetBudget
 from graphoffload.planner.step.errors import flight_infeasible
 from graphoffload.planner.step.events import CallSchedule
-from graphoffload.planner.step.facts import StepFacts, StepProblem, beside
+from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant, beside
 from graphoffload.planner.step.runs import Names, Runs
 from graphoffload.planner.step.solve import StepSolution, follow_step, plan_step
 
-_HALVINGS = 6
-_NEAR = 0.01  # of what keep-all keeps
+_ROUNDS = 4
+_NEAR = 0.02  # of the budget: what may be left of it
+_SLOW = 0.1  # a plan that costs more is compared with the one that takes least, which takes long to find
 
 
 def plan_flight(problem: StepProblem) -> StepSolution:
@@ -45,11 +46,13 @@ def plan_flight(problem: StepProblem) -> StepSolution:
     limit = budget - problem.reserve_bytes
     if keep.timeline.peak_bytes <= limit:
         return keep
-    tried = list(_tried(problem, one, kept_bytes(problem.facts, keep)))
-    within = [solution for solution in tried if solution.timeline.peak_bytes <= limit]
+    tried = list(_tried(problem, limit))
+    if all(found.timeline.peak_bytes > limit or found.slowdown > _SLOW for found in tried):
+        tried.append(_with_others(problem, plan_step(replace(one, goal=MeetBudget(1), or_least=True))))
+    within = [found for found in tried if found.timeline.peak_bytes <= limit]
     if within:
-        return min(within, key=lambda solution: solution.timeline.time_s)
-    least = min(tried, key=lambda solution: solution.timeline.peak_bytes)
+        return min(within, key=lambda found: found.timeline.time_s)
+    least = min(tried, key=lambda found: found.timeline.peak_bytes)
     if not problem.or_least:
         raise flight_infeasible(problem, least.timeline, least.keep_timeline)
     return least
@@ -62,24 +65,35 @@ def _alone(problem: StepProblem) -> StepProblem:
     return replace(problem, facts=replace(problem.facts, in_flight=1), host_budget_bytes=share)
 
 
-def _tried(problem: StepProblem, one: StepProblem, most_bytes: int) -> Iterator[StepSolution]:
-    """Plans beside microbatches that keep so much or so much, with what they come to; at last the one that takes least."""
-    low, high = 0, most_bytes
-    for _ in range(_HALVINGS):
-        assumed = (low + high) // 2
-        try:
-            solution = plan_step(replace(one, facts=beside(problem.facts, assumed), or_least=False))
-        except BudgetError:
-            high = assumed
-            continue
-        yield _with_others(problem, solution)
-        if kept_bytes(problem.facts, solution) > assumed:
-            low = assumed
-        else:
-            high = assumed
-        if high - low <= _NEAR * most_bytes:
-            break
-    yield _with_others(problem, plan_step(replace(one, goal=MeetBudget(1), or_least=True)))
+def _tried(problem: StepProblem, limit_bytes: int) -> Iterator[StepSolution]:
+    """Plans of the large microbatch, with what they come to: for the limit, then for what brings them to it."""
+    large, aim = _large(problem), limit_bytes
+    for _ in range(_ROUNDS):
+        planned = plan_step(replace(large, goal=MeetBudget(aim), reserve_bytes=0, or_least=True))
+        found = _with_others(problem, planned)
+        yield found
+        excess = found.timeline.peak_bytes - limit_bytes
+        if -_NEAR * limit_bytes <= excess <= 0 or planned.timeline.peak_bytes > aim:
+            return
+        aim -= excess
+
+
+def _large(problem: StepProblem) -> StepProblem:
+    """One microbatch that saves as much as all of them."""
+    count, facts = problem.facts.in_flight, beside(problem.facts, 0)
+
+    def large(variant: Variant) -> Variant:
+        candidates = tuple(replace(c, nbytes=count * c.nbytes) for c in variant.program.candidates)
+        program = replace(variant.program, candidates=candidates)
+        return replace(variant, program=program, saved_input_bytes=count * variant.saved_input_bytes)
+
+    hardware = replace(
+        problem.hardware,
+        d2h_bytes_per_s=count * problem.hardware.d2h_bytes_per_s,
+        h2d_bytes_per_s=count * problem.hardware.h2d_bytes_per_s,
+    )
+    graphs = tuple(tuple(large(variant) for variant in variants) for variants in facts.graphs)
+    return replace(problem, facts=replace(facts, graphs=graphs, bounds=()), hardware=hardware)
 
 
 def kept_bytes(facts: StepFacts, solution: StepSolution) -> int:
@@ -125,14 +139,19 @@ def follow_flight(
     return found if problem.facts.in_flight == 1 else _with_others(problem, found)
 
 
+def _beside(problem: StepProblem, solution: StepSolution, kept: int) -> StepSolution:
+    """What a plan of one microbatch comes to beside others that keep so much."""
+    there = replace(_alone(problem), facts=beside(problem.facts, kept))
+    offloads = _offloads(problem.facts, solution)
+    return follow_step(there, solution.chosen, solution.calls, solution.reload_steps, offloads, solution.solver)
+
+
 def _with_others(problem: StepProblem, solution: StepSolution) -> StepSolution:
     """What a plan of one microbatch comes to where all of them run by it."""
     facts = problem.facts
-    there = replace(_alone(problem), facts=beside(facts, kept_bytes(facts, solution)))
-    offloads = _offloads(facts, solution)
-    found = follow_step(there, solution.chosen, solution.calls, solution.reload_steps, offloads, solution.solver)
+    found = _beside(problem, solution, kept_bytes(facts, solution))
     all_kept = sum(c.nbytes for at in range(len(facts.calls)) for c in facts.variant(at, 0).program.candidates)
-    kept = replace(there, facts=beside(facts, all_kept + _saved_more(facts, [0] * len(facts.calls))))
+    kept = replace(_alone(problem), facts=beside(facts, all_kept + _saved_more(facts, [0] * len(facts.calls))))
     return replace(
         found,
         in_flight=facts.in_flight,
