@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import traceback
 from collections import Counter
@@ -153,7 +154,7 @@ class Explanation:
         values = Values(everything=everything, eager=eager)
         look = StepLook(self.config, values.live, eager, self.sharding)
         try:
-            with torch.random.fork_rng(devices=[]), _fake_world(self.model, values):
+            with torch.random.fork_rng(devices=[]), _fake_world(self.model, values), _garbage_stays_young():
                 inputs, named = tree_map_only(torch.Tensor, values.fake, (self.args, self.kwargs))
                 look.parameters = tuple(self.model.parameters()) if isinstance(self.model, nn.Module) else ()
                 target = self.model if parts else dynamo.compile_isolated(_target(self.model), look)
@@ -210,6 +211,22 @@ class RecordedStep:
             keep_ledger=found.keep_ledger,
             budget_bytes=found.step.budget_bytes,
         )
+
+
+@contextmanager
+def _garbage_stays_young() -> Iterator[None]:
+    """Collect no garbage at times that depend on what else the process does.
+
+    Dynamo's tracing leaves cycles that hold tensors, and Dynamo collects the young ones after each compile. A collection in
+    between makes them old: they would count as memory of the step.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _runs_once(unknown: BaseException) -> str:

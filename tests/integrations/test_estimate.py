@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,17 @@ def test_one_record_serves_all_cards(folder: Path, monkeypatch: pytest.MonkeyPat
     assert [nbytes > 0 for nbytes in done] == [True, False, True, False, False]
     assert alone[3].plan_bytes is None
     assert len({one.tokens_per_s for one in alone}) == len(cards)
+
+
+@pytest.mark.parametrize("threshold", [50, 100_000])
+def test_memory_does_not_depend_on_garbage(folder: Path, full: Estimate, threshold: int) -> None:
+    """What tracing leaves in cycles holds tensors until it is collected, which may be seldom or often."""
+    before = gc.get_threshold()
+    gc.set_threshold(threshold, 2, 2)
+    try:
+        assert small(folder) == full
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_repeated_blocks() -> None:
