@@ -1,4 +1,4 @@
-"""The cost of each graph node: measured where its kernel could be timed, else by the roofline model.
+"""The cost of each graph node, and of eager operations: measured where its kernel could be timed, else by the roofline model.
 
     time = max(FLOPs / achieved FLOP/s, bytes moved / device bandwidth) + kernel launch
 
@@ -9,6 +9,8 @@ bytes. A collective is priced by the bytes that a device sends to the others, an
 
     all-gather        result - argument          all-reduce      2 x argument, the most that a large group sends
     reduce-scatter    argument - result          others          argument
+
+`Work` is what one operation does, whatever the hardware: the same for a node of a graph and for an operation of eager code.
 
 The model is wrong for small kernels that use a part of the device, for operations that read at random addresses (embedding,
 scatter), for products whose sizes do not fill the matrix units, and for collectives over several hosts, or that wait for a
@@ -55,6 +57,35 @@ from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 _ATTENTION_FORWARD = 0.79
 _ATTENTION_BACKWARD = 0.65
 _ATTENTION_WITH_MASK = 0.54
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one operation does, whatever the hardware.
+
+    Attributes:
+        flops: of the operation. moved_bytes: through device memory.
+        dtype: the one whose rate counts. share: of a matrix product's rate that the operation achieves.
+        sent_bytes: to other devices, by a collective; None for every other operation.
+        launches: it starts a kernel; else it is a part of one.
+    """
+
+    flops: int
+    moved_bytes: int
+    dtype: str = ""
+    share: float = 1.0
+    sent_bytes: int | None = None
+    launches: bool = True
+
+    def time_s(self, hardware: HardwareProfile) -> float:
+        """Its time by the roofline model."""
+        bandwidth_s = self.moved_bytes / hardware.device_bandwidth_bytes_per_s
+        if self.sent_bytes is not None:
+            return hardware.collective_latency_s + max(bandwidth_s, self.sent_bytes / hardware.peer_bytes_per_s)
+        if not self.flops:
+            return bandwidth_s + (hardware.kernel_launch_s if self.moved_bytes and self.launches else 0.0)
+        rate = hardware.matmul_rate_flops_per_s(self.dtype) * self.share
+        return max(bandwidth_s, self.flops / rate) + hardware.kernel_launch_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +142,12 @@ def node_costs(
         first = not seen_in_cluster
         moved = _moved_bytes(node, fusion, sizes, seen_in_cluster if kind == "fused" else _moved_before(node, fusion))
         called = operation_of(node)
-        flops = _flops(called) if kind == "kernel" else 0
+        work = work_of(called, moved, computes=kind == "kernel", launches=kind == "kernel" or first)
         known = measured(node) if measured is not None and kind == "kernel" else None
         if known is None:
-            seconds = _time_s(called, flops, moved, hardware, launch=kind == "kernel" or first)
-            known = Measured(seconds, _workspace_bytes(called) if kind == "kernel" and hardware.source != "cpu" else 0)
-        costs.append(NodeCost(kind, flops, moved, known.time_s, known.workspace_bytes))
+            workspace = _workspace_bytes(called) if kind == "kernel" and hardware.source != "cpu" else 0
+            known = Measured(work.time_s(hardware), workspace)
+        costs.append(NodeCost(kind, work.flops, moved, known.time_s, known.workspace_bytes))
     return costs
 
 
@@ -139,7 +170,7 @@ def _cost_of_region(
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The operation that a node calls, its arguments and its value."""
+    """An operation, its arguments and its value. Tensors stand for themselves, whether a node or eager code has them."""
 
     target: Any
     args: tuple[Any, ...]
@@ -154,14 +185,26 @@ def operation_of(node: Node) -> Operation:
     """
     name = getattr(node.target, "__name__", "")
     value = value_of(node)
+    args, kwargs = tree_map(_value, node.args), tree_map(_value, dict(node.kwargs))
     if name == SAVES_STATE and isinstance(value, (tuple, list)) and len(value) > 1:
-        return Operation(node.args[0], node.args[1:], node.kwargs, value[1])
+        return Operation(args[0], args[1:], kwargs, value[1])
     if name == TAKES_STATE:
-        return Operation(node.args[1], node.args[2:], node.kwargs, value)
+        return Operation(args[1], args[2:], kwargs, value)
     if name == TAKES_STATE_ON_GPU:
-        own = {key: argument for key, argument in node.kwargs.items() if key != "rng_state"}
-        return Operation(node.args[0], node.args[1:], own, value)
-    return Operation(node.target, node.args, node.kwargs, value)
+        own = {key: argument for key, argument in kwargs.items() if key != "rng_state"}
+        return Operation(args[0], args[1:], own, value)
+    return Operation(node.target, args, kwargs, value)
+
+
+def work_of(operation: Operation, moved_bytes: int, *, computes: bool = True, launches: bool = True) -> Work:
+    """What an operation does that moves so many bytes. computes: its FLOPs count; fused operations are bound by memory."""
+    flops = _flops(operation) if computes else 0
+    if is_collective(operation.target):
+        return Work(flops, moved_bytes, sent_bytes=sent_bytes(operation))
+    if not flops:
+        return Work(0, moved_bytes, launches=launches)
+    value = next(v for v in tree_leaves(operation.value) if isinstance(v, torch.Tensor))
+    return Work(flops, moved_bytes, str(value.dtype).removeprefix("torch."), _share_of_matmul(operation))
 
 
 def _workspace_bytes(node: Operation) -> int:
@@ -172,7 +215,7 @@ def _workspace_bytes(node: Operation) -> int:
     """
     if "attention" not in str(node.target) or "backward" not in str(node.target):
         return 0
-    tensors = [value for argument in node.args[:4] if isinstance(argument, Node) and (value := fake(argument)) is not None]
+    tensors = [value for value in node.args[:4] if _is_dense(value)]
     counts = [count for value in tensors if (count := concrete(value.numel())) is not None]
     if len(tensors) < 4 or len(counts) < 4 or tensors[1].dim() != 4:
         return 0
@@ -205,24 +248,13 @@ def _moved_bytes(node: Node, fusion: Fusion, sizes: dict[int, int], seen: set[in
 def sent_bytes(node: Operation) -> int:
     """Bytes that one device sends to the others in a collective, at most."""
     given, got = (
-        sum(example_nbytes(value) for value in tree_leaves(tree_map(_value, found)) if isinstance(value, torch.Tensor))
+        sum(example_nbytes(value) for value in tree_leaves(found) if isinstance(value, torch.Tensor))
         for found in (node.args, node.value)
     )
     name = str(node.target)
     if "all_gather" in name or "reduce_scatter" in name:
         return abs(got - given)
     return 2 * given if "all_reduce" in name else given
-
-
-def _time_s(node: Operation, flops: int, moved_bytes: int, hardware: HardwareProfile, *, launch: bool) -> float:
-    bandwidth_s = moved_bytes / hardware.device_bandwidth_bytes_per_s
-    if is_collective(node.target):
-        return hardware.collective_latency_s + max(bandwidth_s, sent_bytes(node) / hardware.peer_bytes_per_s)
-    if not flops:
-        return bandwidth_s + (hardware.kernel_launch_s if moved_bytes and launch else 0.0)
-    value = next(v for v in tree_leaves(node.value) if isinstance(v, torch.Tensor))
-    rate = hardware.matmul_rate_flops_per_s(str(value.dtype).removeprefix("torch.")) * _share_of_matmul(node)
-    return max(bandwidth_s, flops / rate) + hardware.kernel_launch_s
 
 
 def _share_of_matmul(node: Operation) -> float:
@@ -242,9 +274,8 @@ def _flops(node: Operation) -> int:
         return _grouped_flops(node)
     if packet not in flop_registry:
         return 0
-    args, kwargs = tree_map(_value, node.args), tree_map(_value, dict(node.kwargs))
     try:
-        return int(size_hint(flop_registry[packet](*args, **kwargs, out_val=node.value), unknown=0))
+        return int(size_hint(flop_registry[packet](*node.args, **node.kwargs, out_val=node.value), unknown=0))
     except Exception:  # the formula does not take this overload's arguments, or a size is unknown: bound by its bytes
         return 0
 
@@ -255,11 +286,7 @@ def _attention_flops(node: Operation) -> int:
     torch's registry has no formula for the CPU's attention operations, and a plan for another GPU may be made on a CPU.
     """
     backward = "backward" in str(node.target)
-    values = [
-        value
-        for argument in node.args[backward : backward + 2]
-        if isinstance(argument, Node) and (value := fake(argument)) is not None
-    ]
+    values = [value for value in node.args[backward : backward + 2] if _is_dense(value)]
     if len(values) < 2 or any(value.dim() != 4 for value in values):
         return 0
     query, key = values
@@ -274,10 +301,10 @@ def _grouped_flops(node: Operation) -> int:
 
     torch's registry has no formula for them.
     """
-    values = [fake(argument) for argument in node.args[:2] if isinstance(argument, Node)]
-    if len(values) < 2 or values[0] is None or values[1] is None:
+    values = [value for value in node.args[:2] if _is_dense(value)]
+    if len(values) < 2:
         return 0
-    left, right = ([size_hint(size, unknown=0) for size in value.shape] for value in values if value is not None)
+    left, right = ([size_hint(size, unknown=0) for size in value.shape] for value in values)
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
@@ -290,6 +317,10 @@ def argument_of(node: Node | Operation, names: tuple[str, ...]) -> Any:
         if argument.name in names:
             return value
     return next((node.kwargs[name] for name in names if name in node.kwargs), None)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def _value(argument: Any) -> Any:

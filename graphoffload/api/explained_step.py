@@ -2,8 +2,9 @@
 
     model(x) with fakes   |f0|gap|f1| ... |fN|loss|bN| ... |b0|     every graph with everything kept, uncompiled
     LiveBytes             memory outside the graphs at the start of each, and the most of it in each gap
-    EagerTime             what the operations between the graphs take, one by one
-    StepFacts             the same facts as a recorded run's (compiler/step_facts.py)
+    EagerWork             the operations between the graphs, one by one
+    at(config)            the graphs' variants and the limits for one device: the run itself is the same for all
+    StepFacts             the same facts as a recorded run's (compiler/step_facts.py), at that device's times
     make_step_plan        what the training process makes of them at its third run
 
 The optimizer's state lives throughout, as it does from the second step on. Wrong when: eager code between the graphs
@@ -22,11 +23,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from graphoffload.analysis.costs import Work
 from graphoffload.analysis.storages import storage_id
-from graphoffload.api.eager_time import EagerTime
+from graphoffload.api.eager_work import EagerWork, seconds_of
 from graphoffload.api.live_bytes import LiveBytes
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.compile_variant import Compiled, Graph, dynamos_graph, needs_gradient, traced_only
+from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.dispatch import Family, family_of, look, may_join
 from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.partitioner import OffloadPartitioner
@@ -34,6 +37,7 @@ from graphoffload.compiler.session import new_key
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.recipe import Recipe
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts
 from graphoffload.report.ledger import Ledger
@@ -62,6 +66,16 @@ class _Explained:
     function: Callable[..., Any]
     device: torch.device
 
+    def at(self, config: OffloadConfig, activations: tuple[int, ...]) -> _Explained:
+        """The same graph for another device, or with fewer inputs that count as activations: the limits there, and the variants
+        that are good ones there."""
+        if (config, activations) == (self.graph.config, self.graph.activations):
+            return self
+        there, limits = resolve_limits(config, self.again.inputs), self.graph.limits
+        limits = replace(limits, device_budget_bytes=there.device_budget_bytes, reserve_bytes=there.reserve_bytes)
+        graph = replace(self.graph, config=config, limits=limits, activations=activations)
+        return replace(self, graph=graph, family=family_of(graph, self.again))
+
     def variant(self, recipe: Recipe) -> Compiled:
         """The graph planned by a recipe, and not compiled."""
         graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs)
@@ -73,13 +87,13 @@ class _Explained:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A moment of the run: bytes outside the graphs, the most since the moment before, and the gradients among them; time_s: of
-    the operations outside the graphs since the moment before."""
+    """A moment of the run: bytes outside the graphs, the most since the moment before, and the gradients among them; work: the
+    operations outside the graphs since the moment before."""
 
     outside_bytes: int
     peak_bytes: int
     gradient_bytes: int
-    time_s: float
+    work: tuple[Work, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +115,10 @@ class StepLook:
     parameters: the fake ones, for their gradients. sharding: None: this process has all of them.
     """
 
-    def __init__(self, config: OffloadConfig, live: LiveBytes, eager: EagerTime, sharding: Sharding | None = None) -> None:
+    def __init__(self, config: OffloadConfig, live: LiveBytes, eager: EagerWork, sharding: Sharding | None = None) -> None:
         self.config, self.live, self.eager, self.sharding = config, live, eager, sharding
         self.parameters: Sequence[torch.Tensor] = ()
-        self.graphs: dict[Any, _Explained] = {}
+        self._graphs: dict[Any, _Explained] = {}
         self.sequence: list[int] = []
         self.inputs: list[tuple[int, ...]] = []
         self.ended: list[int] = []
@@ -123,7 +137,7 @@ class StepLook:
             raise NotOneStepError(f"{graph.name} is planned alone, whatever other graphs run")
         needs = tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs)
         identity = graph_key(gm, self.config), needs, graph.limits.downstream
-        explained = self.graphs.get(identity)
+        explained = self._graphs.get(identity)
         if explained is None:
             family, function = look(graph)
             if family is None:
@@ -131,7 +145,7 @@ class StepLook:
             tensors = (value for value in again.inputs if isinstance(value, torch.Tensor))
             device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
             kept = replace(graph, module=again.graph, inputs=again.inputs)
-            explained = self.graphs[identity] = _Explained(len(self.graphs), kept, again, family, function, device)
+            explained = self._graphs[identity] = _Explained(len(self._graphs), kept, again, family, function, device)
 
         @functools.wraps(explained.function)
         def run(*args: Any) -> Any:
@@ -190,29 +204,44 @@ class StepLook:
         if self.ended != list(range(len(self.sequence) - 1, -1, -1)):
             raise NotOneStepError("the backwards of its graphs do not run once each, in the reverse order of the forwards")
 
-    def facts(self, state_bytes: int) -> StepFacts:
-        """What the run says of the step; `state_bytes`: of the optimizer, throughout."""
-        self._drop_shared_inputs()
+    def at(self, config: OffloadConfig) -> list[_Explained]:
+        """The graphs for a device, each once, in the order of their first calls.
+
+        An input of several calls is an activation of none of them, as in training.
+        """
+        times = Counter(memory for inputs in self.inputs for memory in set(inputs))
+        found = []
+        for number in dict.fromkeys(self.sequence):
+            graph = next(graph for graph in self._graphs.values() if graph.number == number)
+            own = [inputs for other, inputs in zip(self.sequence, self.inputs, strict=True) if other == number]
+            activations = graph.graph.activations
+            left = tuple(at for place, at in enumerate(activations) if all(times[inputs[place]] == 1 for inputs in own))
+            found.append(graph.at(config, left))
+        return found
+
+    def facts(self, graphs: Sequence[_Explained], state_bytes: int) -> StepFacts:
+        """What the run says of the step of these graphs; `state_bytes`: of the optimizer, throughout."""
+        hardware = hardware_of(graphs[0].graph.config.hardware, str(graphs[0].device))
         always = self.live.bytes_of(self.parameters) + state_bytes
-        numbers = list(dict.fromkeys(self.sequence))
-        by_number = {graph.number: graph for graph in self.graphs.values()}
-        held = list(accumulate((by_number[number].family.input_bytes[0] for number in self.sequence), initial=0))
+        numbers = [graph.number for graph in graphs]
+        indices = [numbers.index(number) for number in self.sequence]
+        held = list(accumulate((graphs[index].family.input_bytes[0] for index in indices), initial=0))
         calls = []
-        for index, number in enumerate(self.sequence):
-            forward, backward = self.marks["forward", index], self.marks["backward", index]
-            before = state_bytes - held[index] - self._elsewhere(forward, always)
-            after = state_bytes - held[index + 1] - self._elsewhere(backward, always)
+        for call, index in enumerate(indices):
+            forward, backward = self.marks["forward", call], self.marks["backward", call]
+            before = state_bytes - held[call] - self._elsewhere(forward, always)
+            after = state_bytes - held[call + 1] - self._elsewhere(backward, always)
             calls.append(
                 CallFacts(
-                    graph=numbers.index(number),
+                    graph=index,
                     forward_outside_bytes=forward.outside_bytes + before,
                     backward_outside_bytes=backward.outside_bytes + after,
-                    before_forward=Gap(forward.time_s, forward.peak_bytes + before) if index else Gap(),
-                    before_backward=Gap(backward.time_s, backward.peak_bytes + after),
+                    before_forward=_gap(forward, before, hardware) if call else Gap(),
+                    before_backward=_gap(backward, after, hardware),
                 )
             )
         base = min(min(call.forward_outside_bytes, call.backward_outside_bytes) for call in calls)
-        families = [by_number[number].family for number in numbers]
+        families = [graph.family for graph in graphs]
         return StepFacts(
             tuple(family.variants for family in families), tuple(calls), base, tuple(family.bound for family in families)
         )
@@ -223,20 +252,13 @@ class StepLook:
             return 0
         return self.sharding.left_out(always_bytes + mark.gradient_bytes) - self.sharding.gathered_bytes
 
-    def _drop_shared_inputs(self) -> None:
-        """What several calls have as an input is an activation of none of them, as in training."""
-        times = Counter(memory for inputs in self.inputs for memory in set(inputs))
-        for identity, graph in list(self.graphs.items()):
-            own = [inputs for number, inputs in zip(self.sequence, self.inputs, strict=True) if number == graph.number]
-            positions = graph.graph.activations
-            left = tuple(at for place, at in enumerate(positions) if all(times[inputs[place]] == 1 for inputs in own))
-            if left != positions:
-                narrowed = replace(graph.graph, activations=left)
-                self.graphs[identity] = replace(graph, graph=narrowed, family=family_of(narrowed, graph.again))
-
     def gradient_bytes_at(self, call: int, backward: bool) -> int:
         """Gradients that exist when a call's forward or backward starts."""
         return self.marks["backward" if backward else "forward", call].gradient_bytes
+
+
+def _gap(until: _Mark, more_bytes: int, hardware: HardwareProfile) -> Gap:
+    return Gap(seconds_of(until.work, hardware), until.peak_bytes + more_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,19 +272,18 @@ class ExplainedStep:
     keep_ledger: Ledger
 
 
-def plan_look(look: StepLook, state_bytes: int | None, reserve_bytes: int | None) -> ExplainedStep:
+def plan_look(look: StepLook, config: OffloadConfig, state_bytes: int | None, reserve_bytes: int | None) -> ExplainedStep:
     """Plan the step that was looked at.
 
     Args:
+        config: the one that it was looked at with, or the same for other hardware.
         state_bytes: of the optimizer; None: not known. reserve_bytes: None: as the configuration says.
 
     Raises:
         BudgetError: no plan of the step meets the budget.
     """
-    numbers = list(dict.fromkeys(look.sequence))
-    by_number = {graph.number: graph for graph in look.graphs.values()}
-    graphs = [by_number[number] for number in numbers]
-    first, facts = graphs[0].graph, look.facts(state_bytes or 0)
+    graphs = look.at(config)
+    first, facts = graphs[0].graph, look.facts(graphs, state_bytes or 0)
     limits, goal = first.limits, first.session("", "explain", None).goal
     reserve = limits.reserve_bytes if reserve_bytes is None else reserve_bytes
     given = limits.device_budget_bytes if limits.explicit else None
@@ -270,8 +291,8 @@ def plan_look(look: StepLook, state_bytes: int | None, reserve_bytes: int | None
     plan = make_step_plan(tuple(look.sequence), graphs, facts, asked, runs=False)
     compiled = [call[0] for call in plan.calls]
     plans = {made.key: found for made in compiled if (found := registry.of_key(made.key)) is not None}
-    hardware = hardware_of(first.config.hardware, str(graphs[0].device))
-    names = [by_number[number].graph.name for number in look.sequence]
+    hardware = hardware_of(config.hardware, str(graphs[0].device))
+    names = [graphs[fact.graph].graph.name for fact in facts.calls]
     step = report_of_step(plan.solution, facts, names, plan.summary, reserve, limits.device_budget_bytes, hardware.name)
     keys = [made.key for made in compiled]
     return ExplainedStep(

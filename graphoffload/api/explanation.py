@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import traceback
 from collections import Counter
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphoffload.api.eager_time import EagerTime
+from graphoffload.api.eager_work import EagerWork
 from graphoffload.api.explained_step import SEVERAL, NotOneStepError, Sharding, StepLook, plan_look
 from graphoffload.api.values import Values
 from graphoffload.compiler.backend import plan_graph
@@ -58,15 +59,14 @@ class Explanation:
 
     def report(self) -> OffloadReport:
         """Of the step where several graphs run in it, else of the graph."""
-        parts = compiled_parts(self.model)
-        if not parts:
+        if not compiled_parts(self.model):
             try:
                 return self._alone(stops=True)
             except SeveralGraphsError:
                 pass
-        found = self._step(parts)
-        if isinstance(found, OffloadReport):
-            return found
+        found = self.recorded()
+        if isinstance(found, RecordedStep):
+            return found.planned(self.config)
         report = self._alone(stops=False)
         return replace(report, notes=(*report.notes, f"planned graph by graph, not as a step: {found}")) if found else report
 
@@ -93,7 +93,7 @@ class Explanation:
         graphs.judge(model)
         calls = tuple(graphs.calls[plan.key] for plan in graphs.plans)
         if graphs.plans:
-            notes.extend(self._left_out())
+            notes.extend(self.left_out())
         breaks = max(0, graphs.count - 1)
         report = OffloadReport(plans=tuple(graphs.plans), graph_breaks=breaks, calls=calls, notes=tuple(notes))
         return report if self.state is None or len(graphs.plans) != 1 else self._with_ledgers(report, chosen)
@@ -125,9 +125,9 @@ class Explanation:
             budget_bytes=budget,
         )
 
-    def _step(self, parts: Sequence[nn.Module]) -> OffloadReport | str:
+    def recorded(self) -> RecordedStep | str:
         """One step of all graphs that run; or why none is planned, "" where it is one call of one graph."""
-        notes: list[str] = []
+        parts, notes = compiled_parts(self.model), list[str]()
         try:
             try:
                 look = self.looked(parts)
@@ -142,19 +142,7 @@ class Explanation:
             return ""
         if len(look.sequence) < SEVERAL:
             return ""
-        on_gpu = any(parameter.device.type == "cuda" for parameter in self.parameters)
-        reserve = 0 if self.state is not None or not on_gpu else state_bytes(self.parameters)
-        found = plan_look(look, self.state, reserve if self.config.reserve == "auto" else None)
-        return OffloadReport(
-            plans=found.plans,
-            graph_breaks=max(0, look.count - max(1, len(parts))),
-            calls=found.calls,
-            notes=(*notes, *self._left_out()),
-            step=found.step,
-            ledger=found.ledger,
-            keep_ledger=found.keep_ledger,
-            budget_bytes=found.step.budget_bytes,
-        )
+        return RecordedStep(self, look, max(0, look.count - max(1, len(parts))), tuple(notes))
 
     def looked(self, parts: Sequence[nn.Module], *, everything: bool = False) -> StepLook:
         """A forward and backward of the model with fake tensors; `everything`: also on the CPU, for the values that it reads.
@@ -162,11 +150,11 @@ class Explanation:
         Raises:
             NotOneStepError: the graphs are not planned as a step. One of UNKNOWN: the model reads a value that is not known.
         """
-        eager = EagerTime(hardware_of(self.config.hardware, str(self.parameters[0].device) if self.parameters else "cpu"))
-        values = Values(everything=everything, timed=eager)
+        eager = EagerWork()
+        values = Values(everything=everything, eager=eager)
         look = StepLook(self.config, values.live, eager, self.sharding)
         try:
-            with torch.random.fork_rng(devices=[]), _fake_world(self.model, values):
+            with torch.random.fork_rng(devices=[]), _fake_world(self.model, values), _garbage_stays_young():
                 inputs, named = tree_map_only(torch.Tensor, values.fake, (self.args, self.kwargs))
                 look.parameters = tuple(self.model.parameters()) if isinstance(self.model, nn.Module) else ()
                 target = self.model if parts else dynamo.compile_isolated(_target(self.model), look)
@@ -176,7 +164,7 @@ class Explanation:
             raise error.inner_exception from None
         return look
 
-    def _left_out(self) -> tuple[str, ...]:
+    def left_out(self) -> tuple[str, ...]:
         """Memory that the optimizer and the loop will take on the GPU that is planned for, and that no plan counts."""
         parameters, config = self.parameters, self.config
         if not parameters or (config.reserve != "auto" and self.state is None):
@@ -191,6 +179,54 @@ class Explanation:
         counted.append("fp32 copies of parameters that a mixed-precision wrapper keeps")
         named = '; optimizer="adamw", another name or the optimizer counts its state' if state else ""
         return (f"not counted: {', '.join(counted)}{named}",)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step that was followed once with fake tensors, to be planned for any hardware: graphs, calls and memory outside are the
+    same on each."""
+
+    explanation: Explanation
+    look: StepLook
+    breaks: int
+    notes: tuple[str, ...]
+
+    def planned(self, config: OffloadConfig) -> OffloadReport:
+        """The step's plan. config: the explanation's, or the same for other hardware.
+
+        Raises:
+            BudgetError: no plan of the step meets the budget.
+        """
+        explained = replace(self.explanation, config=config)
+        on_gpu = any(parameter.device.type == "cuda" for parameter in explained.parameters)
+        reserve = 0 if explained.state is not None or not on_gpu else state_bytes(explained.parameters)
+        found = plan_look(self.look, config, explained.state, reserve if config.reserve == "auto" else None)
+        return OffloadReport(
+            plans=found.plans,
+            graph_breaks=self.breaks,
+            calls=found.calls,
+            notes=(*self.notes, *explained.left_out()),
+            step=found.step,
+            ledger=found.ledger,
+            keep_ledger=found.keep_ledger,
+            budget_bytes=found.step.budget_bytes,
+        )
+
+
+@contextmanager
+def _garbage_stays_young() -> Iterator[None]:
+    """Collect no garbage at times that depend on what else the process does.
+
+    Dynamo's tracing leaves cycles that hold tensors, and Dynamo collects the young ones after each compile. A collection in
+    between makes them old: they would count as memory of the step.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _runs_once(unknown: BaseException) -> str:

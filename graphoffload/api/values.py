@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphoffload.api.eager_time import EagerTime
+from graphoffload.api.eager_work import EagerWork
 from graphoffload.api.live_bytes import LiveBytes
 from graphoffload.torch_internals.dynamo import is_tracing
 from graphoffload.torch_internals.fake_tensors import UNKNOWN, FakeTensor, FakeTensorMode, numbers_read_by
@@ -36,11 +36,11 @@ _CPU = torch.device("cpu")
 
 
 class Values:
-    """Known values of the fake tensors of one mode; `everything`: of any size, since the whole forward is to run. `timed`: is
+    """Known values of the fake tensors of one mode; `everything`: of any size, since the whole forward is to run. `eager`: is
     told each operation that runs outside of graphs."""
 
-    def __init__(self, *, everything: bool = False, timed: EagerTime | None = None) -> None:
-        self.everything, self.timed = everything, timed
+    def __init__(self, *, everything: bool = False, eager: EagerWork | None = None) -> None:
+        self.everything, self.eager = everything, eager
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = LiveBytes()
         self._fake: Callable[..., Any] = self.mode.dispatch
@@ -104,8 +104,8 @@ class Values:
         result = self._dispatch(func, types, args, kwargs)
         if outermost and isinstance(func, OpOverload):
             self.live.add(result)
-            if self.timed is not None and not self.live.inside and not is_tracing():
-                self.timed.add(func, args, kwargs or {}, result)
+            if self.eager is not None and not self.live.inside and not is_tracing():
+                self.eager.add(func, args, kwargs or {}, result)
         return result
 
     def _dispatch(

@@ -4,9 +4,9 @@
     python -m graphoffload estimate meta-llama/Llama-3.1-8B --tokens 8192 --lora 16 --cards rtx-4090 l40s
     python -m graphoffload estimate config.json --gpus 8 --cards h100-sxm --json
 
-From the configuration alone: no weights, no GPU. The blocks are compiled one by one, as trainers do, and their step is planned
-for each card. Tokens a second count the optimizer, and with --gpus what FSDP sends between GPUs. Times are those of profiles
-(python -m graphoffload hardware --list), of which h200-sxm is measured and all others are datasheets.
+From the configuration alone: no weights, no GPU. The blocks are compiled one by one, as trainers do. Their step is recorded
+once and planned for each card. Tokens a second count the optimizer, and with --gpus what FSDP sends between GPUs. Times are
+those of profiles (python -m graphoffload hardware --list), of which h200-sxm is measured and all others are datasheets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from graphoffload.cli.output import DONE, OVER_BUDGET, print_lines
 from graphoffload.compiler.optimizer_state import NAMES
 from graphoffload.hardware.profile import PROFILES
-from graphoffload.integrations.estimate import Estimate, Model, Training, estimated, model_of
+from graphoffload.integrations.estimate import Estimate, Model, Training, estimated, model_of, recorded
 from graphoffload.units import format_bytes
 
 _CARDS = [name for name in PROFILES if name != "cpu"]
@@ -49,9 +49,11 @@ def start(args: argparse.Namespace) -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("building the model without its weights")
         model = model_of(training)
+        progress.update(task, description="following one step with fake tensors")
+        step = recorded(model, training, args.cards[0])
         for at, card in enumerate(args.cards):
             progress.update(task, description=f"planning for {card} ({at + 1} of {len(args.cards)})")
-            found.append(estimated(model, training, card))
+            found.append(estimated(step, card))
     if args.json:
         print_lines(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
     else:

@@ -1,13 +1,15 @@
 """What training a language model of Hugging Face takes on GPUs that are not here, from its configuration alone.
 
-    config.json ─▶ the model on the meta device, blocks compiled one by one ─▶ explain() for each card ─▶ Estimate
+    config.json ─▶ the model on the meta device, ─▶ one step, recorded ─▶ planned for a card  ─▶ Estimate
+                   blocks compiled one by one                          └▶ for the next one    ─▶ Estimate
 
 No weights, no GPU, no kernel. The step is planned as training plans it (api/explained_step.py): parameters, gradients,
 optimizer state, logits and eager loss count, at the times of a profile (hardware/profile.py). Under FSDP, parameters,
 gradients and state are divided among the GPUs, and three blocks and what is in no block are whole on each.
 
-Wrong when: sequences are padded or packed (attention then reads a mask), communication between GPUs is not hidden by compute
-although it takes less time, or the host cannot issue kernels fast enough.
+Wrong when: products run slower in a step than alone, as the profile has them; sequences are padded or packed (attention then
+reads a mask), communication between GPUs is not hidden by compute although it takes less time, or the host cannot issue kernels
+fast enough.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from torch import nn
 
 from graphoffload.api.explained_step import Sharding
-from graphoffload.api.explanation import Explanation
+from graphoffload.api.explanation import Explanation, RecordedStep
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.optimizer_state import named_state_bytes
 from graphoffload.errors import BudgetError, ConfigError
@@ -173,38 +175,62 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_blocks(child)
 
 
-def estimated(model: Model, training: Training, card: str) -> Estimate:
-    """One card's estimate.
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step of a model, recorded once for all cards. state_bytes: of the optimizer."""
+
+    model: Model
+    training: Training
+    step: RecordedStep
+    state_bytes: int
+
+
+def recorded(model: Model, training: Training, card: str) -> Recorded:
+    """Follow one step of the model with fake tensors. What is recorded holds for every card; planning for this one takes less.
 
     Raises:
-        ConfigError: the card is unknown, or the optimizer.
+        ConfigError: the card is unknown, or the optimizer; or the model's blocks are not planned as a step.
     """
-    config = OffloadConfig(hardware=card)
-    if card not in PROFILES:
-        raise ConfigError(f"{card!r} is no profile; known: {', '.join(name for name in PROFILES if name != 'cpu')}.")
-    hardware, module = PROFILES[card], model.module
+    config, module = _config_of(card), model.module
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     state = named_state_bytes(training.optimizer, trained)
     ids = torch.zeros(training.batch, training.tokens, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "labels": ids}
-    explanation = Explanation(module, config, (), inputs, trained, state, _sharding(model, training.gpus))
     torch.compiler.reset()
+    step = Explanation(module, config, (), inputs, trained, state, _sharding(model, training.gpus)).recorded()
+    if isinstance(step, str):
+        raise ConfigError(f"the step of {model.name} was not planned: {step or 'its graphs are no step of several calls'}.")
+    return Recorded(model, training, step, state)
+
+
+def estimated(found: Recorded, card: str) -> Estimate:
+    """One card's estimate.
+
+    Raises:
+        ConfigError: the card is unknown.
+    """
+    config = _config_of(card)
+    hardware = PROFILES[card]
     try:
-        report = explanation.report()
+        report = found.step.planned(config)
     except BudgetError as error:
+        trained = found.step.explanation.parameters
         budget = resolve_limits(config, trained[:1], trained).device_budget_bytes
         return Estimate(card=card, device_bytes=hardware.memory_bytes, budget_bytes=budget, least_bytes=error.least_bytes)
-    return _estimate_of(report, model, training, hardware, state)
+    return _estimate_of(report, found, hardware)
 
 
-def _estimate_of(
-    report: OffloadReport, model: Model, training: Training, hardware: HardwareProfile, state_bytes: int
-) -> Estimate:
-    if report.step is None:
-        raise ConfigError(f"the step of {model.name} was not planned: {'; '.join(report.notes)}.")
+def _config_of(card: str) -> OffloadConfig:
+    if card not in PROFILES or card == "cpu":
+        raise ConfigError(f"{card!r} is no profile; known: {', '.join(name for name in PROFILES if name != 'cpu')}.")
+    return OffloadConfig(hardware=card)
+
+
+def _estimate_of(report: OffloadReport, found: Recorded, hardware: HardwareProfile) -> Estimate:
+    model, training = found.model, found.training
     prediction = next(plan.prediction for plan in report.plans if plan.variant and not plan.part)
     slowdown, keep_s = prediction.predicted_slowdown, prediction.keep_time_s
-    rest_s = _optimizer_s(model, state_bytes, hardware) / training.gpus
+    rest_s = _optimizer_s(model, found.state_bytes, hardware) / training.gpus
     between_s = _communication_s(model, training.gpus, hardware)
     tokens = training.batch * training.tokens * training.gpus
 

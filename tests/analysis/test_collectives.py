@@ -199,11 +199,8 @@ def test_a_source_is_released_after_the_wait_for_the_collective_that_reads_it(gr
     ],
 )
 def test_a_collective_is_priced_by_what_it_sends(name: str, given: int, got: int, sent: int) -> None:
-    graph = torch.fx.Graph()
-    argument = graph.placeholder("x")
-    argument.meta["val"] = torch.empty(given)
     target = getattr(torch.ops._c10d_functional, name).default
-    assert sent_bytes(Operation(target, (argument, 4, "0"), {}, torch.empty(got))) == sent
+    assert sent_bytes(Operation(target, (torch.empty(given), 4, "0"), {}, torch.empty(got))) == sent
 
 
 def test_torchs_partitioner_asks_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,9 +135,16 @@ def test_one_graph_is_planned_as_before() -> None:
     assert part.step is None, "one call of one graph is no step"
 
 
+def facts_of(model: Any, *args: Any) -> StepFacts:
+    config = OffloadConfig.from_options(options())
+    look = explanation.Explanation(model, config, args, {}, list(model.parameters()), 0).looked(
+        explanation.compiled_parts(model)
+    )
+    return look.facts(look.at(config), 0)
+
+
 def looked(model: Model) -> StepFacts:
-    look = explanation.Explanation(model, OffloadConfig.from_options(options()), (ids(),), {}, list(model.parameters()), 0)
-    return look.looked(explanation.compiled_parts(model)).facts(0)
+    return facts_of(model, ids())
 
 
 def test_memory_outside_is_counted() -> None:
@@ -391,8 +398,7 @@ def test_zeros_for_logits_without_a_gradient_are_counted() -> None:
     """Autograd makes them before the backward of the part that returned the logits. It saves these too: they are its own."""
     model: Any = by_compile(Whole())  # type: ignore[arg-type]
     x = torch.ones(TOKENS, WIDTH)
-    look = explanation.Explanation(model, OffloadConfig.from_options(options()), (x,), {}, list(model.parameters()), 0)
-    first, last = look.looked(explanation.compiled_parts(model)).facts(0).calls
+    first, last = facts_of(model, x).calls
     logits = TOKENS * WORDS * 4
     before = first.forward_outside_bytes  # the hidden states between the two parts are an activation of the second
     assert before + logits <= last.backward_outside_bytes <= before + logits + 1024

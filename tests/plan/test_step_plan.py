@@ -15,6 +15,7 @@ from graphoffload.facts.goals import KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.planner.simulator import simulate
 from graphoffload.planner.solver import solve
+from graphoffload.planner.step import runs
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem, Variant
 from graphoffload.planner.step.joint import join, join_programs
 from graphoffload.planner.step.mixes import Mix, choose, neighbours, uniform
@@ -282,3 +283,24 @@ def test_nothing_to_fit_is_met_by_any_run():
     runs = Runs(StepProblem(llama(2), H200, KeepIfFits(None)))
     assert runs.score(runs.keep)[0] == 0.0
     assert runs.near(runs.keep, runs.keep.timeline.time_s, 1.0)
+
+
+def test_no_choice_is_solved_twice(monkeypatch):
+    """Variants with and without whole blocks: where neither meets the budget, and where both are far from their bound."""
+    facts = llama(4)
+    smallest = facts.graphs[0][-1]
+    blocks = replace(smallest, name="blocks", saved_input_bytes=0, bounded=False)
+    facts = replace(facts, graphs=((*facts.graphs[0], blocks),))
+    asked = []
+
+    def counted(program, hardware, goal, *, evaluations, **options):
+        asked.append((program, goal, evaluations))
+        return solve(program, hardware, goal, evaluations=evaluations, **options)
+
+    monkeypatch.setattr(runs, "solve", counted)
+    with pytest.raises(BudgetError):
+        plan_step(StepProblem(facts, H200, MeetBudget(1)))
+    assert len(asked) == len(set(asked)) > 2
+    asked.clear()
+    plan_step(StepProblem(facts, H200, MeetBudget(25 * GB)))
+    assert len(asked) == len(set(asked)) > 20

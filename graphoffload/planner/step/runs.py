@@ -8,7 +8,7 @@ variants ── join, solve ──▶ actions ── just in time, slack ──�
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,16 +59,27 @@ def _held(released: int | None, planned: int, steps: Ints) -> bool:
     return bool(np.any((steps > planned) & (steps <= (len(steps) and steps[-1] if released is None else released))))
 
 
+class Known:
+    """Runs and bounds that were made for one step, by variants and limits. Problems that differ in the variants that they may
+    choose from ask for many of the same."""
+
+    def __init__(self) -> None:
+        self.runs: dict[Hashable, Run] = {}
+        self.bounds: dict[Hashable, float | None] = {}
+
+
 class Runs:
     """Makes runs of one step for the goal of its problem, and compares them.
+
+    known: of another problem of the same step, on the same hardware, with the same host budget and patience.
 
     Attributes:
         limit_bytes: the budget less the reserve; None for a slowdown. limit_s: what a slowdown allows; None for a budget.
         keep: every call runs variant 0 and keeps everything.
     """
 
-    def __init__(self, problem: StepProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: StepProblem, known: Known | None = None) -> None:
+        self.problem, self.known = problem, known or Known()
         facts, goal = problem.facts, problem.goal
         self._named: Named = {}
         joined = join(facts, [0] * len(facts.calls), self._named)
@@ -111,10 +122,17 @@ class Runs:
         size = len(program.forward) + len(program.backward) + len(program.candidates)
         return max(limits[0], min(limits[1], _WORK // max(1, size)))
 
+    def _identity(self, chosen: tuple[int, ...]) -> Hashable:
+        """What a run or bound of these variants follows from, besides what `known` says."""
+        names = tuple(self.problem.facts.variant(call, variant).name for call, variant in enumerate(chosen))
+        return chosen, names, self.limit_bytes, self.limit_s
+
     def bound(self, chosen: tuple[int, ...]) -> float:
         """The LP bound of these variants, in seconds or bytes; infinite where no plan exists."""
-        joined = join(self.problem.facts, chosen, self._named)
-        value = self.relaxed(joined)
+        identity, bounds = self._identity(chosen), self.known.bounds
+        if identity not in bounds:
+            bounds[identity] = self.relaxed(join(self.problem.facts, chosen, self._named))
+        value = bounds[identity]
         return _INFINITE if value is None else value
 
     def relaxed(self, joined: Joined) -> float | None:
@@ -135,8 +153,12 @@ class Runs:
 
     def run(self, chosen: Sequence[int], *, evaluations: int) -> Run:
         """These variants with the best actions found, scheduled; within the goal if a few rounds reach that."""
-        joined = join(self.problem.facts, chosen, self._named)
-        return min(self._rounds(tuple(chosen), joined, evaluations), key=self.score)
+        chosen, runs = tuple(chosen), self.known.runs
+        identity = self._identity(chosen), evaluations
+        if identity not in runs:
+            joined = join(self.problem.facts, chosen, self._named)
+            runs[identity] = min(self._rounds(chosen, joined, evaluations), key=self.score)
+        return runs[identity]
 
     def _rounds(self, chosen: tuple[int, ...], joined: Joined, evaluations: int) -> Iterator[Run]:
         tightened, compute_s = 0.0, arrays_of(joined.program, self.problem.hardware).compute_s
@@ -243,7 +265,7 @@ class Runs:
 
         Of choices whose bounds are equal, those with more recomputation are tried: their bounds are closer.
         """
-        free = Runs(replace(self.problem, goal=WithinSlowdown(0.0), reserve_bytes=0))
+        free = Runs(replace(self.problem, goal=WithinSlowdown(0.0), reserve_bytes=0), self.known)
         free.limit_s = _ANY_TIME_S
         most_first = list(dict.fromkeys(choices))[::-1]
         smallest = sorted(most_first, key=lambda chosen: math.floor(min(free.bound(chosen), _MOST_BYTES) / _AS_SMALL))[
@@ -253,7 +275,7 @@ class Runs:
         share = 1.0
         for _ in range(_DESCENTS):
             goal = MeetBudget(int(best.timeline.peak_bytes * share))
-            lower = Runs(replace(self.problem, goal=goal, reserve_bytes=0))
+            lower = Runs(replace(self.problem, goal=goal, reserve_bytes=0), self.known)
             found = min((best, *(lower.run(chosen, evaluations=_FEW) for chosen in smallest)), key=lower.score)
             if lower.score(found)[0] > 0.0 or self.over():
                 break

@@ -30,7 +30,7 @@ from graphoffload.planner.step.events import CallSchedule, ReloadSteps
 from graphoffload.planner.step.facts import StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
-from graphoffload.planner.step.runs import Names, Run, Runs
+from graphoffload.planner.step.runs import Known, Names, Run, Runs
 
 __all__ = ["StepSolution", "follow_step", "plan_step"]
 
@@ -102,14 +102,15 @@ def plan_step(problem: StepProblem) -> StepSolution:
     chains = tuple(tuple(variant for variant in variants if variant.bounded) for variants in problem.facts.graphs)
     if chains == problem.facts.graphs:
         return _best(problem).solution()
+    known = Known()
     try:
-        found = _best(replace(problem, facts=replace(problem.facts, graphs=chains)))
+        found = _best(replace(problem, facts=replace(problem.facts, graphs=chains)), known)
     except BudgetError as refused:
-        return _best_instead(problem, refused).solution()
+        return _best_instead(problem, known, refused).solution()
     if found.runs.near(found.run, found.bound, 1.0 + FAR):
         return found.solution()
     try:
-        other = _best(problem)
+        other = _best(problem, known)
     except BudgetError:
         return found.solution()
     return (other if found.runs.is_clearly_better(other.run, found.run) else found).solution()
@@ -144,21 +145,21 @@ def follow_step(
     return _found(runs, replace(run, solver=solver)).solution()
 
 
-def _best_instead(problem: StepProblem, refused: BudgetError) -> _Found:
+def _best_instead(problem: StepProblem, known: Known, refused: BudgetError) -> _Found:
     """A plan of all variants where a part of them has none; where all have none, the error that names the lower budget."""
     try:
-        return _best(problem)
+        return _best(problem, known)
     except BudgetError as error:
         raise min(refused, error, key=lambda error: error.least_bytes or 0) from None
 
 
-def _best(problem: StepProblem) -> _Found:
-    """The best run of a problem's variants.
+def _best(problem: StepProblem, known: Known | None = None) -> _Found:
+    """The best run of a problem's variants. known: of the same problem with fewer variants.
 
     Raises:
         BudgetError: none is within the budget, and the least one is not as good.
     """
-    runs = Runs(problem)
+    runs = Runs(problem, known)
     facts, goal, keep = problem.facts, problem.goal, runs.keep
     if not facts.calls or (not isinstance(goal, WithinSlowdown) and runs.score(keep)[0] <= 0.0):
         return _found(runs, keep)
