@@ -272,7 +272,7 @@ def plan_look(look: StepLook, state_bytes: int | None, reserve_bytes: int | None
     plans = {made.key: found for made in compiled if (found := registry.of_key(made.key)) is not None}
     hardware = resolve_hardware(first.config.hardware, str(graphs[0].device))
     names = [by_number[number].graph.name for number in look.sequence]
-    step = report_of_step(plan.solution, facts, names, plan.summary, reserve, limits.device_budget_bytes, hardware.name)
+    step = report_of_step(plan.solution, facts, names, plan.summary, reserve, limits.device_budget_bytes, hardware)
     keys = [made.key for made in compiled]
     return ExplainedStep(
         tuple(plans.values()), tuple(keys.count(key) for key in plans), step, *_ledgers(look, plan, facts, state_bytes, reserve)

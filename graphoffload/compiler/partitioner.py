@@ -170,7 +170,9 @@ def _predicted(rewritten: Rewritten, session: CompileSession, hardware: str) -> 
     budget = session.goal.device_budget_bytes
     limit_bytes = None if budget is None else max(0, budget - session.limits.reserve_bytes)
     candidates = {candidate.name: candidate for candidate in rewritten.candidates}
-    return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware, candidates)
+    return Predicted(
+        rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware, candidates, rewritten.layers
+    )
 
 
 def _check_torch_settings() -> None:

@@ -27,7 +27,8 @@ from graphoffload.errors import ConfigError
 from graphoffload.facts.plan import Plan
 from graphoffload.planner.predicted import Predicted
 from graphoffload.report.graph_picture import drawn_nodes, drawn_pair, graph_svg
-from graphoffload.report.step_picture import StepPicture, picture_of, timeline_svg, trace_json
+from graphoffload.report.step_picture import StepPicture, picture_of, trace_json
+from graphoffload.report.step_svg import timeline_svg
 from graphoffload.report.svg import element, page
 from graphoffload.report.table import plan_table
 
