@@ -141,7 +141,7 @@ def _layers(plan: Plan, predicted: Predicted) -> Iterator[Lane]:
     used: dict[str, list[int]] = {}
     timeline = predicted.timeline
     for tensor in plan.saved.tensors:
-        layer, candidate = _layer_of(tensor.module), predicted.candidates.get(tensor.name)
+        layer, candidate = layer_of(tensor.module), predicted.candidates.get(tensor.name)
         if layer and candidate is not None:  # what is recomputed is no candidate of the final graphs
             made.setdefault(layer, []).append(candidate.produced_at)
             used.setdefault(layer, []).extend(timeline.forward_steps + step for step in candidate.backward_uses)
@@ -156,7 +156,7 @@ def _layers(plan: Plan, predicted: Predicted) -> Iterator[Lane]:
                 start_s = last_s
 
 
-def _layer_of(path: str) -> str:
+def layer_of(path: str) -> str:
     """The module path up to its first number: "model.layers.3" for "model.layers.3.mlp.up"; "" without one."""
     parts = path.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]

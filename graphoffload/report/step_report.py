@@ -1,7 +1,7 @@
 """What a report says of a step of several graphs: its calls, its predicted cost, and one picture of all of it.
 
-    calls    8 x graph0: light x 5, third x 3         which variant of its graph each call runs
-    picture  lanes over all graphs, and one curve of memory in two layers: outside the graphs, and all
+calls    8 x graph0: light x 5, third x 3         which variant of its graph each call runs
+picture  lanes over all graphs, and one curve of memory in two layers: outside the graphs, and all
 """
 
 from __future__ import annotations

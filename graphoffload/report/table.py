@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich import box
@@ -87,29 +87,45 @@ def folded_rows(plans: Sequence[Plan]) -> list[Row]:
     without a shape and with no bytes.
     """
     rows: dict[tuple[str, ...], Row] = {}
-    for plan in plans:
-        decided = {decision.name: decision for decision in plan.decisions}
-        transfers = {transfer.tensor: transfer for transfer in plan.transfers}
-        known = {tensor.name for tensor in plan.saved.tensors}
-        strays = (
-            SavedTensor(name=name, views=(), nbytes=None, dtype="", shape=("?",), strides=(), op="")
-            for name in decided
-            if name not in known
-        )
-        for tensor in (*plan.saved.tensors, *strays):
-            decision = decided.get(tensor.name)
-            action: Action = decision.action if decision else "keep"
-            why = decision.reason if decision else "the plan does not mention it"
-            shape, dtype = _shape(tensor.shape), _dtype(tensor.dtype)
-            key = (_NUMBER.sub("#", tensor.module), tensor.op, shape, dtype, action, why)
-            row = rows.setdefault(key, Row(action, tensor.op, shape, dtype, why))
-            row.paths.append(tensor.module)
-            row.tensors.append(tensor.name)
-            row.overlaps.append(_overlaps_with(transfers.get(tensor.name)) if action == "offload" else "")
-            row.nbytes += tensor.planned_bytes
-            row.about += tensor.nbytes is None and tensor.example_bytes > 0
-            row.symbolic += tensor.nbytes is None and not tensor.example_bytes
+    for one in (row for plan in plans for row in single_rows(plan)):
+        key = (_NUMBER.sub("#", one.paths[0]), one.op, one.shape, one.dtype, one.action, one.why)
+        row = rows.setdefault(key, Row(one.action, one.op, one.shape, one.dtype, one.why))
+        row.paths += one.paths
+        row.tensors += one.tensors
+        row.overlaps += one.overlaps
+        row.nbytes += one.nbytes
+        row.about += one.about
+        row.symbolic += one.symbolic
     return list(rows.values())
+
+
+def single_rows(plan: Plan) -> Iterator[Row]:
+    """A row for every storage of a plan, as `folded_rows` has them before they are folded."""
+    decided = {decision.name: decision for decision in plan.decisions}
+    transfers = {transfer.tensor: transfer for transfer in plan.transfers}
+    known = {tensor.name for tensor in plan.saved.tensors}
+    strays = (
+        SavedTensor(name=name, views=(), nbytes=None, dtype="", shape=("?",), strides=(), op="")
+        for name in decided
+        if name not in known
+    )
+    for tensor in (*plan.saved.tensors, *strays):
+        decision = decided.get(tensor.name)
+        action: Action = decision.action if decision else "keep"
+        why = decision.reason if decision else "the plan does not mention it"
+        yield Row(
+            action,
+            tensor.op,
+            _shape(tensor.shape),
+            _dtype(tensor.dtype),
+            why,
+            paths=[tensor.module],
+            tensors=[tensor.name],
+            overlaps=[_overlaps_with(transfers.get(tensor.name)) if action == "offload" else ""],
+            nbytes=tensor.planned_bytes,
+            about=int(tensor.nbytes is None and tensor.example_bytes > 0),
+            symbolic=int(tensor.nbytes is None and not tensor.example_bytes),
+        )
 
 
 def plan_table(plan: Plan, *, width: int = 128, color: bool = False) -> str:
