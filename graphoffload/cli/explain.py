@@ -65,7 +65,7 @@ def start(args: argparse.Namespace) -> int:
 
 
 def _what_if(args: argparse.Namespace, config: OffloadConfig) -> dict[str, OffloadConfig]:
-    """The configurations of other budgets, by what was given; refuses a page that cannot be drawn, before anything is planned."""
+    """The configurations of other budgets by their texts; refuses a page that cannot be drawn, before anything is planned."""
     if args.what_if and args.html is None:
         raise CommandError("--what-if compares budgets on the page, and no page was asked for. Add --html FILE.")
     if args.html is not None:

@@ -119,8 +119,8 @@ def content_of(
     for number, other in enumerate(others, start=1):
         if [bool(one.calls) for one in other] != [bool(one.calls) for one in shown]:
             raise ConfigError(
-                f"the {len(shown)} {'steps' if shown[0].calls else 'graphs'} of the report and the {len(other)} of other report "
-                f"{number} are not of one model: there is no slider from one to the other. Give reports of the same call, "
+                f"the {len(shown)} {'steps' if shown[0].calls else 'graphs'} of the report and the {len(other)} of other report {number} "
+                "are not of one model: there is no slider from one to the other. Give reports of the same call, "
                 "explained for other budgets."
             )
     graphs = []
@@ -148,7 +148,7 @@ def _stop(one: Shown) -> dict[str, Any]:
     variant = any(plan.variant for plan, _ in one.plans) and not one.calls
     return {
         "title": one.picture.title,
-        "label": format_bytes(_budget(one)) if one.budget_bytes is not None or _budget(one) else "no budget",
+        "label": format_bytes(_budget(one)) if one.budget_bytes is not None else f"open (peak {format_bytes(_budget(one))})",
         "cards": _cards(one),
         "summary": [*([_OF_THE_STEP] if variant else []), one.summary],
         "why_empty": "" if one.picture.end_s > 0 else _why_empty(one.picture),
