@@ -7,6 +7,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_the_lanes_are_the_pictures_and_say_tensor_module_bytes_and_why() -> Non
     assert sum(span[3] for span in spans if span[1] == "stall") == pytest.approx(sum(e - s for s, e, _ in picture.stalls) * 1e3)
     compute = sorted((span[2], span[2] + span[3]) for span in spans if span[0] == "compute")
     assert compute[0][0] == 0.0
-    assert all(before[1] == pytest.approx(after[0]) for before, after in zip(compute, compute[1:], strict=False)), compute
+    assert all(before[1] == pytest.approx(after[0]) for before, after in pairwise(compute)), compute
 
 
 def test_a_step_of_several_calls_finds_module_and_reason_of_a_copy() -> None:

@@ -118,10 +118,10 @@ def content_of(
     """
     for number, other in enumerate(others, start=1):
         if [bool(one.calls) for one in other] != [bool(one.calls) for one in shown]:
+            kind = "steps" if shown[0].calls else "graphs"
             raise ConfigError(
-                f"the {len(shown)} {'steps' if shown[0].calls else 'graphs'} of the report and the {len(other)} of other report {number} "
-                "are not of one model: there is no slider from one to the other. Give reports of the same call, "
-                "explained for other budgets."
+                f"the {len(shown)} {kind} of the report and the {len(other)} of other report {number} are not of one model: "
+                "there is no slider from one to the other. Give reports of the same call, explained for other budgets."
             )
     graphs = []
     for place, own in enumerate(shown):
@@ -308,7 +308,8 @@ def _groups(one: Shown) -> Iterator[dict[str, Any]]:
     """The table by layer: of each storage module, tensor, shape, dtype, bytes, size, decision, reason and copies."""
     several = len(one.plans) > 1
     for plan, count in one.plans:
-        about = f"{plan.graph}{f' {plan.variant}' * bool(plan.variant)}, {count} call{'s' * (count != 1)}: " if several else ""
+        each = f", each of {count} calls" if count > 1 else ""
+        about = f"{plan.graph}{f' {plan.variant}' * bool(plan.variant)}{each}: " if several else ""
         layers: dict[str, list[Row]] = {}
         for row in single_rows(plan):
             path = row.paths[0]

@@ -38,7 +38,8 @@
   const AXIS = { gridcolor: "#e8ecf0", linecolor: "#b8c2cc", zeroline: false, fixedrange: false };
   const MARGIN = { l: 110, r: 24, t: 46, b: 40 };
   const LEGEND = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", itemwidth: 30 };
-  const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+  const BUTTONS = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]; // none that sends anything away
+  const CONFIG = { displaylogo: false, responsive: true, modeBarButtons: [BUTTONS] };
   const FONT = { family: 'system-ui, "Segoe UI", "DejaVu Sans", Arial, sans-serif', size: 12, color: "#1c2733" };
 
   function layout(more) {
@@ -206,10 +207,15 @@
     return [...groups].sort((one, other) => sign * order.compare(one.rows[0][CELLS[state.sort]], other.rows[0][CELLS[state.sort]]));
   }
 
+  // Long names break after dots and underscores.
+  function broken(text) {
+    return text.split(/(?<=[._,])/).flatMap((part, n) => (n ? [made("wbr"), part] : [part]));
+  }
+
   function rowOf(row) {
     const cells = CELLS.map((place, column) => {
-      const inside = place === DECISION ? made("span", { class: row[place] }, row[place]) : row[place];
-      return made("td", { class: column === SIZE ? "number" : column === 3 || place === DECISION ? "short" : "" }, inside);
+      const inside = place === DECISION ? [made("span", { class: row[place] }, row[place])] : broken(row[place]);
+      return made("td", { class: column === SIZE ? "number" : column === 2 || column === 3 || place === DECISION ? "short" : "" }, ...inside);
     });
     return made("tr", { class: "row" }, ...cells);
   }
