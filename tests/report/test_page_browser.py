@@ -64,7 +64,8 @@ class Opened:
         return self.page.evaluate(script)
 
     def rows(self) -> list[list[str]]:
-        return list(self("[...document.querySelectorAll('#table tbody tr')].map(r => [...r.cells].map(c => c.innerText.trim()))"))
+        rows = "[...document.querySelectorAll('#table tbody tr')]"
+        return list(self(f"{rows}.map(row => [...row.cells].map(cell => cell.innerText.trim()))"))
 
     def sort(self, name: str) -> None:
         self.page.locator("#table th button", has_text=name).click()
@@ -79,7 +80,8 @@ class Opened:
         self.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         text = lanes.locator(".hoverlayer .hovertext")
         text.first.wait_for()
-        return "\n".join(self("[...document.querySelectorAll('#lanes .hoverlayer .hovertext tspan.line')].map(e => e.textContent)"))
+        lines = "[...document.querySelectorAll('#lanes .hoverlayer .hovertext tspan.line')]"
+        return "\n".join(self(f"{lines}.map(line => line.textContent)"))
 
 
 @pytest.fixture

@@ -26,7 +26,10 @@ _MISSING = (
 
 def can_draw() -> bool:
     """Whether plotly is installed."""
-    return importlib.util.find_spec("plotly") is not None
+    try:
+        return importlib.util.find_spec("plotly.offline") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def require_plotly(what: str) -> None:
