@@ -67,10 +67,11 @@ def _spans(spans: Sequence[Lane], top: float, scale: float) -> list[str]:
         width = (end_s - start_s) * scale
         more = "" if len(group) == 1 else f" and {len(group) - 1} more"
         fill = COLOURS.get(kind_of(lane, label), "#999999")
+        gap = 0.0 if lane == "compute" else 0.6  # nothing is between forward, backward and recomputation
         pale = 0.7 if lane == "layer" and number % 2 else 1
         title = f"{label}{more}, {milliseconds(end_s - start_s)}"
         drawn.append(
-            element("rect", class_="span", x=_LEFT + start_s * scale, y=top, width=max(width - 0.6, 0.6), height=_LANE_H,
+            element("rect", class_="span", x=_LEFT + start_s * scale, y=top, width=max(width - gap, 0.6), height=_LANE_H,
                     fill=fill, fill_opacity=pale, title=title)
         )  # fmt: skip
         if text := _label_in(lane, label, int((width - 8) / _CHARACTER)):
