@@ -28,12 +28,11 @@ from graphoffload.report.step_picture import (
 )
 from graphoffload.report.step_report import StepReport
 from graphoffload.report.table import ACTIONS, Row, bound, folded_rows, percent, single_rows, totals
-from graphoffload.units import format_bytes
+from graphoffload.units import format_bytes, unit_of
 
 _COLUMNS = 2000  # of time: spans and steps that are shorter are drawn together
 _CALL = re.compile(r"call (\d+): (.*)", re.DOTALL)
 _FAR = 1.6  # a budget more than this above every curve is not drawn
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _KINDS = {
     "layer": "layer", "forward": "forward", "backward": "backward", "recompute": "recomputation", "stall": "stall",
     "D2H": "copy to the host", "H2D": "copy back",
@@ -260,7 +259,7 @@ def _memory(picture: StepPicture, reserve_bytes: int) -> dict[str, Any]:
     """The curves in the unit of their axis: a stack of what the plan's memory is, keep-all, and the budget."""
     plan, keep = picture.memory_plan, picture.memory_keep
     most = max((nbytes for _, nbytes in (*plan, *keep)), default=0)
-    unit, factor = next((unit, factor) for unit, factor in _UNITS if most >= factor or factor == 1)
+    unit, factor = unit_of(most)
     chosen = list(_thinned(plan, picture.end_s / _COLUMNS))
     parts = {"outside": picture.memory_outside, "kept": picture.memory_kept, "in_flight": picture.memory_in_flight}
     columns = {name: [points[k][1] for k in chosen] for name, points in parts.items() if len(points) == len(plan)}
