@@ -149,7 +149,7 @@ def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession)
     predicted = _predicted(rewritten, session, hardware.name)
     session.finish(plan)
     predictions.remember(plan.key, predicted)
-    if not plan.variant:  # a variant's line is that of its step
+    if not plan.variant and not plan.is_tiny:  # a variant's line is that of its step
         say(f"{plan.graph}: {plan.summary}")
     if log.isEnabledFor(10):
         log.debug("%s", plan_table(plan))

@@ -72,7 +72,7 @@ def write_dump(
     texts: dict[str, Callable[[], str]] = {
         f"{name}.txt": partial(_readable, graph) for name, graph in graphs.items() if graph is not None
     }
-    texts |= {"plan.json": plan.to_json, "plan.txt": partial(plan_table, plan)}
+    texts |= {"plan.json": plan.to_json, "plan.txt": partial(plan_table, plan, compact=False)}
     texts |= {
         f"{name}.svg": partial(_drawing, plan, *pair, f"{plan.graph} {name}")
         for name, pair in pairs.items()

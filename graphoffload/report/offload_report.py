@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from graphoffload.errors import ConfigError, PlanError
-from graphoffload.facts.plan import Plan, Prediction
+from graphoffload.facts.plan import TINY_BYTES, Plan, Prediction
 from graphoffload.report.dump import write_pictures, write_step_pictures
 from graphoffload.report.ledger import Ledger, fit_lines, ledger_lines
 from graphoffload.report.page.content import Shown, content_of, shown_of
@@ -266,7 +266,8 @@ class OffloadReport:
             ) from error
 
     def __str__(self) -> str:
-        parts = [table_of(group, summary=not group[0].variant) for group in _alike(self._running)]
+        shown = [plan for plan in self._running if not plan.is_tiny] or self._running
+        parts = [table_of(group, summary=not group[0].variant) for group in _alike(shown)]
         steps = dict.fromkeys(plan.summary for plan in self._running if plan.variant and plan.summary)
         breaks = f"{self.graph_breaks} graph break{'s' * (self.graph_breaks != 1)}"
         if self.step is not None:
@@ -274,7 +275,9 @@ class OffloadReport:
         elif steps:
             parts.append("\n".join(steps) + "\n")
         if self.step is None and len({plan.graph for plan in self._running}) != 1:
+            tiny = len(self._running) - len(shown)
             title = f"all {len(self._running)} graphs" + f", {breaks}" * bool(self.graph_breaks)
+            title += f" ({tiny} without a table: less than {format_bytes(TINY_BYTES)} saved, all kept)" * bool(tiny)
             parts.append("\n".join([title, *total_lines(totals(folded_rows(self._running)))]) + "\n")
         elif self.graph_breaks:
             parts.append(f"{breaks}\n")
