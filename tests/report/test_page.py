@@ -130,6 +130,17 @@ def test_a_step_of_several_calls_finds_module_and_reason_of_a_copy() -> None:
     assert lines[2:] == ["module: attention.out", "why: because"]
 
 
+def test_a_graph_of_a_step_says_whose_figures_are_shown() -> None:
+    """A plan that was compiled for a step has the step's figures from then on, and a timeline of its own."""
+    one = report()
+    alone = replace(one.plans[0], variant="light")
+    assert stop_of(OffloadReport(plans=(alone,)))["summary"] == [alone.summary]
+    amended = replace(alone, prediction=replace(alone.prediction, predicted_time_s=1.0), summary="the step's line")
+    said = stop_of(OffloadReport(plans=(amended,)))["summary"]
+    assert said[0].startswith("The figures are those of the step")
+    assert said[1:] == ["the step's line"]
+
+
 def test_other_budgets_are_stops_in_order_and_the_reports_own_is_where_it_starts() -> None:
     one, others = report(budget=30 * MIB), [report(offloads=5, budget=22 * MIB), report(offloads=1, budget=60 * MIB)]
     shown = [shown_of(each.plans) for each in (one, *others, one)]

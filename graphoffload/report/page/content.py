@@ -49,7 +49,7 @@ class Shown:
     Attributes:
         name: what it plans. plans: with how often each runs, 1 if unknown.
         sums: (tensors, bytes) by decision; None instead of the number where only the bytes are known.
-        budget_bytes: None: there was none, or it is unknown.
+        budget_bytes: None: there was none, or it is unknown. of_step: the figures are of the step that the graph is a part of.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Shown:
     calls: tuple[tuple[str, str], ...] = ()
     budget_bytes: int | None = None
     summary: str = ""
+    of_step: bool = False
 
 
 def shown_of(
@@ -100,6 +101,7 @@ def shown_plan(plan: Plan, predicted: Predicted | None, budget_bytes: int | None
         sums={action: sums[action][:2] for action in ACTIONS},
         budget_bytes=budget_bytes,
         summary=plan.summary,
+        of_step=bool(plan.variant) and (predicted is None or predicted.timeline.time_s != plan.prediction.predicted_time_s),
     )
 
 
@@ -144,12 +146,11 @@ def _budget(one: Shown) -> int:
 
 def _stop(one: Shown) -> dict[str, Any]:
     groups = list(_groups(one))
-    variant = any(plan.variant for plan, _ in one.plans) and not one.calls
     return {
         "title": one.picture.title,
         "label": format_bytes(_budget(one)) if one.budget_bytes is not None else f"open (peak {format_bytes(_budget(one))})",
         "cards": _cards(one),
-        "summary": [*([_OF_THE_STEP] if variant else []), one.summary],
+        "summary": [*([_OF_THE_STEP] if one.of_step else []), one.summary],
         "why_empty": "" if one.picture.end_s > 0 else _why_empty(one.picture),
         "half_ms": None if one.picture.forward_end_s is None else one.picture.forward_end_s * 1e3,
         "end_ms": one.picture.end_s * 1e3,
