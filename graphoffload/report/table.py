@@ -34,7 +34,7 @@ _STYLES = {"keep": "blue", "recompute": "green", "offload": "yellow"}
 _DTYPES = {"bfloat16": "bf16", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 _BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _NUMBER = re.compile(r"\d+")
-_NAME = 26  # characters of a tensor's name in a compact table
+_NAME = 24  # characters of a tensor's name in a compact table
 
 
 @dataclass(slots=True)
@@ -350,9 +350,12 @@ def bound(slowdown: float | None) -> str:
 
 
 def _short(name: str) -> str:
-    """A tensor's name in few characters: its ends, where it is long."""
-    half = (_NAME - 2) // 2
-    return name if len(name) <= _NAME else f"{name[:half]}..{name[-half:]}"
+    """A tensor's name in few characters: how it begins, and its first and last number."""
+    if len(name) <= _NAME:
+        return name
+    end = (re.search(r"\d[\d,.-]*$", name) or re.search(r".{0,8}$", name))[0]  # type: ignore[index]
+    end = f"{end.partition(',')[0]},..,{end.rpartition(',')[2]}" if end.count(",") > 1 else end
+    return f"{name[: max(_NAME - 2 - len(end), 4)]}..{end}"
 
 
 def _shape(shape: tuple[int | str, ...]) -> str:

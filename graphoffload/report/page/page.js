@@ -184,7 +184,7 @@
     at("budget-ticks").replaceChildren(...stops.map((_, n) => made("option", { value: n })));
     const head = ["budget", ...stops[0].cards.map((card) => card[0])];
     const rows = stops.map((each, n) => made("tr", { "aria-current": n === state.stop, onclick: () => { state.stop = n; draw(); } },
-      ...[each.label, ...each.cards.map((card) => (card[0] === "step time" ? card[1] + " (" + card[2].split(",")[0] + ")" : card[1]))]
+      ...[each.label, ...each.cards.map((card) => (card[0] === "step time" ? card[1] + ", " + card[2].split(",")[0] : card[1]))]
         .map((text) => made("td", {}, text))));
     at("budgets").replaceChildren(made("thead", {}, made("tr", {}, ...head.map((text) => made("th", {}, text)))), made("tbody", {}, ...rows));
   }
