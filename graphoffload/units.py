@@ -56,11 +56,17 @@ def format_bytes(nbytes: int | None) -> str:
     if nbytes is None:
         return "symbolic"
     sign, size = ("-" if nbytes < 0 else ""), abs(nbytes)
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            amount = size / factor
-            return f"{sign}{amount:.2f} {unit}" if amount < 10 else f"{sign}{amount:.1f} {unit}"
-    return f"{sign}{size} B"
+    unit, factor = unit_of(size)
+    amount = size / factor
+    if factor == 1:
+        return f"{sign}{size} B"
+    return f"{sign}{amount:.2f} {unit}" if amount < 10 else f"{sign}{amount:.1f} {unit}"
+
+
+def unit_of(nbytes: int) -> tuple[str, int]:
+    """The unit that so many bytes are printed in, and how many bytes it has: for an axis."""
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next(((unit, factor) for unit, factor in units if nbytes >= factor), ("B", 1))
 
 
 def coarse_size(nbytes: int | None) -> int | None:

@@ -25,6 +25,7 @@ from graphoffload.hardware.profile import PROFILES
 from graphoffload.log import log
 from graphoffload.options.config import OffloadConfig
 from graphoffload.report.offload_report import OffloadReport
+from graphoffload.report.page.html import can_draw
 
 SCRIPT = """
 import torch
@@ -320,6 +321,49 @@ def test_what_is_wrong_with_the_arguments_is_said(
     assert out == ""
     assert "Traceback" not in err
     assert all(word in err[err.index("error: ") :] for word in words), err
+
+
+@pytest.mark.skipif(not can_draw(), reason="plotly is not installed")
+def test_html_is_a_page_with_the_budgets_that_were_asked_for(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "plan.html"
+    budgets = ["4MiB", "2MiB", "50KiB"]
+    status, out, err = run(
+        capsys, "explain", script, *QUICK, "--device-budget", "2100KiB", "--html", path, "--what-if", *budgets
+    )
+    assert status == 0, err
+    assert out.endswith(f"\nwrote {path}\n")
+    (text,) = re.findall(r'id="content">(.*?)</script>', path.read_text())
+    page = json.loads(text)
+    (graph,) = page["graphs"]
+    assert [stop["label"] for stop in graph["stops"]] == ["2.00 MiB", "2.05 MiB", "4.00 MiB"]
+    assert graph["start"] == 1
+    assert any(re.match(r"no plan meets a budget of 50KiB; the least is \d", note) for note in page["notes"])
+    assert page["text"].partition("\nno plan meets")[0] in out, "the printed report is that of the budget that was given"
+
+
+def test_a_page_that_cannot_be_made_is_refused_before_anything_is_planned(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphoffload.cli.explain._report", lambda *_: pytest.fail("it planned"))
+    (tmp_path / "file").write_text("in the way")
+    with monkeypatch.context() as patched:
+        patched.setattr("graphoffload.report.page.html.can_draw", lambda: False)
+        without = run(capsys, "explain", script, *QUICK, "--html", tmp_path / "plan.html")
+    assert without[0] == 1
+    assert "error: --html is drawn with plotly, which is not installed" in without[2]
+    assert "pip install 'graphoffload[html]'" in without[2]
+    monkeypatch.setattr("graphoffload.report.page.html.can_draw", lambda: True)
+    for given, words in (
+        (["--html", tmp_path], f"--html {tmp_path} is a folder. Name a file, such as {tmp_path}/plan.html"),
+        (["--html", tmp_path / "file" / "plan.html"], f"--html {tmp_path}/file: File exists"),
+        (["--what-if", "1GiB"], "--what-if compares budgets on the page, and no page was asked for. Add --html FILE."),
+        (["--html", tmp_path / "a.html", "--what-if", "many"], "device_budget='many' does not parse as a size"),
+    ):
+        status, out, err = run(capsys, "explain", script, *QUICK, *given)
+        assert (status, out) == (1, "")
+        assert words in err, err
 
 
 def test_a_report_that_cannot_be_written_is_said(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

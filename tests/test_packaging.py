@@ -42,8 +42,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def modules() -> set[str]:
-    """Every module as an archive should name it, the source of the one that is compiled, and the marker of a typed package."""
-    package = [path.relative_to(ROOT) for ending in ("py", "c") for path in (ROOT / "graphoffload").rglob(f"*.{ending}")]
+    """Every module as an archive should name it, the source of the one that is compiled, the template, style and script of the
+    page, and the marker of a typed package."""
+    endings = ("py", "c", "html", "css", "js")
+    package = [path.relative_to(ROOT) for ending in endings for path in (ROOT / "graphoffload").rglob(f"*.{ending}")]
     names = {str(path) for path in package if path.parts[1] != "passes"} | {"graphoffload/py.typed"}
     return names | {f"graphoffload/{path.relative_to(ROOT)}" for path in (ROOT / "passes").rglob("*.py")}
 

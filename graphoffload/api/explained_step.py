@@ -293,7 +293,7 @@ def plan_look(look: StepLook, config: OffloadConfig, state_bytes: int | None, re
     plans = {made.key: found for made in compiled if (found := registry.of_key(made.key)) is not None}
     hardware = hardware_of(config.hardware, str(graphs[0].device))
     names = [graphs[fact.graph].graph.name for fact in facts.calls]
-    step = report_of_step(plan.solution, facts, names, plan.summary, reserve, limits.device_budget_bytes, hardware.name)
+    step = report_of_step(plan.solution, facts, names, plan.summary, reserve, limits.device_budget_bytes, hardware)
     keys = [made.key for made in compiled]
     return ExplainedStep(
         tuple(plans.values()), tuple(keys.count(key) for key in plans), step, *_ledgers(look, plan, facts, state_bytes, reserve)

@@ -19,6 +19,7 @@ from graphoffload.facts.refusals import Refusal, refusal_of
 from graphoffload.facts.remedies import host_full, nothing_offloaded
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.log import log
 from graphoffload.monitor.shared_budget import is_one_of_many
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.hint import saved_within
@@ -98,13 +99,13 @@ def decide_actions(analysis: GraphAnalysis, program: Program, goal: Goal) -> Dec
         return replace(kept, hint=_hint(program, hardware, limits))
     wanted = _without_advice(wanted)
     solution, reasons = _solve(analysis, _constrained(free, wanted), wanted, goal)
+    log.debug("the best plan was proposed by %s", solution.solver)
     return Decided(
         actions=solution.actions,
         reasons=reasons,
         keep_timeline=keep,
         lower_bound_s=solution.lower_bound_s,
         lower_bound_peak_bytes=solution.lower_bound_peak_bytes,
-        notes=(f"planned by {solution.solver}",),
         warnings=tuple(warnings),
         max_inflight_bytes=solution.max_inflight_bytes,
         planned=True,

@@ -149,7 +149,7 @@ def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession)
     predicted = _predicted(rewritten, session, hardware.name)
     session.finish(plan)
     predictions.remember(plan.key, predicted)
-    if not plan.variant:  # a variant's line is that of its step
+    if not plan.variant and not plan.is_tiny:  # a variant's line is that of its step
         say(f"{plan.graph}: {plan.summary}")
     if log.isEnabledFor(10):
         log.debug("%s", plan_table(plan))
@@ -170,7 +170,9 @@ def _predicted(rewritten: Rewritten, session: CompileSession, hardware: str) -> 
     budget = session.goal.device_budget_bytes
     limit_bytes = None if budget is None else max(0, budget - session.limits.reserve_bytes)
     candidates = {candidate.name: candidate for candidate in rewritten.candidates}
-    return Predicted(rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware, candidates)
+    return Predicted(
+        rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware, candidates, rewritten.layers
+    )
 
 
 def _check_torch_settings() -> None:

@@ -39,6 +39,7 @@ from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.once import save_memory_once
 from graphoffload.passes.prepare_joint import Binding, bind, copy_graph, tagged_copy, tagged_operations, users_own
 from graphoffload.passes.reload import insert_reloads
+from graphoffload.planner.memory_layers import MemoryLayers
 from graphoffload.planner.problem import Candidate
 from graphoffload.planner.simulator import Timeline
 
@@ -48,7 +49,7 @@ class Rewritten:
     """The result: graphs to compile, their plan, and the graphs before the passes for a dump (None without one).
 
     kernels: expected number of kernels that the graphs run.
-    candidates: those that were planned for the final graphs.
+    candidates: those that were planned for the final graphs. layers: what their memory and their compute are made of.
     """
 
     graphs: GraphPair
@@ -59,6 +60,7 @@ class Rewritten:
     kernels: int
     hint: str = ""
     candidates: tuple[Candidate, ...] = ()
+    layers: MemoryLayers = MemoryLayers()  # noqa: RUF009 (frozen)
 
 
 def rewrite(request: Request) -> Rewritten:
@@ -104,7 +106,8 @@ def rewrite(request: Request) -> Rewritten:
     hint = "; ".join(filter(None, (hint_of(trial), returned_by(analysis.pair).cache_hint, decided.hint)))
     instance = trial.instance
     candidates = instance.program.candidates
-    return Rewritten(graphs, plan, before, trial.timeline, decided.keep_timeline, instance.kernels, hint, candidates)
+    keep = decided.keep_timeline
+    return Rewritten(graphs, plan, before, trial.timeline, keep, instance.kernels, hint, candidates, trial.layers)
 
 
 def _trial(request: Request) -> Trial:

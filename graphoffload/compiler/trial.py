@@ -34,6 +34,8 @@ from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.passes.prepare_joint import bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
+from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.memory_layers import MemoryLayers, layers_of
 from graphoffload.planner.prefetch import with_slack
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.torch_internals import partitioning
@@ -58,6 +60,12 @@ class Trial:
         """How good the trial is for the request's goal; less is better."""
         goal, keep_peak_bytes = self.analysis.request.goal, self.decided.keep_timeline.peak_bytes
         return goal.score(self.excess, self.timeline.peak_bytes, self.timeline.time_s, keep_peak_bytes)
+
+    @property
+    def layers(self) -> MemoryLayers:
+        """What the timeline's memory and compute are made of, to be drawn."""
+        chosen = [self.actions[tensor.name] for tensor in self.analysis.table.tensors]
+        return layers_of(arrays_of(self.instance.program, self.analysis.hardware), chosen, self.timeline)
 
 
 def keep_all_trial(analysis: GraphAnalysis) -> Trial:

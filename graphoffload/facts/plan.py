@@ -18,6 +18,8 @@ from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 Action = Literal["keep", "recompute", "offload"]
 FORMAT = 2
 """Format number of a plan as JSON. It changes whenever an older reader would misread a field or lack one."""
+TINY_BYTES = 1024
+"""A graph that saves less, and keeps it, has no line and no table of its own."""
 _HARDLY_MORE = 1.1
 
 
@@ -149,6 +151,12 @@ class Plan:
         """Bytes of all storages with this decision."""
         chosen = {decision.name for decision in self.decisions if decision.action == action}
         return sum(tensor.planned_bytes for tensor in self.saved.tensors if tensor.name in chosen)
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether everything is kept and backward reads hardly anything, so that there is nothing to tell."""
+        known = all(tensor.nbytes is not None for tensor in self.saved.tensors)
+        return known and not self.changes_anything and self.saved.saved_bytes < TINY_BYTES
 
     @property
     def changes_anything(self) -> bool:

@@ -11,6 +11,9 @@ made.
 from __future__ import annotations
 
 import enum
+import re
+
+_BELOW = re.compile(r"is less than min_tensor_bytes=(\S+ \w*B)\b")
 
 
 class Refusal(enum.Enum):
@@ -94,3 +97,9 @@ class Why(str):
 def refusal_of(text: str) -> Refusal | None:
     """The code of a reason's text; None for any other text."""
     return text.refusal if isinstance(text, Why) else None
+
+
+def least_of(reason: str) -> str:
+    """The bound that a plan's reason names, such as "1.00 MiB", where the tensor was below min_tensor_bytes; else ""."""
+    found = _BELOW.search(reason)
+    return found[1] if found else ""

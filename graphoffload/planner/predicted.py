@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphoffload.facts.plan import Prediction
+from graphoffload.planner.memory_layers import MemoryLayers
 from graphoffload.planner.problem import Candidate
 from graphoffload.planner.simulator import Scheduled, Timeline
 
@@ -19,6 +20,7 @@ class Predicted:
         limit_bytes: what the plan's peak was to stay within: the budget less the reserve; None where nothing was to be met.
         hardware: name of the profile that the times come from.
         candidates: by the name of the saved activation. Their uses are steps of the timeline.
+        layers: of the timeline; its tuples are empty where they are unknown.
     """
 
     timeline: Timeline
@@ -26,6 +28,7 @@ class Predicted:
     limit_bytes: int | None = None
     hardware: str = ""
     candidates: Mapping[str, Candidate] = field(default_factory=dict)
+    layers: MemoryLayers = MemoryLayers()  # noqa: RUF009 (frozen)
 
 
 def in_plan_order(timeline: Timeline) -> list[Scheduled]:

@@ -5,6 +5,7 @@
     <graph>.<key>.forward.after.txt       with our operations                   (backward likewise)
     <graph>.<key>.joint.svg, .before.svg, .after.svg     colored by decision
     <graph>.<key>.plan.json, .plan.txt    the plan, and its table
+    <graph>.<key>.html                    lanes, memory and the table as one page, where plotly is installed
 
 With several processes every name carries ".rank<N>". A file appears whole or not at all (written under another name, then
 renamed), so ranks and compile workers can share a folder. A dump is an aid: a graph that cannot be printed or drawn leaves a
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,13 @@ import torch
 from graphoffload.cache_files import write_whole
 from graphoffload.errors import ConfigError
 from graphoffload.facts.plan import Plan
+from graphoffload.log import say
 from graphoffload.planner.predicted import Predicted
 from graphoffload.report.graph_picture import drawn_nodes, drawn_pair, graph_svg
-from graphoffload.report.step_picture import StepPicture, picture_of, timeline_svg, trace_json
+from graphoffload.report.page.content import content_of, shown_plan
+from graphoffload.report.page.html import can_draw, page_html
+from graphoffload.report.step_picture import StepPicture, picture_of, trace_json
+from graphoffload.report.step_svg import timeline_svg
 from graphoffload.report.svg import element, page
 from graphoffload.report.table import plan_table
 
@@ -67,7 +72,7 @@ def write_dump(
     texts: dict[str, Callable[[], str]] = {
         f"{name}.txt": partial(_readable, graph) for name, graph in graphs.items() if graph is not None
     }
-    texts |= {"plan.json": plan.to_json, "plan.txt": partial(plan_table, plan)}
+    texts |= {"plan.json": plan.to_json, "plan.txt": partial(plan_table, plan, compact=False)}
     texts |= {
         f"{name}.svg": partial(_drawing, plan, *pair, f"{plan.graph} {name}")
         for name, pair in pairs.items()
@@ -75,6 +80,10 @@ def write_dump(
     }
     if predicted is not None:
         texts |= _pictures(plan, predicted)
+        if can_draw():
+            texts["html"] = partial(_page, plan, predicted)
+        else:
+            _say_no_page()
     return _write_all(
         Path(folder).expanduser(), _stem(plan), texts, f"dump_dir={str(folder)!r}", "unset dump_dir and GRAPHOFFLOAD_DUMP_DIR"
     )
@@ -120,6 +129,15 @@ def _pictures(plan: Plan, predicted: Predicted | None) -> dict[str, Callable[[],
 
     texts: dict[str, Callable[[], str]] = {"timeline.svg": drawn}
     return texts if predicted is None else {**texts, "trace.json": lambda: trace_json(picture_of(plan, predicted))}
+
+
+def _page(plan: Plan, predicted: Predicted) -> str:
+    return page_html("graphoffload: one training step", content_of([shown_plan(plan, predicted)], text=plan_table(plan)))
+
+
+@cache
+def _say_no_page() -> None:
+    say("dump_dir has no pages, since plotly is not installed: pip install 'graphoffload[html]'")
 
 
 def _stem(plan: Plan) -> str:

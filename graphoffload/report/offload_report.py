@@ -7,11 +7,13 @@ measured values if a step ran. graphoffload.report.table explains the table.
 
     OffloadReport(plans=graphoffload.last_plans()).save_pictures("pictures")
 
-draws the predicted step of every graph; see graphoffload.report.step_picture.
+draws the predicted step of every graph; see graphoffload.report.step_picture. `save_html("plan.html")` writes one page with all
+of it; see graphoffload.report.page.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Sequence
@@ -19,10 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from graphoffload.errors import PlanError
-from graphoffload.facts.plan import Plan, Prediction
+from graphoffload.errors import ConfigError, PlanError
+from graphoffload.facts.plan import TINY_BYTES, Plan, Prediction
 from graphoffload.report.dump import write_pictures, write_step_pictures
 from graphoffload.report.ledger import Ledger, fit_lines, ledger_lines
+from graphoffload.report.page.content import Shown, content_of, shown_of
+from graphoffload.report.page.html import can_draw, framed, page_html, write_page
 from graphoffload.report.predictions import predicted_of
 from graphoffload.report.step_report import StepReport
 from graphoffload.report.table import ACTIONS, bound, folded_rows, percent, table_of, total_lines, totals
@@ -176,6 +180,43 @@ class OffloadReport:
             return write_step_pictures(folder, name, self.step.picture)
         return [path for plan in self.plans for path in write_pictures(folder, plan, predicted_of(plan.key))]
 
+    def save_html(self, path: str | Path, *, others: Sequence[OffloadReport] = ()) -> Path:
+        """Write one self-contained page: lanes and memory over the step, what to do with each tensor and why. Needs plotly.
+
+        The page works without a network, and has about 5 MB, since plotly.js is in it.
+
+        Args:
+            path: a file such as "plan.html"; its folder is made if needed.
+            others: reports of the same model for other budgets. A slider on the page goes through them.
+
+        Returns:
+            The file written.
+
+        Raises:
+            ConfigError: the report has no plan, plotly is not installed, or the file cannot be written.
+        """
+        return write_page(path, *self._page(others))
+
+    def _page(self, others: Sequence[OffloadReport] = ()) -> tuple[str, dict[str, Any]]:
+        """Title and content of the page."""
+        if not self.plans:
+            why = "; ".join(self.notes) or "nothing was compiled or explained that saves activations for backward"
+            raise ConfigError(f"there is nothing to show: the report has no plan ({why}).")
+        own = self._shown()
+        title = "graphoffload: one training step" if self.step or len(own) == 1 else f"graphoffload: {len(own)} graphs"
+        return title, content_of(own, [other._shown() for other in others], notes=self.notes, text=str(self))
+
+    def _shown(self) -> list[Shown]:
+        if self.step is None:
+            return shown_of(self._running, budget_bytes=self.budget_bytes)
+        return shown_of(self.plans, self.calls, self.step, self.budget_bytes)
+
+    def _repr_html_(self) -> str:
+        """The page for a notebook, in a frame; the printed table where there is no plotly, or no plan."""
+        if not self.plans or not can_draw():
+            return f"<pre>{html.escape(str(self))}</pre>"
+        return framed(page_html(*self._page()))
+
     def to_json(self) -> str:
         """Plans, measurements and, under "derived", every figure of this class; from_json reads it back."""
         names = ("predicted_peak_bytes", "keep_peak_bytes", "lower_bound_peak_bytes", "predicted_slowdown",
@@ -225,7 +266,8 @@ class OffloadReport:
             ) from error
 
     def __str__(self) -> str:
-        parts = [table_of(group, summary=not group[0].variant) for group in _alike(self._running)]
+        shown = [plan for plan in self._running if not plan.is_tiny] or self._running
+        parts = [table_of(group, summary=not group[0].variant) for group in _alike(shown)]
         steps = dict.fromkeys(plan.summary for plan in self._running if plan.variant and plan.summary)
         breaks = f"{self.graph_breaks} graph break{'s' * (self.graph_breaks != 1)}"
         if self.step is not None:
@@ -233,7 +275,9 @@ class OffloadReport:
         elif steps:
             parts.append("\n".join(steps) + "\n")
         if self.step is None and len({plan.graph for plan in self._running}) != 1:
+            tiny = len(self._running) - len(shown)
             title = f"all {len(self._running)} graphs" + f", {breaks}" * bool(self.graph_breaks)
+            title += f" ({tiny} without a table: less than {format_bytes(TINY_BYTES)} saved, all kept)" * bool(tiny)
             parts.append("\n".join([title, *total_lines(totals(folded_rows(self._running)))]) + "\n")
         elif self.graph_breaks:
             parts.append(f"{breaks}\n")

@@ -1,7 +1,7 @@
 """What a report says of a step of several graphs: its calls, its predicted cost, and one picture of all of it.
 
-    calls    8 x graph0: light x 5, third x 3         which variant of its graph each call runs
-    picture  lanes over all graphs, and one curve of memory in two layers: outside the graphs, and all
+calls    8 x graph0: light x 5, third x 3         which variant of its graph each call runs
+picture  lanes over all graphs, and one curve of memory in two layers: outside the graphs, and all
 """
 
 from __future__ import annotations
@@ -13,11 +13,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graphoffload.facts.plan import Action, Prediction
+from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.memory_layers import layers_of
 from graphoffload.planner.simulator import Timeline
 from graphoffload.planner.step.facts import StepFacts
 from graphoffload.planner.step.joint import OUTSIDE, Joined, join
 from graphoffload.planner.step.solve import StepSolution
-from graphoffload.report.step_picture import Lane, Memory, StepPicture, memory_points, milliseconds, stalls_of
+from graphoffload.report.step_picture import (
+    Lane,
+    StepPicture,
+    again_text,
+    compute_lane,
+    memory_parts,
+    memory_points,
+    milliseconds,
+    stalls_of,
+)
 from graphoffload.report.table import percent
 from graphoffload.units import format_bytes
 
@@ -86,21 +98,26 @@ def report_of_step(
     summary: str,
     reserve_bytes: int,
     budget_bytes: int | None,
-    hardware: str,
+    hardware: HardwareProfile,
 ) -> StepReport:
     """The report of a solved step.
 
     Args:
-        names: the graph of each call. budget_bytes: as it was resolved. hardware: name of the profile of the times.
+        names: the graph of each call. budget_bytes: as it was resolved. hardware: where the times come from.
     """
     variants = [facts.variant(call, chosen) for call, chosen in enumerate(solution.chosen)]
     calls = tuple((name, variant.name) for name, variant in zip(names, variants, strict=True))
     sums: Counter[Action] = Counter()
+    again: dict[str, str] = {}
     for call, fact in enumerate(facts.calls):
         for candidate, action in zip(variants[call].program.candidates, solution.actions[call], strict=True):
             sums[action] += candidate.nbytes
         everything = facts.bounds[fact.graph].candidates if facts.bounds else ()
-        sums["recompute"] += sum(c.nbytes for c in everything if c.name in variants[call].recomputes)
+        for c in everything:
+            if c.name in variants[call].recomputes:
+                sums["recompute"] += c.nbytes
+                again[f"call {call}: {c.name}"] = f"call {call}: {c.name}, {format_bytes(c.nbytes)}"
+    limit_bytes = None if budget_bytes is None else budget_bytes - reserve_bytes
     return StepReport(
         **asdict(solution.prediction(reserve_bytes)),
         calls=calls,
@@ -109,7 +126,7 @@ def report_of_step(
         recomputed_bytes=sums["recompute"],
         kept_bytes=sums["keep"],
         budget_bytes=budget_bytes,
-        picture=_picture(solution, calls, summary, None if budget_bytes is None else budget_bytes - reserve_bytes, hardware),
+        picture=_picture(solution, calls, summary, limit_bytes, hardware, again),
     )
 
 
@@ -138,33 +155,36 @@ def outside_at(joined: Joined) -> list[int]:
 
 
 def _picture(
-    solution: StepSolution, calls: Sequence[tuple[str, str]], summary: str, limit_bytes: int | None, hardware: str
+    solution: StepSolution,
+    calls: Sequence[tuple[str, str]],
+    summary: str,
+    limit_bytes: int | None,
+    hardware: HardwareProfile,
+    again: Mapping[str, str],
 ) -> StepPicture:
     timeline, joined = solution.timeline, solution.joined
     candidates = joined.program.candidates
     labels = {index: f"{c.name}, {format_bytes(c.nbytes)}" for index, c in enumerate(candidates)}
-    half = timeline.lanes.forward_end_s
-    lanes = [*_call_lanes(joined, timeline, calls)]
-    lanes += [("compute", i.start_s, i.end_s, "forward" if i.end_s <= half else "backward") for i in timeline.lanes.compute]
+    actions = [solution.actions[call][candidate] for call, candidate in joined.of]
+    layers = layers_of(arrays_of(joined.program, hardware), actions, timeline, outside_at(joined))
+    lanes = [*_call_lanes(joined, timeline, calls), *compute_lane(timeline, layers.again, again)]
     for name, copies in (("D2H", timeline.lanes.d2h), ("H2D", timeline.lanes.h2d)):
         lanes += [(name, i.start_s, i.end_s, labels.get(-1 if i.candidate is None else i.candidate, "")) for i in copies]
-    outside: list[Memory] = list(zip((0.0, *timeline.ends_s), outside_at(joined), strict=False))
-    if outside:
-        outside.append((timeline.time_s, outside[-1][1]))
+    recomputes = f"; recomputation{text}" if (text := again_text(layers)) else ""
     stalls = f"compute stalls (red) for {milliseconds(timeline.stall_s)}" if timeline.stalls else "no stalls"
     keep_s, bound_s = solution.keep_timeline.time_s, solution.lower_bound_s
     least = "" if bound_s is None or not keep_s else f", bound {percent(bound_s / keep_s - 1.0)}"
     change = f" ({percent(timeline.time_s / keep_s - 1.0)}{least})" if keep_s else ""
     return StepPicture(
-        title=f"one step of {folded_calls(calls)}, as predicted for {hardware}",
+        title=f"one step of {folded_calls(calls)}, as predicted for {hardware.name}",
         lanes=tuple(lanes),
         stalls=tuple(stalls_of(timeline, {c.name: labels[index] for index, c in enumerate(candidates)})),
         memory_keep=tuple(memory_points(solution.keep_timeline)),
         memory_plan=tuple(memory_points(timeline)),
         budget_bytes=limit_bytes,
-        forward_end_s=half,
-        facts=(f"keep-all {milliseconds(keep_s)}, plan {milliseconds(timeline.time_s)}{change}; {stalls}", summary),
-        memory_outside=tuple(outside),
+        forward_end_s=timeline.lanes.forward_end_s,
+        facts=(f"keep-all {milliseconds(keep_s)}, plan {milliseconds(timeline.time_s)}{change}; {stalls}{recomputes}", summary),
+        **memory_parts(timeline, layers),
     )
 
 

@@ -1,11 +1,13 @@
 """The plan table, and the line that every plan prints.
 
-    module            tensor    shape      dtype   n      size  decision   why               overlaps with
-    layers.0-7.mlp    mm_2-9    8x64x256   bf16    8  1.00 MiB  offload    fits the window   fwd to mm_4, bwd mm_20 to mm_22
+    module            tensor    shape      dtype   n      size  decision   why
+    layers.0-7.mlp    mm_2-9    8x64x256   bf16    8  1.00 MiB  offload    2.43 + 2.42 ms of copies, hidden
+    9 more tensors of less than min_tensor_bytes=1.00 MiB stay: 2.20 MiB together
 
 Identical layers fold into one row: storages whose module paths differ only in numbers, with the same operation, shape, dtype,
 decision and reason. A folded row shows the range of every number ("0-7"), the number of storages and the sum of their bytes;
 folding drops no byte. In "layers.0-3.experts.0-7" the ranges are independent: the count may be below their product.
+A table that is not compact has a row for small tensors too, whole names, and the operations that run during the copies.
 
 Text is plain ASCII of a fixed width, so that it can be compared, logged and diffed.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich import box
@@ -23,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphoffload.facts.plan import Action, Plan, Transfer
+from graphoffload.facts.refusals import least_of
 from graphoffload.facts.saved_tensors import SavedTensor
 from graphoffload.units import format_bytes
 
@@ -31,6 +34,7 @@ _STYLES = {"keep": "blue", "recompute": "green", "offload": "yellow"}
 _DTYPES = {"bfloat16": "bf16", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 _BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _NUMBER = re.compile(r"\d+")
+_NAME = 24  # characters of a tensor's name in a compact table
 
 
 @dataclass(slots=True)
@@ -75,6 +79,11 @@ class Row:
         return "~" * bool(self.about) + format_bytes(self.nbytes) + "+" * bool(self.symbolic)
 
     @property
+    def least(self) -> str:
+        """The min_tensor_bytes that keeps these storages; "" where something else does."""
+        return least_of(self.why) if self.action == "keep" else ""
+
+    @property
     def overlaps_with(self) -> str:
         """Nodes at the ends of the first storage's copies; "e.g." if the others have different ones."""
         return self.overlaps[0] if len(set(self.overlaps)) == 1 else f"e.g. {self.overlaps[0]}"
@@ -87,40 +96,57 @@ def folded_rows(plans: Sequence[Plan]) -> list[Row]:
     without a shape and with no bytes.
     """
     rows: dict[tuple[str, ...], Row] = {}
-    for plan in plans:
-        decided = {decision.name: decision for decision in plan.decisions}
-        transfers = {transfer.tensor: transfer for transfer in plan.transfers}
-        known = {tensor.name for tensor in plan.saved.tensors}
-        strays = (
-            SavedTensor(name=name, views=(), nbytes=None, dtype="", shape=("?",), strides=(), op="")
-            for name in decided
-            if name not in known
-        )
-        for tensor in (*plan.saved.tensors, *strays):
-            decision = decided.get(tensor.name)
-            action: Action = decision.action if decision else "keep"
-            why = decision.reason if decision else "the plan does not mention it"
-            shape, dtype = _shape(tensor.shape), _dtype(tensor.dtype)
-            key = (_NUMBER.sub("#", tensor.module), tensor.op, shape, dtype, action, why)
-            row = rows.setdefault(key, Row(action, tensor.op, shape, dtype, why))
-            row.paths.append(tensor.module)
-            row.tensors.append(tensor.name)
-            row.overlaps.append(_overlaps_with(transfers.get(tensor.name)) if action == "offload" else "")
-            row.nbytes += tensor.planned_bytes
-            row.about += tensor.nbytes is None and tensor.example_bytes > 0
-            row.symbolic += tensor.nbytes is None and not tensor.example_bytes
+    for one in (row for plan in plans for row in single_rows(plan)):
+        key = (_NUMBER.sub("#", one.paths[0]), one.op, one.shape, one.dtype, one.action, one.why)
+        row = rows.setdefault(key, Row(one.action, one.op, one.shape, one.dtype, one.why))
+        row.paths += one.paths
+        row.tensors += one.tensors
+        row.overlaps += one.overlaps
+        row.nbytes += one.nbytes
+        row.about += one.about
+        row.symbolic += one.symbolic
     return list(rows.values())
 
 
-def plan_table(plan: Plan, *, width: int = 128, color: bool = False) -> str:
+def single_rows(plan: Plan) -> Iterator[Row]:
+    """A row for every storage of a plan, as `folded_rows` has them before they are folded."""
+    decided = {decision.name: decision for decision in plan.decisions}
+    transfers = {transfer.tensor: transfer for transfer in plan.transfers}
+    known = {tensor.name for tensor in plan.saved.tensors}
+    strays = (
+        SavedTensor(name=name, views=(), nbytes=None, dtype="", shape=("?",), strides=(), op="")
+        for name in decided
+        if name not in known
+    )
+    for tensor in (*plan.saved.tensors, *strays):
+        decision = decided.get(tensor.name)
+        action: Action = decision.action if decision else "keep"
+        why = decision.reason if decision else "the plan does not mention it"
+        yield Row(
+            action,
+            tensor.op,
+            _shape(tensor.shape),
+            _dtype(tensor.dtype),
+            why,
+            paths=[tensor.module],
+            tensors=[tensor.name],
+            overlaps=[_overlaps_with(transfers.get(tensor.name)) if action == "offload" else ""],
+            nbytes=tensor.planned_bytes,
+            about=int(tensor.nbytes is None and tensor.example_bytes > 0),
+            symbolic=int(tensor.nbytes is None and not tensor.example_bytes),
+        )
+
+
+def plan_table(plan: Plan, *, width: int = 128, color: bool = False, compact: bool = True) -> str:
     """The whole plan as text: a row for every group of like tensors, totals per decision, notes and the summary line.
 
     Args:
         plan: decisions for one graph.
         width: characters a line; longer cells wrap.
-        color: with ANSI colours; without them the text depends on nothing but `plan` and `width`.
+        color: with ANSI colours; without them the text depends on nothing but the other arguments.
+        compact: with one line for all tensors that are below min_tensor_bytes, and names in few characters.
     """
-    return table_of([plan], width=width, color=color)
+    return table_of([plan], width=width, color=color, compact=compact)
 
 
 def summary_line(
@@ -175,7 +201,9 @@ def _caveats(plan: Plan, reserved_for: str) -> list[str]:
     return caveats
 
 
-def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False, summary: bool = True) -> str:
+def table_of(
+    plans: Sequence[Plan], *, width: int = 128, color: bool = False, summary: bool = True, compact: bool = True
+) -> str:
     """One table for `plans` of identical graphs; see plan_table. summary: with their lines."""
     rows, first = folded_rows(plans), plans[0]
     name = f"graph {first.graph}" + f", variant {first.variant}" * bool(first.variant)
@@ -186,7 +214,8 @@ def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False, su
         summaries = []
     elif len(summaries) > 2:
         summaries = [f"first: {summaries[0]}", f"last: {summaries[-1]}"]
-    lines = ["", *total_lines(totals(rows)), ""]
+    shown = [row for row in rows if not (compact and row.least)]
+    lines = [*_small_lines(rows if compact else ()), "", *total_lines(totals(rows)), ""]
     lines += ["notes", *(f"  - {note}" for note in first.notes), ""] if first.notes else []
     console = Console(
         file=io.StringIO(), width=width, force_terminal=color, color_system="standard" if color else None, _environ={},
@@ -195,26 +224,44 @@ def table_of(plans: Sequence[Plan], *, width: int = 128, color: bool = False, su
     with console.capture() as capture:
         device = first.device + (f", planned for {first.hardware}" if first.hardware else "")
         console.print(Text(f"{title} ({key}{device}): {_tensors(sum(row.count for row in rows))} saved for backward"))
-        if rows:
-            console.print(_rich_table(rows, width))
+        if shown:
+            console.print(_rich_table(shown, width, compact))
         for line in (*lines, *summaries):
             console.print(Text(line))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).rstrip("\n") + "\n"
 
 
-def _rich_table(rows: Sequence[Row], width: int) -> Table:
+def _small_lines(rows: Sequence[Row]) -> list[str]:
+    """What stays since it is small, one line for each bound."""
+    small: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.least:
+            small.setdefault(row.least, []).append(row)
+    found = []
+    for least, kept in small.items():
+        count, nbytes, _ = totals(kept)["keep"]
+        more, together = " more" * (len(kept) < len(rows)), " together" * (count != 1)
+        found.append(
+            f"{count}{more} tensor{'s' * (count != 1)} of less than min_tensor_bytes={least} stay{'s' * (count == 1)}: "
+            f"{format_bytes(nbytes)}{together}"
+        )
+    return found
+
+
+def _rich_table(rows: Sequence[Row], width: int, compact: bool) -> Table:
     """The rows as a rich table. Names and reasons wrap, at dots and underscores too; figures never do."""
     columns: dict[str, list[str]] = {
         "module": [row.module for row in rows],
-        "tensor": [row.tensor for row in rows],
+        "tensor": [_short(row.tensor) if compact else row.tensor for row in rows],
         "shape": [row.shape for row in rows],
         "dtype": [row.dtype for row in rows],
         "n": [str(row.count) for row in rows],
         "size": [row.size for row in rows],
         "decision": [str(row.action) for row in rows],
         "why": [row.why for row in rows],
-        "overlaps with": [row.overlaps_with for row in rows],
     }
+    if not compact:
+        columns["overlaps with"] = [row.overlaps_with for row in rows]
     widths = _widths(columns, width)
     table = Table(box=_BOX, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in columns:
@@ -231,7 +278,7 @@ def _widths(columns: dict[str, list[str]], width: int) -> dict[str, int]:
     wide = ("module", "tensor", "shape", "why", "overlaps with")
     spare = width - 2 * (len(columns) - 1) - sum(widths.values())
     while spare < 0:
-        widest = max(wide, key=lambda name: widths[name])
+        widest = max((name for name in wide if name in widths), key=lambda name: widths[name])
         if widths[widest] <= 12:
             break
         widths[widest] -= 1
@@ -240,10 +287,10 @@ def _widths(columns: dict[str, list[str]], width: int) -> dict[str, int]:
 
 
 def _wrap(text: str, width: int) -> str:
-    """Lines of at most `width` characters, broken at spaces; longer words after a dot, underscore or comma, else anywhere."""
-    pieces: list[str] = []
-    for word in re.findall(r"\S+\s*|\s+", text):
-        pieces += [word] if len(word.rstrip()) <= width else re.findall(r"[^._,]+[._,]*|[._,]+", word)
+    """Lines of at most `width` characters, broken at spaces, longer words after dots, else after underscores and commas."""
+    pieces = [text]
+    for pattern in (r"\S+\s*|\s+", r"[^.]+\.*|\.+", r"[^_,]+[_,]*|[_,]+"):
+        pieces = [p for piece in pieces for p in ([piece] if len(piece.rstrip()) <= width else re.findall(pattern, piece))]
     lines, line = [], ""
     for piece in pieces:
         if len((line + piece).rstrip()) > width and line:
@@ -300,6 +347,15 @@ def percent(fraction: float) -> str:
 def bound(slowdown: float | None) -> str:
     """ " (bound +0.1 %)"; "" without one."""
     return "" if slowdown is None else f" (bound {percent(slowdown)})"
+
+
+def _short(name: str) -> str:
+    """A tensor's name in few characters: how it begins, and its first and last number."""
+    if len(name) <= _NAME:
+        return name
+    end = (re.search(r"\d[\d,.-]*$", name) or re.search(r".{0,8}$", name))[0]  # type: ignore[index]
+    end = f"{end.partition(',')[0]},..,{end.rpartition(',')[2]}" if end.count(",") > 1 else end
+    return f"{name[: max(_NAME - 2 - len(end), 4)]}..{end}"
 
 
 def _shape(shape: tuple[int | str, ...]) -> str:

@@ -23,6 +23,7 @@ import graphoffload
 from graphoffload.compiler import decide
 from graphoffload.errors import PlanError
 from graphoffload.facts.plan import Action, Decision, Plan, Prediction, Transfer
+from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
 from graphoffload.report.offload_report import Measured, OffloadReport, plan_table, summary_line
 from graphoffload.report.table import folded_rows
@@ -105,6 +106,25 @@ def awkward_plan() -> Plan:
     return Plan(key="", graph="graph_1", saved=SavedTable(tensors), decisions=decisions)
 
 
+def small_plan(*, large: bool = True) -> Plan:
+    """Tensors below min_tensor_bytes: kept for it, asked to be offloaded all the same, and one that is recomputed."""
+    least = {name: Refusal.BELOW_MIN_BYTES.because(nbytes=size, least="1.00 MiB") for name, size in
+             {"rsqrt": "2.00 KiB", "amax": "64.0 KiB", "sum": "4 B"}.items()}  # fmt: skip
+    tensors = (
+        *([saved("mm", "layers.0.up", (1024, 1024), 2 * MIB)] if large else []),
+        saved("rsqrt", "layers.0.norm", (1024,), 2048), saved("amax", "", (32768,), 64 * 1024),
+        saved("sum", "", (), 4), saved("neg", "layers.0", (8,), 16),
+    )  # fmt: skip
+    reasons: dict[str, tuple[Action, str]] = {
+        "mm": ("keep", "moving it does not lower the peak"),
+        "rsqrt": ("keep", f"{least['rsqrt']}; recomputing it would not pay"),
+        "amax": ("keep", f'policy="offload" asks to offload: {least["amax"]}'), "sum": ("keep", str(least["sum"])),
+        "neg": ("recompute", "0.001 ms again"),
+    }  # fmt: skip
+    decisions = tuple(Decision(tensor.name, *reasons[tensor.name]) for tensor in tensors)
+    return Plan(key="", graph="graph_2", saved=SavedTable(tensors), decisions=decisions)
+
+
 def empty_plan() -> Plan:
     return Plan(key="k", graph="inference")
 
@@ -128,6 +148,8 @@ def per_block_report() -> OffloadReport:
 
 GOLDENS = {
     "llama": lambda: plan_table(llama_plan()),
+    "llama_full": lambda: plan_table(llama_plan(), compact=False),
+    "small": lambda: plan_table(small_plan()),
     "llama_narrow": lambda: plan_table(llama_plan(), width=100),
     "awkward": lambda: plan_table(awkward_plan()),
     "empty": lambda: plan_table(empty_plan()),
@@ -414,13 +436,50 @@ def test_without_a_run_or_hardware_there_are_no_figures() -> None:
     assert "measured a step of 1000.0 ms" in str(OffloadReport(measured=Measured(step_time_s=1.0)))
 
 
+def test_what_is_below_min_tensor_bytes_is_one_line_and_counted() -> None:
+    text, full = plan_table(small_plan()), plan_table(small_plan(), compact=False)
+    line = "3 more tensors of less than min_tensor_bytes=1.00 MiB stay: 66.0 KiB together"
+    assert line in text
+    assert "rsqrt" not in text
+    assert "neg" in text, "what is done with a small tensor is told"
+    assert "rsqrt" in full
+    assert line not in full
+    assert "keep      2.06 MiB in 4 tensors" in text
+    assert "keep      2.06 MiB in 4 tensors" in full
+    alone = Plan(key="", graph="g", saved=SavedTable(small_plan().saved.tensors[1:2]), decisions=small_plan().decisions[1:2])
+    assert "\n1 tensor of less than min_tensor_bytes=1.00 MiB stays: 2.00 KiB\n" in plan_table(alone)
+
+
+def test_tiny_graphs_have_no_table_beside_others() -> None:
+    table = SavedTable((saved("sum", "loss", (2,), 8),))
+    tiny = Plan(key="t", graph="tiny", saved=table, decisions=(Decision("sum", "keep", ""),))
+    assert tiny.is_tiny
+    assert not small_plan().is_tiny
+    assert not dataclasses.replace(tiny, decisions=(Decision("sum", "recompute", ""),)).is_tiny
+    assert not dataclasses.replace(tiny, saved=SavedTable((saved("view", "", ("s0",), None),)), decisions=()).is_tiny
+    text = str(OffloadReport(plans=(llama_plan(), tiny)))
+    assert "graph tiny" not in text
+    assert "all 2 graphs (1 without a table: less than 1.00 KiB saved, all kept)" in text
+    assert "keep      428.0 MiB in 11 tensors" in text
+    assert "graph tiny" in str(OffloadReport(plans=(tiny,))), "alone it is all there is"
+
+
+def test_the_notes_name_no_solver() -> None:
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64))]
+    model, x, options = torch.nn.Sequential(*layers), torch.randn(256, 64), {"hardware": "h200-sxm", "min_tensor_bytes": 0}
+    keep = graphoffload.explain(model, reserve=0, **options)(x).keep_peak_bytes
+    report = graphoffload.explain(model, device_budget=int(0.85 * keep), reserve=0, **options)(x)
+    assert report.plans[0].changes_anything
+    assert "planned by" not in str(report)
+
+
 def test_identical_graphs_share_a_table() -> None:
     text = str(per_block_report())
-    assert text.count("overlaps with\n") == 2
+    assert text.count("why\n") == 2
     assert "3 identical graphs, block_0 .. block_2" in text
     assert "graph head" in text
     changed = dataclasses.replace(llama_plan(3), notes=("another note",))
-    assert str(OffloadReport(plans=(llama_plan(3), changed))).count("overlaps with\n") == 2
+    assert str(OffloadReport(plans=(llama_plan(3), changed))).count("why\n") == 2
 
 
 # The line after a compile, end to end

@@ -15,8 +15,9 @@ from graphoffload.planner.step.joint import join
 from graphoffload.planner.step.solve import plan_step
 from graphoffload.report.ledger import Ledger, fit_lines, ledger_lines
 from graphoffload.report.offload_report import OffloadReport
-from graphoffload.report.step_picture import timeline_svg, trace_json
+from graphoffload.report.step_picture import trace_json
 from graphoffload.report.step_report import StepReport, folded_calls, outside_at, outside_of, report_of_step
+from graphoffload.report.step_svg import timeline_svg
 from tests.plan.steps import llama
 
 GIB = 2**30
@@ -29,7 +30,7 @@ def solved(count: int = 8, share: float = 0.6) -> tuple[StepFacts, StepReport]:
     keep = plan_step(StepProblem(facts, HARDWARE, MeetBudget(2**60))).keep_timeline.peak_bytes
     budget = int(keep * share)
     solution = plan_step(StepProblem(facts, HARDWARE, MeetBudget(budget)))
-    return facts, report_of_step(solution, facts, ["graph0"] * count, "the line", 0, budget, HARDWARE.name)
+    return facts, report_of_step(solution, facts, ["graph0"] * count, "the line", 0, budget, HARDWARE)
 
 
 def test_calls_are_folded() -> None:
