@@ -87,6 +87,7 @@ def forget_steps() -> None:
     """This thread has run nothing, and nobody has asked for another goal."""
     between._TRACKS.of.clear()
     STEPS.runs.clear()
+    STEPS.alive.clear()
     STEPS.call = None
     LATEST.clear()
     _PLANNER.known.clear()

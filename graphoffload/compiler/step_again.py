@@ -11,6 +11,7 @@ microbatches at once: a plan with less would hold for runs that need none.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ import torch
 from graphoffload.compiler.device_limits import device_budget_now
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.rounds import Rounds
-from graphoffload.compiler.step_flight import seen_in_flight
+from graphoffload.compiler.step_flight import OVERLAPS, seen_in_flight
 from graphoffload.compiler.step_plan import Asked, StepPlan
 from graphoffload.compiler.step_ranks import Proposal
 from graphoffload.errors import BudgetExceededWarning, warn
@@ -31,6 +32,7 @@ from graphoffload.units import format_bytes
 _SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory outside may differ from what was planned with
 _FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with less to be given up
 _FREED_RUNS = 8  # in a row: between the microbatches of one step, gradients come and go
+_FEWER_STEPS = 8  # in a row with fewer microbatches in flight: a part of a batch, or an evaluation, is none of it
 _WARM = 2  # runs of a plan that compile its backwards
 _EXCESS_SHARE, _LEAST_EXCESS_BYTES, _MOST_EXCESS_BYTES = 0.0025, 4 * 2**20, 64 * 2**20  # of a budget that was given
 _RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
@@ -60,9 +62,9 @@ class Known:
     followed: runs under the present plan. freed: runs in a row with much less outside than it was planned with.
     rounds: with other ranks that run this step. proposal: told to them, and nothing decided yet.
     excess: of the last plan that exceeded its budget. beyond: plans do not lower the peak, so nothing more is taken for it.
-    in_flight: microbatches at a time; overlaps: runs in a row that showed it. flight_bytes: allocated when the first of those
-    that were recorded last began. entering: calls that were running when it was learnt: until their backwards have ended, and
-    none is in flight, nothing is recorded.
+    in_flight: microbatches at a time; overlaps: runs in a row that showed it. most: in the step that runs; steps: in the
+    latest ones. flight_bytes: allocated when the first of those that were recorded last began. entering: calls that were
+    running when it was learnt: until their backwards have ended, or cannot come, and none is in flight, nothing is recorded.
     """
 
     sequence: tuple[int, ...]
@@ -87,6 +89,8 @@ class Known:
     proposal: Proposal | None = None
     in_flight: int = 1
     overlaps: int = 0
+    most: int = 0
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=_FEWER_STEPS))
     flight_bytes: int = 0
     entering: Sequence[StepCall] | None = None
 
@@ -101,18 +105,40 @@ class Known:
         return self.in_flight > 1
 
     def fly(self, count: int, running: Sequence[StepCall] = ()) -> None:
-        """So many microbatches are in flight at a time, with these calls: what is known of fewer no longer holds."""
-        if count > self.in_flight:
+        """So many microbatches are in flight at a time, with these calls: what is known of other numbers no longer holds."""
+        if count != self.in_flight:
             self.in_flight, self.entering, self.rounds, self.proposal = count, running, None, None
             self.facts, self.plan, self.runs = None, None, []
+            self.overlaps = self.overlaps if self.flies else 0
+            self.steps.clear()
 
     def takes_off(self, flying: int) -> bool:
         """A run begins beside so many: whether it, and those after it, can be recorded and planned."""
         if self.flies:
-            self.fly(flying + 1)
-            if self.entering is not None and not flying and all(call.ended for call in self.entering):
+            if not flying and self.most:
+                self.steps.append(self.most)
+                self.most = 0
+                self._look_back()
+            self.most = max(self.most, flying + 1)
+            if self.plan is None and self.facts is None:
+                self.fly(max(self.in_flight, flying + 1), self.entering or ())
+            if self.entering is not None and not flying and not any(map(_may_come_back, self.entering)):
                 self.entering = None
         return self.entering is None
+
+    def _look_back(self) -> None:
+        """A plan goes by what comes again: more microbatches in each of the latest steps, or fewer in many. Once more may be
+        chance, such as an output that lives on."""
+        more = min(list(self.steps)[-OVERLAPS:])
+        if len(self.steps) >= OVERLAPS and more > self.in_flight:
+            self.fly(more)
+        elif len(self.steps) == _FEWER_STEPS and max(self.steps) < self.in_flight:
+            self.fly(max(self.steps))
+
+
+def _may_come_back(call: StepCall) -> bool:
+    """Whether a backward of a call may still come, or run."""
+    return not call.ended and call.node is not None and call.node() is not None
 
 
 def learn_shortage(known: Known, lacking_bytes: int) -> None:

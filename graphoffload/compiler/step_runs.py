@@ -74,7 +74,7 @@ def next_run(graph: Dispatched) -> StepRun:
     if latest is not None and not latest.is_done:
         latest.rest()
     for run in done:
-        _end(device, graph, run, lacking if run is latest else 0)
+        _end(device, graph, run, lacking if run is done[-1] else 0)
     last = done[-1] if done else latest if latest is not None and latest.is_done else None
     known = _expected(device, graph.number)
     if known is not None and known.fixed and known.version != OVERRIDE.version:
@@ -186,8 +186,26 @@ def _learn_flight(device: torch.device, run: StepRun, sequence: tuple[int, ...])
     _PLANNER.last[device] = sequence
     known = _known(device, sequence)
     known.overlaps += 1
-    if known.overlaps >= OVERLAPS and len(sequence) > 1:
-        known.fly(len(run.calls) // len(sequence), tuple(run.calls))
+    if known.overlaps < OVERLAPS:
+        return
+    if len(sequence) > 1:
+        known.fly(max(known.in_flight, len(run.calls) // len(sequence)), tuple(run.calls))
+    else:
+        _warn_of_flight(GRAPHS[sequence[0]], len(run.calls))
+
+
+def _warn_of_flight(graph: Dispatched, count: int) -> None:
+    """Say once that the budget of a graph that is the whole model is for one microbatch."""
+    if _PLANNER.warned:
+        return
+    _PLANNER.warned = True
+    warn(
+        StepNotPlannedWarning,
+        f"{count} microbatches of {graph.graph.name} are in flight at a time, and it runs by a plan for one: what the others "
+        "keep for their backwards is not in its predicted peak. Compile block by block, so that all microbatches are planned "
+        "together; or give a budget that leaves room for what the others keep.",
+        stacklevel=5,
+    )
 
 
 def _count_changing(run: StepRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.compiler.step_plan import StepPlan
-from graphoffload.errors import BudgetError
+from graphoffload.errors import BudgetError, StepNotPlannedWarning
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
 from tests.runtime.stepping import OPTIONS, PLENTY, assert_equal, plan_now
 from tests.runtime.test_step_truth import CLOSE, WIDTH, Block, Counter
@@ -233,3 +234,74 @@ def test_what_is_waited_for_and_freed_early_shows(lazy: LazyStreams) -> None:
         not torch.equal(one, other) for one, other in zip(found, expected, strict=True) if one is not None and other is not None
     )
     lazy.complaints.clear()
+
+
+def test_an_output_that_lives_on_for_a_step_changes_no_plan(lazy: LazyStreams) -> None:
+    """One more in flight than ever again."""
+    module = stage(PLENTY)
+    for _ in range(5):
+        step(module, one_forward_one_backward)
+    plan = plan_of()
+    for _ in range(2):
+        held = module(batch(0))
+        step(module, one_forward_one_backward)
+        del held
+        step(module, one_forward_one_backward)
+    assert plan_of() is plan
+
+
+def test_a_forward_whose_backward_never_comes(lazy: LazyStreams) -> None:
+    """Another budget is planned for all the same, and a late backward of it is right."""
+    expected = step(stage(), one_forward_one_backward)
+    module = stage(PLENTY)
+    for _ in range(5):
+        step(module, one_forward_one_backward)
+    budget = int(0.7 * plan_of().solution.timeline.peak_bytes)
+    held = module(batch(0))
+    graphoffload.set_budget(budget)
+    for _ in range(6):
+        assert_equal(step(module, one_forward_one_backward), expected)
+    assert plan_of().solution.timeline.peak_bytes <= budget
+    assert in_flight() == AT_A_TIME
+    module.zero_grad()
+    held.backward(torch.ones_like(held))
+    found = [p.grad for p in module.parameters()]
+    twin = stage()
+    y = twin(batch(0))
+    y.backward(torch.ones_like(y))
+    assert_equal(found, [p.grad for p in twin.parameters()])
+
+
+def test_more_or_fewer_in_flight_from_now_on(lazy: LazyStreams) -> None:
+    """The plan is for as many as there are."""
+    module = stage(PLENTY)
+    for at_a_time, steps in ((2, 5), (4, 6), (3, 12), (1, 12), (2, 6)):
+        for _ in range(steps):
+            step(module, one_forward_one_backward, at_a_time)
+        assert in_flight() == at_a_time
+
+
+def test_a_microbatch_is_dropped_when_flight_is_seen_first(lazy: LazyStreams) -> None:
+    """Its backward is not waited for."""
+    module = stage(PLENTY)
+    for _ in range(2):
+        first, second = module(batch(0)), module(batch(1))
+        first.backward(torch.ones_like(first))
+        del first, second
+    for _ in range(4):
+        step(module, one_forward_one_backward, 2)
+    assert in_flight() == 2
+
+
+def test_a_graph_that_is_the_whole_model_says_that_its_plan_is_for_one(lazy: LazyStreams) -> None:
+    """It is planned alone."""
+    torch.manual_seed(0)
+    module = Stage()
+    module.compile(backend=graphoffload.OffloadBackend(**OPTIONS, device_budget=PLENTY), dynamic=False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            step(module, one_forward_one_backward)
+    said = [str(one.message) for one in seen if one.category is StepNotPlannedWarning]
+    assert len(said) == 1
+    assert "microbatches of graph" in said[0]

@@ -38,6 +38,7 @@ from graphoffload.runtime.streams.protocol import CopyStreams
 from graphoffload.torch_internals import allocator, autograd
 
 _NONE: Mapping[int, int] = {}
+_OUTLIVED = 16  # younger runs that end before one: it does not count as in flight any more, and what it holds is outside
 
 
 class StepCall:
@@ -129,14 +130,14 @@ class StepRun:
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
     aborted: an error ended it, or nobody sees when it ends. learnt: it is over, and what it taught is known.
     step: the sequence of calls that is expected, if it is known. flies: a forward of it is followed by other microbatches'.
-    alive: all runs on the device that are not over, oldest first.
+    alive: all runs on the device that are not over, oldest first. outlived: younger ones that ended before it.
     start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended.
     """
 
     __slots__ = (
         "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "hooked", "learnt", "marks", "off",
-        "peak_bytes", "plan", "recording", "resident_bytes", "room_bytes", "settled", "start_peak_bytes", "step", "streams",
-        "tells", "turned", "watches",
+        "outlived", "peak_bytes", "plan", "recording", "resident_bytes", "room_bytes", "settled", "start_peak_bytes", "step",
+        "streams", "tells", "turned", "watches",
     )  # fmt: skip
 
     def __init__(
@@ -163,7 +164,7 @@ class StepRun:
         self.copies: list[OffloadedTensor] = []
         self.ahead: list[OffloadedTensor] = []
         self.ended: list[int] = []
-        self.settled = self.resident_bytes = self.room_bytes = 0
+        self.settled = self.resident_bytes = self.room_bytes = self.outlived = 0
         self.start_peak_bytes = streams.allocated_bytes()[1] if streams is not None else 0
         self.peak_bytes = 0
         self.turned = self.off = self.aborted = self.learnt = self.tells = False
@@ -282,6 +283,11 @@ class StepRun:
         """Another microbatch begins: everything pending is settled, and backward is still to come."""
         self.settle(len(self.copies))
 
+    def leave_alone(self) -> None:
+        """It is no part of what runs any more: a backward that is still to come asks for its tensors by itself."""
+        self.off = True
+        self.finish()
+
     def turn(self) -> None:
         """Forward is over: everything pending is settled."""
         if not self.turned:
@@ -364,18 +370,25 @@ class Steps(threading.local):
         return run
 
     def done(self, device: torch.device) -> list[StepRun]:
-        """Runs on a device that are over and were alive until now, oldest first."""
-        alive = self.alive.get(device, [])
-        done = [run for run in alive if run.is_done]
-        alive[:] = [run for run in alive if not run.is_done]
+        """Runs on a device that are over and were alive until now, oldest first. One that outlives many
+        younger ones is left alone: its backward may never come."""
+        alive, done = self.alive.get(device, []), list[StepRun]()
+        for run in alive[::-1]:
+            over = run.is_done  # asked once: an output may go at any time
+            run.outlived += len(done)
+            if over:
+                done.insert(0, run)
+            elif run.outlived >= _OUTLIVED:
+                run.leave_alone()
+            if over or run.outlived >= _OUTLIVED:
+                alive.remove(run)
         return done
 
     def forget(self) -> None:
         """Nothing that this thread ran is called again: its runs end, and what they hold goes with them."""
         for device, last in self.runs.items():
             for run in {id(run): run for run in (last, *self.alive.get(device, ()))}.values():
-                run.off = True  # a backward that is still to come asks for its tensors by itself
-                run.finish()
+                run.leave_alone()
             if LATEST.get(device) is last:
                 del LATEST[device]
         self.runs.clear()
