@@ -396,7 +396,8 @@ def check_surroundings(found: list[dict[str, Any]]) -> None:
         assert seen["warnings"] == []
         budget = seen["host_budget"]
         assert budget["divided"] == budget["counted"] == budget["alone"] // RANKS, budget
-        assert 0 < budget["divided"] <= budget["runtime"] < budget["alone"], budget
+        # The runtime's is of an earlier moment, and other processes take and free memory meanwhile.
+        assert 0 < 0.9 * budget["divided"] < budget["runtime"] < 0.9 * budget["alone"], budget
 
 
 def check_profile(found: list[dict[str, Any]], place: Place) -> None:

@@ -61,7 +61,8 @@ class Known:
     retries: how often the allocator had to give memory back to serve an allocation; retried: runs in a row that it had to.
     followed: runs under the present plan. freed: runs in a row with much less outside than it was planned with.
     rounds: with other ranks that run this step. proposal: told to them, and nothing decided yet.
-    excess: of the last plan that exceeded its budget. beyond: plans do not lower the peak, so nothing more is taken for it.
+    excess: of the last plan that exceeded its budget; excess_bytes: taken for such plans of this goal. beyond: plans do not
+    lower the peak, so nothing more is taken for it.
     in_flight: microbatches at a time; overlaps: runs in a row that showed it. most: in the step that runs; steps: in the
     latest ones. flight_bytes: allocated when the first of those that were recorded last began. entering: calls that were
     running when it was learnt: until their backwards have ended, or cannot come, and none is in flight, nothing is recorded.
@@ -84,6 +85,7 @@ class Known:
     followed: int = 0
     freed: int = 0
     excess: Excess | None = None
+    excess_bytes: int = 0
     beyond: bool = False
     rounds: Rounds | None = None
     proposal: Proposal | None = None
@@ -103,6 +105,11 @@ class Known:
     def flies(self) -> bool:
         """Whether other microbatches begin before the backward of one."""
         return self.in_flight > 1
+
+    def begin_goal(self) -> None:
+        """Another goal was set: what plans for the last one took beyond its budget says nothing of this one."""
+        self.excess, self.beyond = None, False
+        self.taken_bytes, self.excess_bytes = max(0, self.taken_bytes - self.excess_bytes), 0
 
     def fly(self, count: int, running: Sequence[StepCall] = ()) -> None:
         """So many microbatches are in flight at a time, with these calls: what is known of other numbers no longer holds."""
@@ -153,8 +160,11 @@ def why_again(known: Known, device: torch.device, last: StepRun | None) -> str:
     assert plan is not None
     assert asked is not None
     if known.version != OVERRIDE.version:
-        known.excess, known.beyond = None, False
-        return AFTER_ERROR if known.version < 0 else GOAL_WAS_SET
+        if known.version < 0:
+            known.excess, known.beyond = None, False
+            return AFTER_ERROR
+        known.begin_goal()
+        return GOAL_WAS_SET
     if last is None or last.streams is None:
         return ""
     known.followed += 1
@@ -192,6 +202,7 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
     before, known.excess = known.excess, Excess(last.peak_bytes, excess)
     if before is not None and last.peak_bytes > before.peak_bytes - before.excess_bytes // 2:
         known.taken_bytes, known.beyond = max(0, known.taken_bytes - before.excess_bytes), True
+        known.excess_bytes = max(0, known.excess_bytes - before.excess_bytes)
         if asked.budget_bytes is not None:
             warn(
                 BudgetExceededWarning,
@@ -202,6 +213,7 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
             )
         return "less activation memory did not lower the step's peak"
     known.taken_bytes += excess
+    known.excess_bytes += excess
     if asked.budget_bytes is not None:
         warn(
             BudgetExceededWarning,

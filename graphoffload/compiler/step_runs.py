@@ -83,6 +83,7 @@ def next_run(graph: Dispatched) -> StepRun:
             graph.plan_alone(config_of(graph))
         else:
             known.fixed = False
+            known.begin_goal()
     step = () if known is None else known.sequence
     flying = sum(run.step == step for run in STEPS.alive.get(device, ()))
     may = known is None or (known.takes_off(flying) and not known.fixed)

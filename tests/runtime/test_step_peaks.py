@@ -12,6 +12,7 @@ import torch
 from lazy import LazyStreams, lazy_steps
 from torch import Tensor, nn
 
+import graphoffload
 from graphoffload.compiler import step_again
 from graphoffload.compiler.step_plan import Asked
 from graphoffload.compiler.step_runs import _PLANNER
@@ -90,6 +91,25 @@ def test_a_peak_above_the_budget(trained: Any, lazy: LazyStreams) -> None:
     (text,) = run(model, lazy, budget + excess, expected)
     assert "was exceeded by" in text, "the plan before this one did lower the peak"
     assert peak() < planned
+
+
+def test_another_goal_is_not_planned_with_what_the_last_one_took(trained: Any, lazy: LazyStreams) -> None:
+    """The least budget is met again, and the same plan comes back."""
+    model, expected = trained
+    budget = budget_at(0.1)
+    graphoffload.set_budget(budget)
+    assert_equal(step(model, batch()), expected)
+    planned = peak()
+    for _ in range(QUIET):
+        assert_equal(step(model, batch()), expected)
+    (text,) = run(model, lazy, budget + budget // 5, expected)
+    assert "was exceeded by" in text
+    lazy.allocated = 0, 0
+    graphoffload.set_budget(budget_at(0.5))
+    assert_equal(step(model, batch()), expected)
+    graphoffload.set_budget(budget)
+    assert_equal(step(model, batch()), expected)
+    assert peak() == planned
 
 
 def test_a_peak_that_no_plan_lowers(trained: Any, lazy: LazyStreams) -> None:

@@ -419,7 +419,7 @@ def side_streams(monkeypatch: pytest.MonkeyPatch) -> LazyStreams:
     side = LazyStreams()
     monkeypatch.setattr(ops, "streams_of", lambda device: side)
     monkeypatch.setattr(entries, "streams_of", lambda device: side)
-    monkeypatch.setattr("graphoffload.runtime.pinned.slabs._page_lock", lambda *_: False)
+    monkeypatch.setattr("graphoffload.runtime.pinned.slabs._page_lock", lambda *_, **__: False)
     return side
 
 
