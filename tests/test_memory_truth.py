@@ -220,6 +220,7 @@ def test_a_slowdown_that_fused_operations_do_not_use_up(monkeypatch: pytest.Monk
     assert plan.prediction.lower_bound_slowdown is None
 
 
+@pytest.mark.long
 def test_a_budget_that_fused_operations_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six tensors of the MLP's width are in memory at once where its backward is fused, five where it is not: measured."""
     torch.manual_seed(0)

@@ -208,6 +208,7 @@ def test_blocks_that_are_computed_again_whole_repeat_to_the_bit(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.long
 def test_a_budget_below_every_way_names_the_least_of_all_of_them() -> None:
     model, x = model_of(4, Attention)
     model.checkpointed = True

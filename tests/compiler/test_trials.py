@@ -145,6 +145,7 @@ def of_mlps(**options: Any) -> graphoffload.OffloadReport:
     return graphoffload.explain(model, hardware="h200-sxm", reserve=0, **options)(x)
 
 
+@pytest.mark.long
 def test_what_a_smaller_budget_can_do_a_larger_one_can() -> None:
     """Where no trial that recomputes meets a budget, one that only offloads may: it was an error between two that were met."""
     keep = of_mlps(policy="keep").keep_peak_bytes
@@ -187,6 +188,7 @@ class Logits(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.long
 def test_what_the_model_returns_stays_unless_only_without_it_a_budget_can_be_met() -> None:
     """Until backward is over for a caller who may hold it; a budget that is met only otherwise is met, with a note."""
     given = {"hardware": PROFILES["h200-sxm"], "min_tensor_bytes": 0, "reserve": 0}

@@ -123,6 +123,7 @@ class Whole(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_a_graph_with_a_plan_of_its_own(lazy: LazyStreams) -> None:
     """It is planned with less; what no plan meets is a warning, and it runs on."""
     torch._dynamo.reset()

@@ -65,6 +65,7 @@ def test_a_planned_step_sets_no_hooks() -> None:
     assert counted("prefetch_hits") > 0
 
 
+@pytest.mark.long
 def test_hooks_come_back_where_the_compiled_function_is_not_called(compiled_autograd: Any) -> None:
     model = compiled(fresh(), PLENTY)
     for _ in range(4):
