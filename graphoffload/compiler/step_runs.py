@@ -89,7 +89,8 @@ def next_run(graph: Dispatched) -> StepRun:
     may = known is None or (known.takes_off(flying) and not known.fixed)
     if known is not None and may and not flying:
         plan_if_due(known, device, last)
-        known.flight_bytes = 0 if latest is None or latest.streams is None else latest.streams.allocated_bytes()[0]
+        if known.flies and known.plan is None and latest is not None and latest.streams is not None:
+            known.flight_bytes = latest.streams.allocated_bytes()[0]
     plan = None if known is None else known.plan
     recording = known is None or (may and known.plan is None and not known.fixed and known.proposal is None)
     watching = recording and known is not None and len(known.runs) == RECORDED - 1 and not known.flies
