@@ -178,9 +178,7 @@ def test_two_at_once_by_chance_change_no_plan(lazy: LazyStreams) -> None:
 def test_a_budget_that_only_one_microbatch_meets(lazy: LazyStreams) -> None:
     """The error is for as many as there are, and names a budget that they meet."""
     expected = step(stage(), one_forward_one_backward)
-    module = stage(PLENTY)
-    for _ in range(5):
-        step(module, one_forward_one_backward)
+    module, _ = planned(one_forward_one_backward, PLENTY, expected)
     graphoffload.set_budget("4KiB")
     with pytest.raises(BudgetError, match="with 3 microbatches in flight at a time") as info:
         step(module, one_forward_one_backward)
@@ -195,10 +193,8 @@ def test_a_budget_that_only_one_microbatch_meets(lazy: LazyStreams) -> None:
 def test_flights_that_are_cut_short(lazy: LazyStreams) -> None:
     """Forwards that are dropped, an evaluation and an exception in between: gradients stay right, and so does the plan."""
     expected = step(stage(), one_forward_one_backward)
-    module = stage(PLENTY)
-    for _ in range(5):
-        step(module, one_forward_one_backward)
-    graphoffload.set_budget(int(0.7 * plan_of().solution.timeline.peak_bytes))
+    module, plan = planned(one_forward_one_backward, PLENTY, expected)
+    graphoffload.set_budget(int(0.7 * plan.solution.timeline.peak_bytes))
     for at in range(4):
         dropped = [module(batch(seed)) for seed in range(at)]
         if at == 2:
@@ -217,10 +213,8 @@ def test_flights_that_are_cut_short(lazy: LazyStreams) -> None:
 def test_what_is_waited_for_and_freed_early_shows(lazy: LazyStreams) -> None:
     """A microbatch whose copies are not waited for when the next one begins: its sources are freed while they are copied."""
     expected = step(stage(), one_forward_one_backward)
-    module = stage(PLENTY)
-    for _ in range(5):
-        step(module, one_forward_one_backward)
-    graphoffload.set_budget(int(0.7 * plan_of().solution.timeline.peak_bytes))
+    module, plan = planned(one_forward_one_backward, PLENTY, expected)
+    graphoffload.set_budget(int(0.7 * plan.solution.timeline.peak_bytes))
     assert_equal(step(module, one_forward_one_backward), expected)
     original = OffloadedTensor.settle
 
@@ -253,10 +247,8 @@ def test_an_output_that_lives_on_for_a_step_changes_no_plan(lazy: LazyStreams) -
 def test_a_forward_whose_backward_never_comes(lazy: LazyStreams) -> None:
     """Another budget is planned for all the same, and a late backward of it is right."""
     expected = step(stage(), one_forward_one_backward)
-    module = stage(PLENTY)
-    for _ in range(5):
-        step(module, one_forward_one_backward)
-    budget = int(0.7 * plan_of().solution.timeline.peak_bytes)
+    module, plan = planned(one_forward_one_backward, PLENTY, expected)
+    budget = int(0.7 * plan.solution.timeline.peak_bytes)
     held = module(batch(0))
     graphoffload.set_budget(budget)
     for _ in range(6):

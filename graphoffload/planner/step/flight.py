@@ -115,11 +115,16 @@ def _saved_more(facts: StepFacts, chosen: Sequence[int]) -> int:
     )
 
 
-def _offloads(facts: StepFacts, solution: StepSolution) -> list[list[str]]:
-    return [
-        [c.name for c, action in zip(facts.variant(at, chosen).program.candidates, actions, strict=True) if action == "offload"]
+def offloads_of(facts: StepFacts, solution: StepSolution) -> tuple[tuple[str, ...], ...]:
+    """By call, the names of the activations that a plan offloads."""
+    return tuple(
+        tuple(
+            candidate.name
+            for candidate, action in zip(facts.variant(at, chosen).program.candidates, actions, strict=True)
+            if action == "offload"
+        )
         for at, (chosen, actions) in enumerate(zip(solution.chosen, solution.actions, strict=True))
-    ]
+    )
 
 
 def follow_flight(
@@ -139,17 +144,12 @@ def follow_flight(
     return found if problem.facts.in_flight == 1 else _with_others(problem, found)
 
 
-def _beside(problem: StepProblem, solution: StepSolution, kept: int) -> StepSolution:
-    """What a plan of one microbatch comes to beside others that keep so much."""
-    there = replace(_alone(problem), facts=beside(problem.facts, kept))
-    offloads = _offloads(problem.facts, solution)
-    return follow_step(there, solution.chosen, solution.calls, solution.reload_steps, offloads, solution.solver)
-
-
 def _with_others(problem: StepProblem, solution: StepSolution) -> StepSolution:
     """What a plan of one microbatch comes to where all of them run by it."""
     facts = problem.facts
-    found = _beside(problem, solution, kept_bytes(facts, solution))
+    there = replace(_alone(problem), facts=beside(facts, kept_bytes(facts, solution)))
+    offloads = offloads_of(facts, solution)
+    found = follow_step(there, solution.chosen, solution.calls, solution.reload_steps, offloads, solution.solver)
     all_kept = sum(c.nbytes for at in range(len(facts.calls)) for c in facts.variant(at, 0).program.candidates)
     kept = replace(_alone(problem), facts=beside(facts, all_kept + _saved_more(facts, [0] * len(facts.calls))))
     return replace(

@@ -28,7 +28,7 @@ from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.events import CallSchedule
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem, Variant
-from graphoffload.planner.step.flight import follow_flight
+from graphoffload.planner.step.flight import follow_flight, offloads_of
 from graphoffload.planner.step.solve import StepSolution
 
 _SAME = 1.0 + 1e-9
@@ -281,14 +281,7 @@ def _recipe_from_json(data: Mapping[str, Any]) -> Recipe:
 
 def decision_of(facts: StepFacts, solution: StepSolution, recipes: Sequence[Sequence[Recipe]]) -> Decision:
     """A solution in terms of names, for ranks that have programs of their own."""
-    offloads = tuple(
-        tuple(
-            candidate.name
-            for candidate, action in zip(facts.variant(at, chosen).program.candidates, actions, strict=True)
-            if action == "offload"
-        )
-        for at, (chosen, actions) in enumerate(zip(solution.chosen, solution.actions, strict=True))
-    )
+    offloads = offloads_of(facts, solution)
     found = tuple(tuple(each) for each in recipes)
     return Decision(found, solution.chosen, offloads, solution.calls, solution.reload_steps, solution.solver)
 
