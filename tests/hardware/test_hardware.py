@@ -162,8 +162,8 @@ def test_cache_path_holds_device_and_torch_and_honours_xdg(monkeypatch: pytest.M
     monkeypatch.delenv("GRAPHOFFLOAD_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = cache_path("NVIDIA H200/x", "2.13.0+cpu")
-    assert path == tmp_path / "graphoffload" / "hardware-3-NVIDIA-H200-x-2.13.0+cpu.json"
-    assert cache_path("NVIDIA H200/x", "2.13.0+cpu", 4).name == "hardware-3-NVIDIA-H200-x-2.13.0+cpu-4-ranks.json"
+    assert path == tmp_path / "graphoffload" / "hardware-4-NVIDIA-H200-x-2.13.0+cpu.json"
+    assert cache_path("NVIDIA H200/x", "2.13.0+cpu", 4).name == "hardware-4-NVIDIA-H200-x-2.13.0+cpu-4-ranks.json"
     monkeypatch.setenv("GRAPHOFFLOAD_CACHE_DIR", str(tmp_path / "own"))
     assert cache_path("x", "y").parent == tmp_path / "own"
 
