@@ -18,7 +18,8 @@ import torch
 from graphoffload.bench import variants
 from graphoffload.bench.models import MODELS
 from graphoffload.bench.options import add_model_options, add_result_options, add_step_options, keep_results
-from graphoffload.bench.runner import Options, Runner
+from graphoffload.bench.run_options import Options
+from graphoffload.bench.runner import Runner
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
