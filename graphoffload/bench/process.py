@@ -50,12 +50,11 @@ class Process:
         return tuple(dict.fromkeys((self.baseline, *BASELINES)))
 
     def measure(self, runner: Runner, at_once: int) -> None:
-        """Run all of it, `at_once` variants in turns with the baseline."""
+        """Run all but the end of it, `at_once` variants in turns with the baseline."""
         runner.start()
         names = [name for name in self.variants or DEFAULT if name != runner.facts["baseline"]]
         for first in range(0, len(names), at_once):
             runner.run_in_turns(names[first : first + at_once])
-        runner.finish()
 
     def fill(self, options: Options) -> Options:
         """Write into options what the process has of its own."""

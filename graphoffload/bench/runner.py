@@ -33,6 +33,7 @@ from graphoffload.bench.table import progress_line, show_table
 from graphoffload.bench.variants import Eligible, Variant, apply, parse
 from graphoffload.bench.verdict import IN_PLAIN, failed, first_line, judge, tolerance_of
 from graphoffload.errors import ConfigError
+from graphoffload.report.progress import Bar
 from graphoffload.torch_internals import dynamo
 from graphoffload.torch_internals.modules import compiled_call
 
@@ -69,6 +70,7 @@ class Runner:
         self.repeat_noise = 0.0
         self.fatal = ""
         self.compares_compiled = True
+        self.bar = Bar()
         self.plain = ""  # the status of keep-all
         dynamo.config.recompile_limit = 512
         dynamo.config.accumulated_recompile_limit = 4096
@@ -111,6 +113,7 @@ class Runner:
         for name in self.options.baselines:
             self.say(f"{self.model} on {self.facts['device']}, torch {torch.__version__}: building {_baseline_row(name)}")
             row, session = Row(f"{_baseline_row(name)} before"), None
+            self.bar.doing(f"{_baseline_row(name)}: compiling and measuring")
             try:
                 self.compares_compiled = parse(name).compiled
                 session = self.session(parse(name))
@@ -126,6 +129,7 @@ class Runner:
             said = "; ".join(f"{row.variant.removesuffix(' before')} {row.status}" for row in self.rows)
             raise ConfigError(f"{self.model}: nothing that others could be compared with trains: {said}. Try a smaller --size.")
         self.facts["baseline"] = _baseline_row(name)
+        self.bar.advance()
         if self.options.solo:
             session.close()
             measure.tidy()
@@ -194,6 +198,7 @@ class Runner:
                 lanes += [lane] if lane is not None else []
             try:
                 if lanes:
+                    self.bar.doing(f"measuring {', '.join(lane.row.variant for lane in lanes)}")
                     self.in_turns(
                         [(lane.row, lane.session) for lane in lanes], self.baseline, self.reference,
                         steps=self.options.steps, block=self.options.block,
@@ -206,11 +211,13 @@ class Runner:
             pinned_bytes = measure.pinned_bytes()
             for lane in lanes:
                 lane.row.pinned_bytes = pinned_bytes
+                self.bar.doing(f"{lane.row.variant}: checking copies and gradients")
                 self._look_closer(lane)
         self._notice_dead_device()
         self.write()
         for row in rows:
             self.say(progress_line(row))
+        self.bar.advance(len(rows))
         return rows
 
     @contextlib.contextmanager
@@ -231,6 +238,7 @@ class Runner:
             row.status = f"SKIPPED: {self.fatal or 'out of time'}"
             return row, None
         began, session = time.perf_counter(), None
+        self.bar.doing(f"{text}: compiling")
         try:
             variant = self._with_bytes(parse(text), rows)
             if self.options.solo:

@@ -19,11 +19,12 @@ import torch
 from graphoffload.bench import catalogue
 from graphoffload.bench.measure import Row
 from graphoffload.bench.options import add_model_options, add_result_options, add_step_options, keep_results
-from graphoffload.bench.process import parse_process
+from graphoffload.bench.process import DEFAULT, parse_process
 from graphoffload.bench.run_options import Options
 from graphoffload.bench.runner import Runner
 from graphoffload.bench.variants import parse
 from graphoffload.errors import ConfigError
+from graphoffload.report.progress import progress_bar
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +72,9 @@ def _measured(name: str, number: int, text: str, given: argparse.Namespace) -> i
     )  # fmt: skip
     runner = Runner(process.model, given.device, process.fill(options))
     try:
-        process.measure(runner, given.at_once)
+        with progress_bar(f"table {name}", 1 + len(process.variants or DEFAULT)) as runner.bar:
+            process.measure(runner, given.at_once)
+        runner.finish()
     except ConfigError as error:  # nothing trains that others could be compared with; another process of the table may
         print(f"{name}: {error}", flush=True)
         return 1

@@ -150,6 +150,7 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
     try:
         with replaced(trials, kernel_times=_alone_for_new(folder, kernel_times)):
             process.measure(runner, given.at_once)
+            runner.finish()
     finally:
         (folder / str(os.getpid())).unlink()
 
