@@ -43,7 +43,10 @@ class Table:
     keep: str = ""
 
     def texts(self, *, tiny: bool = False, sizes: dict[str, int] | None = None) -> tuple[str, ...]:
-        """The processes, with single sizes changed. Tiny ones have sizes of their own, and budgets in bytes become shares."""
+        """The processes, with single sizes changed.
+
+        Tiny ones have sizes of their own, budgets in bytes become shares, and small tensors may be offloaded.
+        """
         found = []
         for text in self.processes:
             first, *variants = text.split("@")
@@ -57,6 +60,7 @@ class Table:
         return tuple(dict.fromkeys(found))
 
     def _share(self, variant: str) -> str:
+        variant = variant.replace("offload:all+", "offload:all+min_tensor_bytes=0+")
         if not variant.startswith("total:"):
             return variant
         share = parse_size(variant.removeprefix("total:"), field="total") / parse_size(self.keep, field="keep")
@@ -79,7 +83,7 @@ _FIXED = "@selective@checkpoint"
 _8B = "qwen3-8b,batch=1,{tokens},baseline=checkpoint,optimizer=adamw"
 _HF = "@hf-checkpoint@over:peak(hf-checkpoint)@hf-checkpoint-offload@over:peak(hf-checkpoint-offload)"
 _TRL = "@trl-offload@over:peak(trl-offload)@deepspeed-checkpoint@unsloth-checkpoint"
-_MODULES = ("attn_norm", "core_attn", "attn_proj", "qkv_linear", "mlp_norm", "mlp_act")
+_MODULES = ("attn_norm", "core_attn", "attn_proj", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act")
 _FRACTIONS = (0.25, 0.5)
 _BY_HAND = (
     *(f'offload:all+offload_modules=["{name}"]' for name in _MODULES),

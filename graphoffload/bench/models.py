@@ -310,12 +310,11 @@ def build(
     chosen.update(sizes or {})
     device = torch.device(device)
     torch.manual_seed(seed)
-    with _defaults(torch.float32 if recipe.mixed else dtype or spec.dtype, device):
+    low = LOW if recipe.precision == "cast" else torch.float32
+    with _defaults(low if recipe.mixed else dtype or spec.dtype, device):
         workload = spec.make(chosen, device)
     workload.name, workload.recipe = name, recipe
     workload.module.train()
     if recipe.precision == "cast":
         cast_where_used(workload.module)
-        for key, value in workload.batch.items():
-            workload.batch[key] = value.to(LOW) if value.is_floating_point() else value
     return workload

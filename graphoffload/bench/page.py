@@ -268,7 +268,7 @@ def published(source: Source, name: str) -> list[str]:
     lines = [f"{table.about}. Published: {table.source}.", ""]
     for process in measured:
         found = {row["variant"]: (row, result) for row, result in source.rows(process.subject)}
-        names = [name for name in ("keep-all", *process.baselines, *process.variants) if name in found]
+        names = [name for name in ("keep-all", process.baseline, *process.variants, *process.baselines) if name in found]
         rows = [found[name] for name in dict.fromkeys(names)]
         lines += [*source.caption(rows), *_published_table(source, process, table, rows), ""]
     return lines[:-1]

@@ -88,12 +88,14 @@ PLAIN = Recipe()
 
 
 def cast_where_used(module: nn.Module) -> None:
-    """Have every module read its float32 parameters in bfloat16; the parameters, and their gradients, stay float32.
+    """Have every module read its parameters in bfloat16, while the parameters, and their gradients, become float32.
 
     A module's class gets a subclass whose attributes cast, one for each class, so that equal blocks share compiled code.
     """
+    for parameter in module.parameters():
+        parameter.data = parameter.data.float()
     for part in module.modules():
-        names = tuple(name for name, value in part._parameters.items() if value is not None and value.dtype == torch.float32)
+        names = tuple(name for name, value in part._parameters.items() if value is not None)
         if names:
             part.__class__ = _casting(type(part), names)  # type: ignore[arg-type]  # a class has a hash
 

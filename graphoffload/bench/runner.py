@@ -31,7 +31,7 @@ from graphoffload.bench.rivals import NotMeasurable
 from graphoffload.bench.run_options import Options
 from graphoffload.bench.table import progress_line, show_table
 from graphoffload.bench.variants import Eligible, Variant, apply, parse
-from graphoffload.bench.verdict import IN_PLAIN, failed, first_line, judge, tolerance_of
+from graphoffload.bench.verdict import IN_PLAIN, NothingTrainsError, failed, first_line, judge, tolerance_of
 from graphoffload.errors import ConfigError
 from graphoffload.report.progress import Bar
 from graphoffload.torch_internals import dynamo
@@ -108,7 +108,8 @@ class Runner:
         """Compile and measure the baseline, keep its gradients, and learn how far rounding alone goes.
 
         Raises:
-            ConfigError: no baseline trains.
+            NothingTrainsError: no baseline trains.
+            ConfigError: there is no such model, or size of it.
         """
         for name in self.options.baselines:
             self.say(f"{self.model} on {self.facts['device']}, torch {torch.__version__}: building {_baseline_row(name)}")
@@ -120,6 +121,8 @@ class Runner:
                 self._measure_baseline(row, session)
                 break
             except Exception as error:
+                if isinstance(error, ConfigError) and not isinstance(error, NotMeasurable):
+                    raise
                 failed(row, error)
                 if name == "keep":
                     row.status = self.plain = row.status.replace("FAILED: ", IN_PLAIN)
@@ -127,7 +130,9 @@ class Runner:
                 self._close(session)
         else:
             said = "; ".join(f"{row.variant.removesuffix(' before')} {row.status}" for row in self.rows)
-            raise ConfigError(f"{self.model}: nothing that others could be compared with trains: {said}. Try a smaller --size.")
+            raise NothingTrainsError(
+                f"{self.model}: nothing that others could be compared with trains: {said}. Try a smaller --size."
+            )
         self.facts["baseline"] = _baseline_row(name)
         self.bar.advance()
         if self.options.solo:
@@ -351,6 +356,13 @@ class Runner:
         self.write()
         if not self.options.quiet:
             show_table(self.rows, self.facts)
+
+    def close(self) -> None:
+        """Give back what was kept for comparison, and the code of all variants: another model may follow in this process."""
+        self._close(self.baseline)
+        self.baseline, self.reference = None, []
+        torch.compiler.reset()
+        measure.tidy()
 
     def _ratios_to_both_ends(self) -> None:
         ends = [s for row in self.rows if row.variant.startswith(self.facts["baseline"]) for s in row.samples]

@@ -23,6 +23,7 @@ from graphoffload.bench.process import DEFAULT, parse_process
 from graphoffload.bench.run_options import Options
 from graphoffload.bench.runner import Runner
 from graphoffload.bench.variants import parse
+from graphoffload.bench.verdict import NothingTrainsError
 from graphoffload.errors import ConfigError
 from graphoffload.report.progress import progress_bar
 
@@ -75,9 +76,11 @@ def _measured(name: str, number: int, text: str, given: argparse.Namespace) -> i
         with progress_bar(f"table {name}", 1 + len(process.variants or DEFAULT)) as runner.bar:
             process.measure(runner, given.at_once)
         runner.finish()
-    except ConfigError as error:  # nothing trains that others could be compared with; another process of the table may
+    except NothingTrainsError as error:  # another process of the table may
         print(f"{name}: {error}", flush=True)
         return 1
+    finally:
+        runner.close()
     return sum(counts_as_failure(row) for row in runner.rows)
 
 

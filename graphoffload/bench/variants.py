@@ -179,6 +179,16 @@ class Inductor:
             return inductor.compile_graph(graph, inputs, settings=self.inductor)
 
 
+class _Alone(OffloadBackend):
+    """Likewise, for graphoffload: two budgets may be equal, and the second one's plan would not be seen."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
 def _tag_everything(graph: torch.fx.Graph) -> None:
     """Mark every node for torch's own offload pass; it takes what it can."""
     for node in graph.nodes:
@@ -329,7 +339,7 @@ def apply(
     backend: Any = None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     if variant.ours:
-        backend = OffloadBackend(OffloadConfig(**our_options(variant, workload, eligible, own_bytes)))
+        backend = _Alone(OffloadConfig(**our_options(variant, workload, eligible, own_bytes)))
     elif kind in RIVALS:
         context = RIVALS[kind](workload)
         backend = Inductor() if variant.compiled else None

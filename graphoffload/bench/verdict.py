@@ -16,6 +16,12 @@ import torch
 from graphoffload.bench.measure import Row, Session
 from graphoffload.bench.rivals import NotMeasurable
 from graphoffload.bench.variants import Variant
+from graphoffload.errors import ConfigError
+
+
+class NothingTrainsError(ConfigError):
+    """Neither keep-all nor anything else that others could be compared with trains."""
+
 
 IN_PLAIN, AS_PLAIN = "FAILED in plain torch: ", "FAILED as plain torch: "
 
@@ -25,8 +31,9 @@ def failed(row: Row, error: Exception, plain: str = "") -> None:
     if isinstance(error, NotMeasurable):
         row.status = f"SKIPPED: {error}"
         return
-    said = f"{type(error).__name__}: {first_line(error)}"
-    same = plain.startswith(IN_PLAIN) and plain.removeprefix(IN_PLAIN).split(":")[0] == type(error).__name__
+    cause = getattr(error, "inner_exception", error)  # of what Dynamo says that a backend raised
+    said = f"{type(cause).__name__}: {first_line(cause)}"
+    same = plain.startswith(IN_PLAIN) and plain.removeprefix(IN_PLAIN).split(":")[0] == type(cause).__name__
     row.status = (AS_PLAIN if same else "FAILED: ") + said
     row.ours["traceback"] = "".join(traceback.format_exception(error))[-6000:]
     error.__traceback__ = None
