@@ -201,16 +201,7 @@ class Runner:
                 row, lane = self._prepare(text, rows)
                 rows.append(row)
                 lanes += [lane] if lane is not None else []
-            try:
-                if lanes:
-                    self.bar.doing(f"measuring {', '.join(lane.row.variant for lane in lanes)}")
-                    self.in_turns(
-                        [(lane.row, lane.session) for lane in lanes], self.baseline, self.reference,
-                        steps=self.options.steps, block=self.options.block,
-                    )  # fmt: skip
-            except Exception as error:
-                for lane in lanes:
-                    failed(lane.row, error)
+            self._measure(lanes)
             self.rows += rows
             self.write()
             pinned_bytes = measure.pinned_bytes()
@@ -224,6 +215,26 @@ class Runner:
             self.say(progress_line(row))
         self.bar.advance(len(rows))
         return rows
+
+    def _measure(self, lanes: list[_Lane]) -> None:
+        """Lanes in turns; where one of them fails, each by itself, so that none has another's error."""
+        if not lanes:
+            return
+        self.bar.doing(f"measuring {', '.join(lane.row.variant for lane in lanes)}")
+        try:
+            self.in_turns(
+                [(lane.row, lane.session) for lane in lanes], self.baseline, self.reference, steps=self.options.steps,
+                block=self.options.block,
+            )  # fmt: skip
+            return
+        except Exception as error:
+            if len(lanes) == 1:
+                failed(lanes[0].row, error, self.plain)
+                return
+        measure.tidy()  # here, where no traceback holds what the failed step had allocated
+        for lane in lanes:
+            lane.row.samples.clear()
+            self._measure([lane])
 
     @contextlib.contextmanager
     def _watched(self, texts: list[str]) -> Iterator[None]:

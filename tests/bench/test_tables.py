@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -261,6 +262,28 @@ def test_a_rival_that_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(tables.counts_as_failure(row) for row in runner.rows)
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_rival_that_raises_while_it_is_measured_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What took turns with it is measured again without it."""
+    run = Session._run
+    steps: list[int] = []
+
+    def failing(session: Session) -> torch.Tensor:
+        if session.context is not contextlib.nullcontext:
+            steps.append(1)
+            if len(steps) > 4:  # it was warm
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(session)
+
+    monkeypatch.setattr(Session, "_run", failing)
+    runner = runner_of("small@save_on_cpu@over:60%")
+    rows = {row.variant: row for row in runner.rows}
+    assert rows["save_on_cpu"].status == "FAILED: OutOfMemoryError: CUDA out of memory"
+    assert rows["over:60%"].status == "ok"
+    assert (len(rows["save_on_cpu"].samples), len(rows["over:60%"].samples)) == (0, 2)
+    assert rows["over:60%"].ratio is not None
+
+
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("trl", "deepspeed", "unsloth_zoo", "jax"):
         for module in [module for module in sys.modules if module.split(".")[0] == name]:
@@ -270,6 +293,10 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for variant, package in (("trl-offload", "trl"), ("deepspeed-checkpoint", "deepspeed"), ("jax", "jax")):
         with pytest.raises(rivals.NotMeasurable, match=rf"needs {package} \(pip install {package}\)"):
             apply(parse(variant), workload, Eligible())
+    old: Any = build("qwen3-1.7b", "cpu", tiny=True)
+    old.module.model.activation_checkpointing_enable = lambda activation_checkpointing_kwargs=None: None
+    with pytest.raises(rivals.NotMeasurable, match=r"needs transformers >= 5\.17"):
+        apply(parse("hf-checkpoint-offload"), old, Eligible())
     with pytest.raises(rivals.NotMeasurable, match="needs a model of Transformers; small is none"):
         apply(parse("hf-checkpoint"), build("small", "cpu", tiny=True), Eligible())
 
