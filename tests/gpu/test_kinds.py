@@ -273,7 +273,8 @@ def trained(module: nn.Module, start: dict[str, Tensor], steps: int = 8) -> Trai
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return Trained([float(loss) for loss in losses], {name: own_copy(parameter) for name, parameter in module.named_parameters()})
+    after = {name: own_copy(parameter) for name, parameter in module.named_parameters()}
+    return Trained([float(loss) for loss in losses], after)
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -79,7 +79,7 @@ def packed_documents() -> Built:
 
 
 class Nested(nn.Module):
-    """Attention over sequences of different lengths as a jagged tensor: no padding, no mask."""
+    """Attention in both directions over sequences of different lengths as a jagged tensor: no padding, no mask."""
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Nested(nn.Module):
         x = self.embed(input_ids)
         rows = torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=1, max_seqlen=16)
         q, k, v = (part(rows).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return {"loss": next_token_loss(self.head(x + self.out(y).values())[None], input_ids[None])}
 
 

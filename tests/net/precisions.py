@@ -255,7 +255,7 @@ class Linear8(nn.Module):
         return out
 
 
-@architecture("fp8", "precision, products in float8 with a scale for each tensor", precision="float8", fast=True)
+@architecture("fp8", "precision, products in float8 with a scale for each tensor", precision="float8")
 def fp8() -> Built:
     return Decoder(layers=1, make=Linear8), tokens()
 

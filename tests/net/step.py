@@ -10,8 +10,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphoffload.testing.compare import in_float64, own_copy
 from net.table import loss_of
@@ -95,9 +98,14 @@ class Saved:
     def counting(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
         """Count what is packed inside. An address that comes again after its memory was freed is another tensor."""
         own = [*model.parameters(), *model.buffers(), *(v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))]
-        excluded = {tensor.untyped_storage().data_ptr() for tensor in own}
+        excluded = {part.untyped_storage().data_ptr() for tensor in own for part in inside(tensor)}
 
         def pack(tensor: Tensor) -> Tensor:
+            for part in inside(tensor):
+                count(part)
+            return tensor
+
+        def count(tensor: Tensor) -> None:
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
             if address and address not in excluded and (address not in self.seen or self.seen[address].expired()):
@@ -105,10 +113,20 @@ class Saved:
                 ticket = tensor.dtype == torch.int64 and tensor.shape == (1,) and storage.nbytes() == 8
                 self.tickets += ticket
                 self.nbytes += 0 if ticket else storage.nbytes()
-            return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
+
+
+def inside(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with memory of their own that a tensor is made of: itself, what a subclass wraps; none while tracing."""
+    if isinstance(tensor, (FakeTensor, FunctionalTensor)):
+        return
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inside(getattr(tensor, name))
 
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphoffload.testing.case import weighted_loss
 
@@ -51,7 +52,7 @@ class Architecture:
         """The model in training mode with its inputs: two calls give equal ones that share nothing.
 
         Every parameter is moved by a little, so that what starts at zero (an adapter's second matrix, a modulation) does not
-        give zero gradients.
+        give zero gradients. Quantized weights stay as they are.
 
         Raises:
             Missing: a library is not there, or too old to have the architecture.
@@ -66,7 +67,7 @@ class Architecture:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.is_floating_point():
+                if parameter.is_floating_point() and not is_traceable_wrapper_subclass(parameter):
                     parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
         model.train()
         return model.to(device), {name: _to(value, device) for name, value in inputs.items()}
