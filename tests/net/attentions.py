@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from net.dense import SMALL, decoder
-from net.small import Decoder, linear, next_token_loss, tokens
+from net.small import Decoder, linear, tokens
 from net.step import OwnStep
 from net.table import Built, architecture, ids
 
@@ -79,20 +79,24 @@ def packed_documents() -> Built:
 
 
 class Nested(nn.Module):
-    """Attention in both directions over sequences of different lengths as a jagged tensor: no padding, no mask."""
+    """Layers over sequences of different lengths as a jagged tensor, padded for the attention alone.
+
+    Attention of jagged tensors themselves has no backward under saved_tensors_hooks on a CPU (torch 2.13).
+    """
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
         self.embed, self.heads = nn.Embedding(128, width), heads
-        self.q, self.k, self.v, self.out = (linear(width, width) for _ in range(4))
-        self.head = linear(width, 128)
+        self.qkv, self.up, self.head = linear(width, 3 * width), linear(width, width), linear(width, 128)
 
-    def forward(self, input_ids: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-        x = self.embed(input_ids)
-        rows = torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=1, max_seqlen=16)
-        q, k, v = (part(rows).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return {"loss": next_token_loss(self.head(x + self.out(y).values())[None], input_ids[None])}
+    def forward(self, input_ids: Tensor, offsets: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor_from_jagged(self.embed(input_ids), offsets, min_seqlen=1, max_seqlen=8)
+        rows = rows + F.gelu(self.up(rows))
+        padded = self.qkv(rows).to_padded_tensor(0.0, (offsets.numel() - 1, 8, 96))
+        q, k, v = padded.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        there = torch.arange(8, device=offsets.device) < offsets.diff()[:, None]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=there[:, None, None]).transpose(1, 2).flatten(2)
+        return self.head(y) * there[..., None]
 
 
 @architecture("nested-jagged", "packed documents, a jagged nested tensor")

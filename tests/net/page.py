@@ -20,8 +20,8 @@ INTRODUCTION = """# Models
 
 {count} architectures and kinds of training, built from their configs with random weights and tiny sizes: two training
 steps, in float32 unless the row says otherwise, under plain `torch.compile` and under four ways of this package, with both
-inner compilers. A row of training (`grpo`, `accumulation`) is a whole step: its forwards, backwards and updates. `make net` runs
-what is missing here and writes this page from `docs/results/net.json`; `tests/net` has the builders and the judge.
+inner compilers. A row of training (`grpo`, `accumulation`) is a whole step: its forwards, backwards and updates. `make net`
+runs what is missing here and writes this page from `docs/results/net.json`; `tests/net` has the builders and the judge.
 
 * **torch.compile**: without this package. *ok*: its gradients are those of eager to {far:g}; *off*: they are not; *fails*: it
   raises. What fails there is not tried further.
