@@ -30,7 +30,7 @@ class Ahead(nn.Module):
         return {"loss": loss}
 
 
-@architecture("multi-token", "loss, several tokens ahead by heads that share an unembedding", fast=True)
+@architecture("multi-token", "loss, several tokens ahead by heads that share an unembedding")
 def multi_token() -> Built:
     return Ahead(), tokens()
 
@@ -120,6 +120,6 @@ class Fused(nn.Module):
         return {"loss": FusedLoss.apply(x, self.head.weight, labels, 4)}
 
 
-@architecture("loss-fused", "loss, fused with the unembedding, gradients computed in forward", fast=True)
+@architecture("loss-fused", "loss, fused with the unembedding, gradients computed in forward")
 def fused() -> Built:
     return Fused(), tokens()
