@@ -27,7 +27,8 @@ from graphoffload.bench.figure import draw
 from graphoffload.bench.measure import Row
 from graphoffload.bench.models import MODELS
 from graphoffload.bench.results import row_record
-from graphoffload.bench.runner import Options, Runner
+from graphoffload.bench.run_options import Options
+from graphoffload.bench.runner import Runner
 
 PEERS = ("checkpoint", "selective", "budget:0.8", "budget:0.5", "budget:0.2", "budget:0.0", "save_on_cpu", "torch-offload")
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.10)

@@ -54,8 +54,8 @@ from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 
 # Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens. A mask that is read from
 # memory multiplies them by the third number (4k tokens). docs/history has the measurements.
-_ATTENTION_FORWARD = 0.79
-_ATTENTION_BACKWARD = 0.65
+_ATTENTION_FORWARD = 0.91
+_ATTENTION_BACKWARD = 0.75
 _ATTENTION_WITH_MASK = 0.54
 
 

@@ -29,6 +29,7 @@ from graphoffload.facts.plan import Plan
 from graphoffload.log import say
 from graphoffload.options.config import OffloadConfig
 from graphoffload.report.offload_report import Measured, OffloadReport
+from graphoffload.report.progress import Bar, progress_bar
 from graphoffload.runtime import registry
 from graphoffload.torch_internals import dynamo
 from graphoffload.torch_internals.modules import compiled_call, set_compiled_call
@@ -58,16 +59,11 @@ class _Trial:
 
     def line(self, keep: _Trial | None) -> str:
         """The line of the report."""
-        goal = f"max_slowdown={self.config.max_slowdown:.4g}" if self.config.limits_time else (
-            f"device_budget={self.config.device_budget}"
-            if isinstance(self.config.device_budget, str)
-            else f"device_budget={format_bytes(self.config.device_budget)}"
-        )  # fmt: skip
         peak = "" if self.peak_bytes is None else (
             f", peak {format_bytes(self.peak_bytes)} (predicted {format_bytes(self.predicted_peak_bytes)})"
         )  # fmt: skip
         slower = "" if keep is None else f" ({self.step_s / keep.step_s - 1.0:+.1%})"
-        return f"{goal}: {self.step_s * 1e3:.1f} ms a step{slower}{peak}"
+        return f"{_goal(self.config)}: {self.step_s * 1e3:.1f} ms a step{slower}{peak}"
 
 
 def tune(
@@ -111,8 +107,9 @@ def tune(
         raise ConfigError(f'tune() plans for a budget or a slowdown: policy="{chosen.policy}" leaves nothing to plan.')
     tuner, before = _Tuner(model, step, steps), compiled_call(model)
     try:
-        keep = tuner.keep_all(chosen)
-        trials = tuner.trials(chosen, keep, rounds)
+        with progress_bar("tune", (rounds + 2) * (_WARM_UP + steps)) as tuner.bar:
+            keep = tuner.keep_all(chosen)
+            trials = tuner.trials(chosen, keep, rounds)
         best = min(trials, key=lambda trial: tuner.score(chosen, trial, keep))
         tuner.check(chosen, best, len(trials))
     except BaseException:
@@ -132,7 +129,7 @@ class _Tuner:
     """Runs configurations of one model."""
 
     def __init__(self, model: nn.Module, step: Callable[[], object], steps: int) -> None:
-        self.model, self.step, self.steps = model, step, steps
+        self.model, self.step, self.steps, self.bar = model, step, steps, Bar()
         parameter = next(iter(model.parameters()), None)
         self.device = parameter.device if parameter is not None else torch.device("cpu")
 
@@ -165,8 +162,10 @@ class _Tuner:
         try:
             # Each trial is one more compile of the same code: at its limit torch would run the model in eager.
             with dynamo.many_compiles(_NO_LIMIT, _NO_LIMIT):
-                for _ in range(_WARM_UP):
+                for number in range(_WARM_UP):
+                    self.bar.doing(f"{_goal(config)}: {'warming up' if number else 'compiling'}")
                     self.step()
+                    self.bar.advance()
         except dynamo.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, GraphOffloadError):
                 raise error.inner_exception from None
@@ -183,12 +182,14 @@ class _Tuner:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         seconds = []
+        self.bar.doing(f"{_goal(config)}: measuring {self.steps} steps")
         for _ in range(self.steps):
             began = time.perf_counter()
             self.step()
             if cuda:
                 torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - began)
+            self.bar.advance()
         peak_bytes = int(torch.cuda.max_memory_allocated(self.device)) if cuda else None
         trial = _Trial(config, compiled_call(self.model), plans, statistics.median(seconds), peak_bytes)
         say(f"tune: {trial.line(None)}")
@@ -238,6 +239,16 @@ class _Tuner:
             return max(0, self.missed_bytes(chosen, trial)), trial.step_s
         size = trial.predicted_peak_bytes if trial.peak_bytes is None else trial.peak_bytes
         return max(0.0, _slowdown_over(chosen, trial, keep) - _NOISE), size
+
+
+def _goal(config: OffloadConfig) -> str:
+    """What a configuration asks for, short."""
+    if config.policy == "keep":
+        return "keep-all"
+    if config.limits_time:
+        return f"max_slowdown={config.max_slowdown:.4g}"
+    budget = config.device_budget
+    return f"device_budget={budget if isinstance(budget, str) else format_bytes(budget)}"
 
 
 def _slowdown_over(chosen: OffloadConfig, trial: _Trial, keep: _Trial | None) -> float:

@@ -5,7 +5,11 @@ set_to_none=False, so that what is allocated between steps ("static") is the sam
 
     static = memory_allocated() before the step: parameters, gradients, the batch, and whatever else lives
     peak over static = max_memory_allocated() during the step - static
+    peak in all = peak over static + what a process that trains this model alone has allocated between steps
     step time = CUDA events around forward and backward;  host time = until the last launch returned
+
+With an optimizer (recipe.py) its step is in the timed region, and gradients are freed before each step instead. They are
+compared after it: AdamW only reads them. Without a GPU, the peak is of one step that torch's profiler recorded.
 
 Every variant is compared with compiled keep-all of the same call, in alternating blocks (A B A B ...), because clocks and
 neighbours drift; the ratio of medians carries a 95 % bootstrap interval. Gradients are compared after every single step, as
@@ -25,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from graphoffload.bench.models import Workload
 from graphoffload.runtime import host_memory, release_host_memory
@@ -33,6 +38,9 @@ from graphoffload.torch_internals.operators import zero_all
 from graphoffload.torch_internals.streams import empty_host_cache
 
 WARM_UP_STEPS = 3
+ALLOCATED_IN_BYTES = 512
+"""What torch's allocator on a GPU rounds up to."""
+
 _CHUNK = 2**26
 
 
@@ -72,6 +80,7 @@ class Row:
     gradient_norm: float | None = None
     loss: float | None = None
     peak_bytes: int | None = None
+    own_bytes: int | None = None  # allocated between steps by a process that trains nothing else
     static_growth_bytes: int | None = None
     pinned_bytes: int | None = None  # of all that take turns together
     ours: dict[str, Any] = field(default_factory=dict)
@@ -95,6 +104,11 @@ class Row:
         return statistics.median(s.host_ms for s in self.samples) if self.samples else None
 
     @property
+    def total_bytes(self) -> int | None:
+        """The peak in all."""
+        return None if self.peak_bytes is None or self.own_bytes is None else self.peak_bytes + self.own_bytes
+
+    @property
     def predicted_peak_bytes(self) -> int | None:
         """Of all plans, over what was allocated between steps when they were made; None without a plan."""
         peaks = [plan["prediction"]["predicted_peak_bytes"] for plan in self.ours.get("plans") or []]
@@ -115,17 +129,48 @@ class Row:
 
 
 class Session:
-    """One workload under one variant, ready to step."""
+    """One workload under one variant, ready to step. `beside` is one whose weights it shares, and so the optimizer's state."""
 
-    def __init__(self, workload: Workload, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        beside: Session | None = None,
+    ) -> None:
         self.workload, self.context = workload, context
         self.parameters = [p for p in workload.module.parameters() if p.requires_grad]
         self.cuda = self.parameters[0].device.type == "cuda"
-        materialise_gradients(workload.module)
+        self.family: list[Session] = [] if beside is None else beside.family
+        shared = None if beside is None else beside.optimizer
+        self.optimizer: torch.optim.Optimizer | None = workload.recipe.make_optimizer(self.parameters, shared)
+        self.family.append(self)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """As before a step: all zero, or, with an optimizer, not there, in no session that shares these weights."""
+        if self.optimizer is None:
+            materialise_gradients(self.workload.module)
+            zero_all([_gradient(p) for p in self.parameters])
+            return
+        for session in self.family:
+            for parameter in session.parameters:
+                parameter.grad = None
+
+    def own_bytes(self) -> int:
+        """What a process that trains this model alone has allocated between steps."""
+        module = self.workload.module
+        tensors: list[Any] = [*module.parameters(), *module.buffers(), *self.workload.batch.values()]
+        if self.optimizer is None:
+            tensors += [_gradient(p) for p in self.parameters]
+        else:
+            tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        device = self.parameters[0].device
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device == device}
+        return sum(-(-nbytes // ALLOCATED_IN_BYTES) * ALLOCATED_IN_BYTES for nbytes in storages.values())
 
     def step(self) -> Sample:
         """One timed step. Same random seed each time, so that dropout draws the same masks."""
-        zero_all([_gradient(p) for p in self.parameters])
+        self.clear_gradients()
         torch.manual_seed(1234)
         if not self.cuda:
             return self._step_on_cpu()
@@ -148,10 +193,16 @@ class Session:
         elapsed_ms = (time.perf_counter() - began) * 1e3
         return Sample(elapsed_ms, elapsed_ms, None, None, loss.item())
 
+    def peak_bytes(self) -> int | None:
+        """Of one more step, over what is allocated between steps."""
+        return self.step().peak_bytes if self.cuda else recorded_peak_bytes(self)
+
     def _run(self) -> Tensor:
         with self.context():
             loss = self.workload.loss()
             loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
         return loss.detach()
 
     def gradients(self, device: torch.device | str | None = None) -> list[Tensor]:
@@ -168,8 +219,24 @@ class Session:
         for tensor in (*self.workload.module.parameters(), *self.workload.module.buffers()):
             tensor.grad = None
             tensor.data = tensor.data.new_empty(0)
-        self.parameters = []
+        self.parameters, self.optimizer = [], None
+        self.family.remove(self)
         self.workload.batch.clear()
+
+
+def recorded_peak_bytes(session: Session) -> int:
+    """The most that a step on a CPU has allocated beyond what was there, as torch's profiler saw it."""
+    session.clear_gradients()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        session.step()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    total = peak = 0
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak
 
 
 def _gradient(parameter: Tensor) -> Tensor:

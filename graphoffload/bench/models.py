@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from graphoffload.bench import nets
+from graphoffload.bench.recipe import LOW, PLAIN, Recipe, cast_where_used
 from graphoffload.errors import ConfigError
 
 Sizes = dict[str, int]
@@ -33,6 +34,7 @@ class Workload:
     Attributes:
         blocks: lists of modules that full checkpointing wraps, by their path.
         random: forward draws random numbers, so eager and compiled runs differ.
+        recipe: the optimizer of its steps, and in what precision they compute.
     """
 
     name: str
@@ -43,10 +45,13 @@ class Workload:
     random: bool = False
     hugging_face: bool = False
     constants: dict[str, Any] = field(default_factory=dict)
+    recipe: Recipe = PLAIN
 
     def loss(self) -> Tensor:
         """Forward; a Hugging Face output keeps only its loss, so the logits are dropped before backward."""
-        output = self.module(**self.batch, **self.constants)
+        device = next(iter(self.batch.values())).device
+        with self.recipe.forward_context(device):
+            output = self.module(**self.batch, **self.constants)
         loss: Tensor = output.loss if self.hugging_face else output
         return loss
 
@@ -95,7 +100,7 @@ def _hf_decoder(make: Any, model: Any, s: Sizes, device: torch.device, **more: i
     config = make(
         vocab_size=s["vocab"], hidden_size=s["dim"], intermediate_size=s["hidden"], num_hidden_layers=s["layers"],
         num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], max_position_embeddings=s["tokens"],
-        tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa", **more,
+        tie_word_embeddings=bool(s.get("tied")), use_cache=False, attn_implementation="sdpa", **more,
     )  # fmt: skip
     ids = _ids(s["batch"], s["tokens"], s["vocab"], device)
     return Workload(
@@ -148,10 +153,11 @@ def _encdec(s: Sizes, device: torch.device) -> Workload:
 
 
 class ChunkedLoss(nn.Module):
-    """A Hugging Face causal model that returns its loss alone, taken `chunk` tokens at a time.
+    """A Hugging Face causal model that returns its loss alone, taken `chunk` tokens at a time; 0: of all tokens at once.
 
-    A chunk's logits are made again in backward. The model's own forward makes all logits at once and returns them, so that
-    backward is also given a gradient of zeros for them: at 131072 tokens and 32000 words 8.4 GB each, whatever the method.
+    A chunk's logits are made again in backward, those of all tokens are not. The model's own forward makes all logits at once
+    and returns them, so that backward is also given a gradient of zeros for them: at 131072 tokens and 32000 words 8.4 GB
+    each, whatever the method.
     """
 
     def __init__(self, model: Any, chunk: int) -> None:
@@ -162,6 +168,8 @@ class ChunkedLoss(nn.Module):
         """Mean cross entropy of (batch, tokens) on the next token; the last token has none."""
         hidden = self.model.base_model(input_ids=input_ids, **options).last_hidden_state
         targets = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
+        if not self.chunk:
+            return self._summed(hidden, targets) / labels[:, 1:].numel()
         parts = zip(hidden.split(self.chunk, dim=1), targets.split(self.chunk, dim=1), strict=True)
         total: Any = sum(checkpoint(self._summed, part, target, use_reentrant=False) for part, target in parts)
         result: Tensor = total / labels[:, 1:].numel()
@@ -193,13 +201,27 @@ def lengthened(workload: Workload, chunk: int) -> Workload:
     return replace(workload, module=ChunkedLoss(workload.module, chunk), blocks=blocks, hugging_face=False)
 
 
+def _trained(make: Callable[[Sizes, torch.device], Workload]) -> Callable[[Sizes, torch.device], Workload]:
+    """As a trainer calls it: no mask, and the loss is all that the model returns; `chunk` tokens of it at a time, 0: all."""
+
+    def made(sizes: Sizes, device: torch.device) -> Workload:
+        workload = make(sizes, device)
+        without_mask(workload.module)
+        blocks = tuple(f"model.{path}" for path in workload.blocks)
+        return replace(workload, module=ChunkedLoss(workload.module, sizes["chunk"]), blocks=blocks, hugging_face=False)
+
+    return made
+
+
 def _long(make: Callable[[Sizes, torch.device], Workload]) -> Callable[[Sizes, torch.device], Workload]:
     return lambda sizes, device: lengthened(make(sizes, device), sizes["chunk"])
 
 
 _LLAMA = {"layers": 8, "dim": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000}
 _TINY = {"layers": 2, "dim": 64, "hidden": 128, "heads": 4, "kv_heads": 2, "vocab": 256, "batch": 2, "tokens": 64}
+_TINY_LM = {**_TINY, "tied": 1, "chunk": 0}
 _TINY_GPT = {"layers": 2, "dim": 64, "heads": 4, "vocab": 256, "batch": 2, "tokens": 64}
+_4X2K = {"batch": 4, "tokens": 2048, "chunk": 0}
 _SMALL = {"layers": 4, "dim": 1024, "hidden": 3584, "heads": 16, "kv_heads": 4, "vocab": 8192, "batch": 4, "tokens": 2048}
 
 MODELS: dict[str, Spec] = {
@@ -227,6 +249,26 @@ MODELS: dict[str, Spec] = {
         _encdec, {"layers": 6, "dim": 2048, "heads": 16, "vocab": 32000, "batch": 8, "tokens": 2048}, _TINY_GPT
     ),
     "moe": Spec(_stack, {**_SMALL, "dim": 2048, "hidden": 2048, "experts": 8, "batch": 4}, {**_TINY, "experts": 3}),
+    "llama3-1b": Spec(
+        _trained(_hf_llama),
+        {"layers": 16, "dim": 2048, "hidden": 8192, "heads": 32, "kv_heads": 8, "vocab": 128256, "tied": 1, **_4X2K},
+        _TINY_LM,
+    ),
+    "llama3.2-3b": Spec(
+        _trained(_hf_llama),
+        {"layers": 28, "dim": 3072, "hidden": 8192, "heads": 24, "kv_heads": 8, "vocab": 128256, "tied": 1, **_4X2K},
+        _TINY_LM,
+    ),
+    "qwen3-1.7b": Spec(
+        _trained(_hf_qwen),
+        {"layers": 28, "dim": 2048, "hidden": 6144, "heads": 16, "kv_heads": 8, "vocab": 151936, "tied": 1, **_4X2K},
+        _TINY_LM,
+    ),
+    "qwen3-8b": Spec(
+        _trained(_hf_qwen),
+        {"layers": 36, "dim": 4096, "hidden": 12288, "heads": 32, "kv_heads": 8, "vocab": 151936, "tied": 0, **_4X2K},
+        {**_TINY_LM, "tied": 0},
+    ),
 }  # fmt: skip
 
 
@@ -249,8 +291,11 @@ def build(
     tiny: bool = False,
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    recipe: Recipe = PLAIN,
 ) -> Workload:
     """The workload `name` with parameters drawn from `seed` on `device`; `sizes` override single sizes.
+
+    `dtype` is of the parameters; mixed precision makes them float32.
 
     Raises:
         ConfigError: an unknown name or size; the message lists the known ones.
@@ -265,8 +310,11 @@ def build(
     chosen.update(sizes or {})
     device = torch.device(device)
     torch.manual_seed(seed)
-    with _defaults(dtype or spec.dtype, device):
+    low = LOW if recipe.precision == "cast" else torch.float32
+    with _defaults(low if recipe.mixed else dtype or spec.dtype, device):
         workload = spec.make(chosen, device)
-    workload.name = name
+    workload.name, workload.recipe = name, recipe
     workload.module.train()
+    if recipe.precision == "cast":
+        cast_where_used(workload.module)
     return workload

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from graphoffload.bench.recipe import OPTIMIZERS, PRECISIONS
 from graphoffload.bench.results import export
 
 
@@ -25,6 +26,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", nargs="*", type=size_change, default=[], metavar="NAME=N", help="change single sizes of the model"
     )
+
+
+def add_recipe_options(parser: argparse.ArgumentParser) -> None:
+    """--optimizer, --precision and --dtype."""
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="none", help="its step is measured as well (default: none)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="pure", help="amp, cast: float32 parameters")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=None, help="of parameters, where not mixed")
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:

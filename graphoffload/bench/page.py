@@ -15,6 +15,7 @@ each variant:
     op-cost SUBJECT[@PATTERN] ...     host time of the four ops
     figure SUBJECT PATH TITLE         a picture at PATH of all rows of a model
     training FILE                     measured training steps of several graphs, all runs of a file (training.py)
+    published NAME                    a table of `bench table`, with the figures that others published for its rows
 
 Every row links its result file. A new run replaces only the rows that it measured: add its folder and run the command.
 Patterns have * and ? as in a shell; write ? for a space in a name. A SUBJECT is a model with the sizes that were changed, in
@@ -33,8 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphoffload.bench import training
+from graphoffload.bench import catalogue, training
 from graphoffload.bench.figure import draw, points_of
+from graphoffload.bench.process import Process
 from graphoffload.bench.results import Result, load, newest_rows
 from graphoffload.bench.table import gb, number
 from graphoffload.errors import ConfigError
@@ -252,9 +254,45 @@ def trained(source: Source, file: str) -> list[str]:
     return [training.caption(content), "", *_table(header, lines)]
 
 
+def published(source: Source, name: str) -> list[str]:
+    """A named table: every process of it that was measured, its rows in its order, failures included.
+
+    Raises:
+        ConfigError: the table is not known, or no result file has any of it.
+    """
+    table = catalogue.find(name)
+    processes = {process.subject: process for process in table.parsed()}
+    measured = [process for subject, process in processes.items() if newest_rows(source.results, subject)]
+    if not measured:
+        raise ConfigError(f"no result file has a row of the table {name}; run: python -m graphoffload bench table {name}")
+    lines = [f"{table.about}. Published: {table.source}.", ""]
+    for process in measured:
+        found = {row["variant"]: (row, result) for row, result in source.rows(process.subject)}
+        names = [name for name in ("keep-all", process.baseline, *process.variants, *process.baselines) if name in found]
+        rows = [found[name] for name in dict.fromkeys(names)]
+        lines += [*source.caption(rows), *_published_table(source, process, table, rows), ""]
+    return lines[:-1]
+
+
+def _published_table(source: Source, process: Process, table: catalogue.Table, rows: Rows) -> list[str]:
+    bases = dict.fromkeys(result.facts.get("baseline", "keep-all") for _, result in rows)
+    header = ["variant", "in all GB", "peak GB", "predicted GB", "steps", "step ms", f"x {' or '.join(bases)} [95 %]",
+              "published", "gradient error", "file"]  # fmt: skip
+    lines = []
+    for row, result in rows:
+        figure = table.figure(process, row["variant"])
+        said = [number(figure.ratio, ".3f")] * (figure.ratio is not None) + [figure.said] * bool(figure.said)
+        lines.append([
+            f"`{row['variant']}`", gb(row.get("total_bytes")), gb(row.get("peak_bytes")), gb(row.get("predicted_peak_bytes")),
+            number(row.get("steps"), "d"), number(row.get("step_ms"), ".1f"), _ratio(row), "; ".join(said) or "-",
+            number(row.get("gradient_error"), ".2g"), source.link(result),
+        ])  # fmt: skip
+    return _table(header, lines)
+
+
 VIEWS: dict[str, Callable[..., list[str]]] = {
     "steps": steps, "pick": pick, "peers": peers, "prediction": prediction, "longest": longest, "op-cost": op_cost,
-    "figure": figure, "training": trained,
+    "figure": figure, "training": trained, "published": published,
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ and one row a variant with medians, intervals, predictions and the way in which 
     keep_ms                 median of the keep-all steps that alternated with them
     ratio, ratio_low, ratio_high    step_ms / keep_ms with its 95 % bootstrap interval
     peak_bytes, predicted_peak_bytes    of a step, over what is allocated between steps
+    total_bytes             the peak with what a process that trains this model alone has allocated between steps
     predicted_ms, predicted_ratio, bound_ratio    the plan's time, its ratio to keep-all's, the least that any plan has
     gradient_error, twin_error    of the whole gradient: against keep-all's, against the same graphs with synchronous copies
     copied_bytes, offloaded_bytes, recomputed_bytes, pinned_bytes
@@ -26,7 +27,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,8 @@ def commit_of(folder: Path) -> str:
     return found[0].strip() + ("+" if found[1].strip() else "")
 
 
-def subject_of(model: str, sizes: dict[str, int], *, tiny: bool = False) -> str:
-    """A model with the sizes that were changed, in the order of their names."""
+def subject_of(model: str, sizes: Mapping[str, int | str], *, tiny: bool = False) -> str:
+    """A model with the sizes that were changed, optimizer and precision among them, in the order of their names."""
     return ",".join([model, *(f"{name}={sizes[name]}" for name in sorted(sizes)), *["tiny"] * tiny])
 
 
@@ -196,26 +197,29 @@ def _result_in(path: Path) -> Result | None:
 def of_run(content: dict[str, Any]) -> Result:
     """The result of what a Runner wrote: the first keep-all row, then every variant."""
     rows = [Row.from_dict(row) for row in content["rows"]]
-    kept, others = ([row for row in rows if row.variant.startswith("keep-all") == is_keep] for is_keep in (True, False))
+    base = content.get("baseline", "keep-all")
+    ends = (" before", " after")
+    others = [row for row in rows if not row.variant.endswith(ends)]
     in_turns = next((row.baseline for row in others if row.baseline), None)
-    shown = [replace(row, variant="keep-all", samples=in_turns or row.samples) for row in kept[:1]]
-    names = ("sizes", "tokens", "eager_noise", "repeat_noise", "python", "version", "block")
+    shown = [replace(row, variant=row.variant.removesuffix(ends[0])) for row in rows if row.variant.endswith(ends[0])]
+    shown = [replace(row, samples=in_turns) if row.variant == base and in_turns else row for row in shown]
+    names = ("sizes", "tokens", "eager_noise", "repeat_noise", "python", "version", "block", "baseline", "table")
     return Result(
         subject=content["subject"],
         kind="steps",
-        rows=tuple(row_record(row) for row in (*shown, *others)),
+        rows=tuple(row_record(row, base) for row in (*shown, *others)),
         facts={name: content[name] for name in names if content.get(name) is not None},
         **{name: content[name] for name in ("date", "device", "torch", "commit", "command")},
     )
 
 
-def row_record(row: Row) -> dict[str, Any]:
-    """One variant as a result file has it."""
+def row_record(row: Row, baseline: str = "keep-all") -> dict[str, Any]:
+    """One variant as a result file has it; `baseline` is the one that the others' ratios are to."""
     plans = row.ours.get("plans") or []
     low, high = row.ratio_interval or (None, None)
     bounds = [plan["lower_bound_slowdown"] for plan in plans]
     predicted = [plan["predicted_slowdown"] for plan in plans]
-    is_keep = row.variant.startswith("keep-all")
+    is_keep = row.variant == baseline and bool(row.samples)
     return {
         "variant": row.variant,
         "status": row.status,
@@ -225,10 +229,11 @@ def row_record(row: Row) -> dict[str, Any]:
         "host_ms": row.host_ms,
         "compile_s": row.compile_s,
         "keep_ms": statistics.median(s.step_ms for s in row.baseline) if row.baseline else None,
-        "ratio": 1.0 if is_keep and row.samples else row.ratio,
+        "ratio": 1.0 if is_keep else row.ratio,
         "ratio_low": None if is_keep else low,
         "ratio_high": None if is_keep else high,
         "peak_bytes": row.peak_bytes,
+        "total_bytes": row.total_bytes,
         "predicted_peak_bytes": row.predicted_peak_bytes,
         "predicted_ms": sum(plan["prediction"]["predicted_time_s"] for plan in plans) * 1e3 or None,
         "predicted_ratio": 1.0 + predicted[0] if len(predicted) == 1 and predicted[0] is not None else None,

@@ -16,10 +16,8 @@ import shlex
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,39 +27,15 @@ from graphoffload.bench import measure, overlap, results
 from graphoffload.bench.measure import Row, Session
 from graphoffload.bench.models import Workload, build
 from graphoffload.bench.observed import REPEATS, forget_plans, our_plans, our_stats, twin_error
+from graphoffload.bench.rivals import NotMeasurable
+from graphoffload.bench.run_options import Options
 from graphoffload.bench.table import progress_line, show_table
 from graphoffload.bench.variants import Eligible, Variant, apply, parse
+from graphoffload.bench.verdict import IN_PLAIN, NothingTrainsError, failed, first_line, judge, tolerance_of
+from graphoffload.errors import ConfigError
+from graphoffload.report.progress import Bar
 from graphoffload.torch_internals import dynamo
 from graphoffload.torch_internals.modules import compiled_call
-
-
-@dataclass(slots=True)
-class Options:
-    """How to measure.
-
-    Attributes:
-        solo: one model at a time; the baseline runs before and after instead of in between, and is not resident.
-        limit_s: seconds after which remaining variants are skipped. variant_limit_s: one variant may take this long.
-        tolerance: whole-gradient error above which (and above 1.5 x eager's) a variant is WRONG; None: by dtype.
-        trace: profile one step of each variant of graphoffload.
-        commit, command: what the files say of this run; found out where not given.
-    """
-
-    steps: int = 10
-    block: int = 5
-    warm_up: int = measure.WARM_UP_STEPS
-    solo: bool = False
-    limit_s: float = 540.0
-    variant_limit_s: float = 200.0
-    tolerance: float | None = None
-    trace: bool = False
-    tiny: bool = False
-    sizes: dict[str, int] | None = None
-    dtype: torch.dtype | None = None
-    out: Path | None = None
-    quiet: bool = False
-    commit: str = ""
-    command: str = ""
 
 
 @dataclass(slots=True)
@@ -83,7 +57,7 @@ class Runner:
         self.rows: list[Row] = []
         self.facts: dict[str, Any] = {
             "model": model,
-            "subject": results.subject_of(model, options.sizes or {}, tiny=options.tiny),
+            "subject": results.subject_of(model, {**(options.sizes or {}), **options.recipe.changes()}, tiny=options.tiny),
             "block": options.block,
             **results.circumstances(options.command or shlex.join(["python", *sys.argv]), options.commit, self.device.type),
         }
@@ -95,6 +69,9 @@ class Runner:
         self.noise: float | None = None
         self.repeat_noise = 0.0
         self.fatal = ""
+        self.compares_compiled = True
+        self.bar = Bar()
+        self.plain = ""  # the status of keep-all
         dynamo.config.recompile_limit = 512
         dynamo.config.accumulated_recompile_limit = 4096
 
@@ -109,21 +86,62 @@ class Runner:
 
     def fresh(self) -> Workload:
         """The model from the same seed."""
-        return build(self.model, self.device, self.options.sizes, tiny=self.options.tiny, dtype=self.options.dtype)
+        options = self.options
+        return build(
+            self.model, self.device, options.sizes, tiny=options.tiny, dtype=options.dtype, recipe=options.recipe
+        )  # fmt: skip
 
     def session(self, variant: Variant) -> Session:
-        """A fresh model under a variant; gradients exist before anything is planned."""
+        """A fresh model under a variant; what is allocated between steps exists before anything is planned."""
         workload = self.fresh()
         if self.baseline is not None:
             measure.share_parameters(workload.module, self.baseline.workload.module)
-        measure.materialise_gradients(workload.module)
-        return Session(workload, apply(variant, workload, self.eligible))
+        session = Session(workload, contextlib.nullcontext, self.baseline)
+        try:
+            session.context = apply(variant, workload, self.eligible, session.own_bytes())
+        except Exception:
+            session.close()
+            raise
+        return session
 
     def start(self) -> None:
-        """Compile and measure keep-all, keep its gradients, and learn how far rounding alone goes."""
-        self.say(f"{self.model} on {self.facts['device']}, torch {torch.__version__}: building keep-all")
-        row = Row("keep-all before")
-        session = self.session(parse("keep"))
+        """Compile and measure the baseline, keep its gradients, and learn how far rounding alone goes.
+
+        Raises:
+            NothingTrainsError: no baseline trains.
+            ConfigError: there is no such model, or size of it.
+        """
+        for name in self.options.baselines:
+            self.say(f"{self.model} on {self.facts['device']}, torch {torch.__version__}: building {_baseline_row(name)}")
+            row, session = Row(f"{_baseline_row(name)} before"), None
+            self.bar.doing(f"{_baseline_row(name)}: compiling and measuring")
+            try:
+                self.compares_compiled = parse(name).compiled
+                session = self.session(parse(name))
+                self._measure_baseline(row, session)
+                break
+            except Exception as error:
+                if isinstance(error, ConfigError) and not isinstance(error, NotMeasurable):
+                    raise
+                failed(row, error)
+                if name == "keep":
+                    row.status = self.plain = row.status.replace("FAILED: ", IN_PLAIN)
+                self._add(row)
+                self._close(session)
+        else:
+            said = "; ".join(f"{row.variant.removesuffix(' before')} {row.status}" for row in self.rows)
+            raise NothingTrainsError(
+                f"{self.model}: nothing that others could be compared with trains: {said}. Try a smaller --size."
+            )
+        self.facts["baseline"] = _baseline_row(name)
+        self.bar.advance()
+        if self.options.solo:
+            session.close()
+            measure.tidy()
+        else:
+            self.baseline = session
+
+    def _measure_baseline(self, row: Row, session: Session) -> None:
         row.compile_s = measure.warm_up(session, self.options.warm_up)
         row.samples = [session.step() for _ in range(self.options.steps)]
         self.reference = session.gradients("cpu" if self.options.solo else None)
@@ -137,24 +155,19 @@ class Runner:
             sizes=session.workload.sizes, eager_noise=self.noise, repeat_noise=self.repeat_noise, tokens=session.workload.tokens
         )
         self.say(
-            f"gradients of two keep-all steps differ by {self.repeat_noise:.2g}, of eager by "
+            f"gradients of two {row.variant.removesuffix(' before')} steps differ by {self.repeat_noise:.2g}, of eager by "
             + (f"{self.noise:.2g}" if self.noise is not None else "(unknown)")
         )
-        if self.options.solo:
-            session.close()
-            measure.tidy()
-        else:
-            self.baseline = session
 
     def _eager_noise(self, session: Session) -> None:
-        if session.workload.random:
+        if session.workload.random or not self.compares_compiled:
             return
         try:
             with torch.compiler.set_stance("force_eager"):
                 session.step()
             self.noise = session.check(self.reference, 0.0).error
         except Exception as error:
-            self.say(f"eager step for the noise failed: {_first_line(error)}")
+            self.say(f"eager step for the noise failed: {first_line(error)}")
         measure.tidy()
 
     def _finish_keep_row(self, row: Row, session: Session) -> None:
@@ -162,7 +175,9 @@ class Runner:
         _, row.gradient_norm, _ = measure.compare_gradients(self.reference, self.reference)
         row.gradient_error = self.repeat_noise if row.variant.endswith("before") else check.error
         row.loss = row.samples[-1].loss
-        row.peak_bytes = max((s.peak_bytes for s in row.samples if s.peak_bytes is not None), default=None)
+        peaks = [s.peak_bytes for s in row.samples if s.peak_bytes is not None]
+        row.peak_bytes = max(peaks) if peaks else session.peak_bytes()
+        row.own_bytes = session.own_bytes()
         self._add(row)
 
     def _add(self, row: Row) -> None:
@@ -179,32 +194,47 @@ class Runner:
 
         All have one copy of the weights and gradients, so that it takes no more memory than one of them does.
         """
-        rows, lanes = [], []
+        rows: list[Row] = []
+        lanes: list[_Lane] = []
         with self._watched(texts):
             for text in texts:
-                row, lane = self._prepare(text)
+                row, lane = self._prepare(text, rows)
                 rows.append(row)
                 lanes += [lane] if lane is not None else []
-            try:
-                if lanes:
-                    self.in_turns(
-                        [(lane.row, lane.session) for lane in lanes], self.baseline, self.reference,
-                        steps=self.options.steps, block=self.options.block,
-                    )  # fmt: skip
-            except Exception as error:
-                for lane in lanes:
-                    _failed(lane.row, error)
+            self._measure(lanes)
             self.rows += rows
             self.write()
             pinned_bytes = measure.pinned_bytes()
             for lane in lanes:
                 lane.row.pinned_bytes = pinned_bytes
+                self.bar.doing(f"{lane.row.variant}: checking copies and gradients")
                 self._look_closer(lane)
         self._notice_dead_device()
         self.write()
         for row in rows:
             self.say(progress_line(row))
+        self.bar.advance(len(rows))
         return rows
+
+    def _measure(self, lanes: list[_Lane]) -> None:
+        """Lanes in turns; where one of them fails, each by itself, so that none has another's error."""
+        if not lanes:
+            return
+        self.bar.doing(f"measuring {', '.join(lane.row.variant for lane in lanes)}")
+        try:
+            self.in_turns(
+                [(lane.row, lane.session) for lane in lanes], self.baseline, self.reference, steps=self.options.steps,
+                block=self.options.block,
+            )  # fmt: skip
+            return
+        except Exception as error:
+            if len(lanes) == 1:
+                failed(lanes[0].row, error, self.plain)
+                return
+        measure.tidy()  # here, where no traceback holds what the failed step had allocated
+        for lane in lanes:
+            lane.row.samples.clear()
+            self._measure([lane])
 
     @contextlib.contextmanager
     def _watched(self, texts: list[str]) -> Iterator[None]:
@@ -217,15 +247,16 @@ class Runner:
         finally:
             watchdog.cancel()
 
-    def _prepare(self, text: str) -> tuple[Row, _Lane | None]:
+    def _prepare(self, text: str, rows: list[Row]) -> tuple[Row, _Lane | None]:
         """A variant compiled and warm, or a row that says why not."""
         row = Row(text)
         if self.fatal or self.elapsed_s() > self.options.limit_s:
             row.status = f"SKIPPED: {self.fatal or 'out of time'}"
             return row, None
         began, session = time.perf_counter(), None
+        self.bar.doing(f"{text}: compiling")
         try:
-            variant = parse(text)
+            variant = self._with_bytes(parse(text), rows)
             if self.options.solo:
                 torch.compiler.reset()
             forget_plans()
@@ -233,14 +264,29 @@ class Runner:
             graphs = measure.graphs_compiled()
             row.compile_s = measure.warm_up(session, self.options.warm_up)
             row.graphs = measure.graphs_compiled() - graphs
+            row.peak_bytes, row.own_bytes = session.peak_bytes(), session.own_bytes()
             if variant.ours:
                 self._note_plans(variant, row, session)
             self.say(f"{text}: ready after {time.perf_counter() - began:.1f} s")
             return row, _Lane(variant, row, session)
         except Exception as error:
-            _failed(row, error)
+            failed(row, error, self.plain if row.variant != "keep" else "")
             self._close(session)
             return row, None
+
+    def _with_bytes(self, variant: Variant, beside: list[Row]) -> Variant:
+        """A variant whose budget is what another one was seen to take, with that in bytes.
+
+        Raises:
+            NotMeasurable: the other one was not measured.
+        """
+        other = variant.relative_to
+        if not other:
+            return variant
+        for row in (*beside, *self.rows):
+            if row.variant in (other, f"{_baseline_row(other)} before") and row.peak_bytes is not None:
+                return variant.within(row.peak_bytes)
+        raise NotMeasurable(f"{other} has no peak that could be its budget")
 
     def _note_plans(self, variant: Variant, row: Row, session: Session) -> None:
         """What was planned, and what one step moves."""
@@ -258,9 +304,12 @@ class Runner:
             if lane.row.samples and lane.variant.ours:
                 self._measure_ours(lane.row, lane.session)
             if lane.row.status == "ok":
-                self._judge(lane.variant, lane.row, lane.session)
+                judge(
+                    lane.variant, lane.row, lane.session, noise=self.noise, repeat_noise=self.repeat_noise,
+                    tolerance=tolerance_of(lane.session, self.options.tolerance, self.compares_compiled),
+                )  # fmt: skip
         except Exception as error:
-            _failed(lane.row, error)
+            failed(lane.row, error)
         self._close(lane.session)
 
     def _close(self, session: Session | None) -> None:
@@ -283,31 +332,12 @@ class Runner:
         for line in timeline.lines():
             self.say(f"    {line}")
 
-    def _judge(self, variant: Variant, row: Row, session: Session) -> None:
-        """Set the status: gradients first, then whether anything was compiled at all."""
-        tolerance = self.options.tolerance
-        if tolerance is None:
-            tolerance = 1e-4 if session.parameters[0].dtype == torch.float32 else 1e-2
-        noise = 1.5 * self.noise if self.noise is not None else 3 * self.repeat_noise  # eager draws other random numbers
-        limit = max(tolerance, noise)
-        comparable = variant.compiled or not session.workload.random
-        twin = row.ours.get("twin_error")
-        error = row.gradient_error
-        if comparable and error is not None and not error <= limit:
-            row.status = f"WRONG: gradient error {error:.3g} > {limit:.3g}"
-        elif twin is not None and not twin <= max(5 * self.repeat_noise, 5 * row.ours["twin_noise"], 1e-6):
-            row.status = f"WRONG: {twin:.3g} from its synchronous twin, which repeats to {row.ours['twin_noise']:.3g}"
-        elif variant.compiled and row.graphs == 0:
-            row.status = "NOT COMPILED: another variant's code ran"
-        elif not comparable:
-            row.status = "ok (other random numbers)"
-
     def _notice_dead_device(self) -> None:
         if self.device.type == "cuda":
             try:
                 torch.cuda.synchronize()
             except Exception as error:
-                self.fatal = f"the device is unusable: {_first_line(error)}"
+                self.fatal = f"the device is unusable: {first_line(error)}"
 
     def _hung(self, text: str, limit_s: float) -> None:
         print(f"[{self.elapsed_s():6.1f} s] {text} took more than {limit_s:.0f} s: giving up", flush=True)
@@ -322,11 +352,11 @@ class Runner:
     def finish(self) -> None:
         """Keep-all once more, the table, and the JSON."""
         if not self.fatal and self.elapsed_s() < self.options.limit_s + 20 and len(self.rows) > 1:
-            row = Row("keep-all after")
+            row = Row(f"{self.facts['baseline']} after")
             session = self.baseline
             if session is None:
                 torch.compiler.reset()
-                session = self.session(parse("keep"))
+                session = self.session(parse(self.facts["baseline"].replace("keep-all", "keep")))
                 row.compile_s = measure.warm_up(session, self.options.warm_up)
             row.samples = [session.step() for _ in range(self.options.steps)]
             if self.rows[0].samples:
@@ -338,8 +368,15 @@ class Runner:
         if not self.options.quiet:
             show_table(self.rows, self.facts)
 
+    def close(self) -> None:
+        """Give back what was kept for comparison, and the code of all variants: another model may follow in this process."""
+        self._close(self.baseline)
+        self.baseline, self.reference = None, []
+        torch.compiler.reset()
+        measure.tidy()
+
     def _ratios_to_both_ends(self) -> None:
-        ends = [s for row in self.rows if row.variant.startswith("keep-all") for s in row.samples]
+        ends = [s for row in self.rows if row.variant.startswith(self.facts["baseline"]) for s in row.samples]
         for row in self.rows[1:]:
             measure.compare_times(row, ends)
 
@@ -353,11 +390,5 @@ class Runner:
         (self.options.out / f"{self.model}{tiny}.json").write_text(json.dumps(content, indent=1, default=str))
 
 
-def _failed(row: Row, error: Exception) -> None:
-    row.status = f"FAILED: {type(error).__name__}: {_first_line(error)}"
-    row.ours["traceback"] = "".join(traceback.format_exception(error))[-6000:]
-    error.__traceback__ = None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [repr(error)])[0][:300]
+def _baseline_row(name: str) -> str:
+    return "keep-all" if name == "keep" else name

@@ -24,14 +24,15 @@ def progress_line(row: Row) -> str:
     interval = f" [{row.ratio_interval[0]:.4f}, {row.ratio_interval[1]:.4f}]" if row.ratio_interval else ""
     return (
         f"{row.variant}: {row.status}; {number(row.step_ms, '.1f')} ms, x{number(row.ratio, '.4f')}{interval}, "
-        f"peak over static {gb(row.peak_bytes)} GB, gradient error {number(row.gradient_error, '.2g')}, "
+        f"peak over static {gb(row.peak_bytes)} GB, in all {gb(row.total_bytes)} GB, "
+        f"gradient error {number(row.gradient_error, '.2g')}, "
         f"first step {row.compile_s:.1f} s"
     )
 
 
 HEADER = (
-    "variant", "step ms", "+-", "x keep", "95 %", "host ms", "peak GB", "saved GB", "copied GB", "saved/copied", "pinned GB",
-    "predicted GB, ms", "bound", "grad err", "twin err", "grad norm", "loss", "1st s", "status",
+    "variant", "step ms", "+-", "x keep", "95 %", "host ms", "peak GB", "in all GB", "saved GB", "copied GB", "saved/copied",
+    "pinned GB", "predicted GB, ms", "bound", "grad err", "twin err", "grad norm", "loss", "1st s", "status",
 )  # fmt: skip
 
 
@@ -54,8 +55,8 @@ def _cells(row: Row, keep_peak: int | None) -> tuple[str, ...]:
     interval = f"{row.ratio_interval[0]:.4f}-{row.ratio_interval[1]:.4f}" if row.ratio_interval else "-"
     return (
         row.variant, number(row.step_ms, ".1f"), number(row.spread_ms, ".1f"), number(row.ratio, ".4f"), interval,
-        number(row.host_ms, ".1f"), gb(row.peak_bytes), gb(saved), gb(copied), share, gb(row.pinned_bytes), predicted,
-        bound, number(row.gradient_error, ".2g"), number(row.ours.get("twin_error"), ".2g"),
+        number(row.host_ms, ".1f"), gb(row.peak_bytes), gb(row.total_bytes), gb(saved), gb(copied), share,
+        gb(row.pinned_bytes), predicted, bound, number(row.gradient_error, ".2g"), number(row.ours.get("twin_error"), ".2g"),
         number(row.gradient_norm, ".6g"), number(row.loss, ".6g"), f"{row.compile_s:.0f}", row.status,
     )  # fmt: skip
 

@@ -2,11 +2,12 @@
 
     python -m graphoffload bench together --out DIR moe unet encdec,layers=4 gpt2,layers=12 vit,layers=12
     python -m graphoffload bench together --out DIR stack32k@checkpoint@over:12.1GB stack32k@over:20GB@slowdown:0.1
+    python -m graphoffload bench together --out DIR --table perf-maxing-llama3-1b --table perf-maxing-qwen3-1.7b
     python examples/pareto.py --model stack32k --gather DIR --out pareto                     # one table and figure of it
 
-Each argument is a process: a model, changed sizes, `steps` where it takes more or fewer than the others, and variants (bench
---list), each measured in turns with that process's own keep-all, --at-once of them sharing its steps. Without variants: full
-checkpointing, and graphoffload with a budget of checkpointing's measured peak. Every process has its own caches, so that a
+Each argument is a process (process.py): a model, changed sizes, `steps` where it takes more or fewer than the others, and
+variants (bench --list), each measured in turns with that process's own keep-all, --at-once of them sharing its steps. Without
+variants: full checkpointing, and graphoffload with a budget of its measured peak. Every process has its own caches, so that a
 stopped one holds no lock that another needs; the hardware's profile is measured before and copied. Memory is everybody's: no
 more processes than the GPU holds keep-all steps. With --gpus they are dealt out over several GPUs of a host, and --at-a-time
 says how many GPUs may measure, and so copy, at once: links to one host's memory are shared.
@@ -32,11 +33,11 @@ from filelock import FileLock, Timeout
 
 from graphoffload.analysis.fusion import kind_of
 from graphoffload.analysis.timing import kernel_times, signature
-from graphoffload.bench import measure
-from graphoffload.bench.models import MODELS
+from graphoffload.bench import catalogue, measure
 from graphoffload.bench.options import add_result_options, add_step_options, keep_results
-from graphoffload.bench.runner import Options, Runner
-from graphoffload.bench.variants import parse
+from graphoffload.bench.process import FORM, parse_process
+from graphoffload.bench.run_options import Options
+from graphoffload.bench.runner import Runner
 from graphoffload.cache_files import cache_dir
 from graphoffload.compiler import trial as trials
 from graphoffload.errors import ConfigError
@@ -135,42 +136,20 @@ def _with_memory(in_turns: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def parse_process(text: str) -> tuple[str, dict[str, int], int | None, list[str]]:
-    """Model, changed sizes, steps of its own and variants of `MODEL[,SIZE=N...][,steps=N][@VARIANT...]`.
-
-    Raises:
-        ConfigError: a size is no NAME=N.
-    """
-    first, *variants = text.split("@")
-    model, *sizes = first.split(",")
-    try:
-        changed = {name: int(value) for name, value in (size.split("=") for size in sizes)}
-    except ValueError as error:
-        raise ConfigError(f"{text!r}: {error}; a process is MODEL[,SIZE=N...][,steps=N][@VARIANT...].") from None
-    return model, changed, changed.pop("steps", None), variants
-
-
 def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace) -> None:
     """One process of those that run at once."""
     in_turns = _alone(folder, _in_a_slot(given.out, given.at_a_time, _with_memory(measure.in_turns)))
-    model, sizes, steps, variants = parse_process(text)
-    out = given.out / f"{number}-{model}"
+    process = parse_process(text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = Options(
-        steps or given.steps, given.block, limit_s=given.limit_s, tiny=given.tiny, sizes=sizes or None, out=out,
+        given.steps, given.block, limit_s=given.limit_s, tiny=given.tiny, out=given.out / f"{number}-{process.model}",
         commit=given.commit, command=given.command,
     )  # fmt: skip
-    runner = Runner(model, device, options, in_turns)
+    runner = Runner(process.model, device, process.fill(options), in_turns)
     (folder / str(os.getpid())).touch()
     try:
         with replaced(trials, kernel_times=_alone_for_new(folder, kernel_times)):
-            runner.start()
-            for first in range(0, len(variants), given.at_once):
-                runner.run_in_turns(variants[first : first + given.at_once])
-            if not variants:
-                row = runner.run("checkpoint")
-                if row.peak_bytes is not None:
-                    runner.run(f"over:{row.peak_bytes}")
+            process.measure(runner, given.at_once)
             runner.finish()
     finally:
         (folder / str(os.getpid())).unlink()
@@ -178,7 +157,8 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The tool's options."""
-    parser.add_argument("models", nargs="+", metavar="MODEL[,SIZE=N...][,steps=N][@VARIANT...]")
+    parser.add_argument("models", nargs="*", metavar=FORM)
+    parser.add_argument("--table", action="append", default=[], metavar="NAME", help="the processes of a table as well")
     add_step_options(parser)
     parser.add_argument("--at-once", type=int, default=1, help="variants of a process that take turns with one keep-all")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that the processes are dealt out over, in turn")
@@ -198,12 +178,11 @@ def start(given: argparse.Namespace) -> int:
     if given.folder is not None:
         measure_one(given.models[0], given.number, given.folder, given)
         return 0
+    given.models += [text for name in given.table for text in catalogue.find(name).texts(tiny=given.tiny)]
+    if not given.models:
+        raise ConfigError("give processes, or --table NAME; `bench table --list` has the names.")
     for text in given.models:
-        model, _, _, names = parse_process(text)
-        if model not in MODELS:
-            raise ConfigError(f"unknown model {model!r}; known: {', '.join(MODELS)}")
-        for name in names:
-            parse(name)
+        parse_process(text)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     if given.gpus > len(visible):
         raise ConfigError(f"--gpus {given.gpus}: {len(visible)} are visible")

@@ -12,10 +12,13 @@
     offload:5.8GB          the same, earliest produced first, until about that many bytes go
     auto, auto:40GiB       device_budget "auto" or absolute (run with --solo: else the baseline's memory counts as well)
     over:11.5GB            device_budget = what is allocated between steps + this; no reserve. For "peak over static at most"
+    over:66%               the same, with a share of keep-all's peak; over:peak(NAME): with another variant's of the same call
+    total:21.39GB          device_budget = this, of all that a process has allocated that trains this model alone; no reserve
     slowdown:0.02          max_slowdown
     ours:{"policy": ...}   any options of OffloadConfig as JSON
     per-block/NAME         keep, or any of ours, with every layer compiled on its own and the rest of the model in eager;
                            per-block/offload:5.8GB moves the same bytes as offload:5.8GB, evenly from all layers
+    hf-checkpoint, ...     what others ship (rivals.py), in eager; compiled/NAME and per-block/NAME compile it with plain torch
 Any of ours takes further options: offload:all+max_inflight_bytes=2GiB+verify=checksum
 """
 
@@ -24,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from graphoffload.api.introspect import explain
 from graphoffload.bench.models import Workload
+from graphoffload.bench.rivals import RIVALS
 from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.errors import ConfigError
 from graphoffload.options.config import OffloadConfig
@@ -44,18 +49,37 @@ from graphoffload.torch_internals.modules import set_compiled_call
 from graphoffload.units import parse_size
 
 PLAIN = ("eager", "keep", "checkpoint", "checkpoint-eager", "selective", "save_on_cpu", "torch-offload", "torch-offload-async")
-OURS = ("ours-keep", "recompute", "offload", "auto", "over", "slowdown", "ours")
+OURS = ("ours-keep", "recompute", "offload", "auto", "over", "total", "slowdown", "ours")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A parsed name: `kind` with its argument, options of OffloadConfig given after "+", and whether each layer is a graph."""
+    """A parsed name: `kind` with its argument, and options of OffloadConfig given after "+".
+
+    Attributes:
+        per_block: each layer is compiled, and the rest of the model is not.
+        whole: the model is compiled, which a rival is not by itself.
+    """
 
     text: str
     kind: str
     argument: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     per_block: bool = False
+    whole: bool = False
+
+    @property
+    def relative_to(self) -> str:
+        """The variant whose measured peak the budget refers to; "" where the budget is bytes."""
+        named = re.fullmatch(r"peak\((.+)\)", self.argument)
+        if self.kind != "over":
+            return ""
+        return named[1] if named else "keep" if self.argument.endswith("%") else ""
+
+    def within(self, peak_bytes: int) -> Variant:
+        """The variant with a budget in bytes, where the one that its budget refers to has that peak."""
+        share = float(self.argument.removesuffix("%")) / 100 if self.argument.endswith("%") else 1.0
+        return replace(self, argument=str(int(share * peak_bytes)))
 
     @property
     def ours(self) -> bool:
@@ -65,6 +89,8 @@ class Variant:
     @property
     def compiled(self) -> bool:
         """Whether any compiler is involved."""
+        if self.kind in RIVALS:
+            return self.per_block or self.whole
         return self.kind not in ("eager", "checkpoint-eager", "save_on_cpu")
 
 
@@ -89,9 +115,14 @@ def parse(text: str) -> Variant:
     """
     if text.startswith("per-block/"):
         variant = parse(text.removeprefix("per-block/"))
-        if not (variant.ours or variant.kind == "keep"):
+        if not (variant.ours or variant.kind == "keep" or variant.kind in RIVALS):
             raise ConfigError(f"{text!r}: only keep and variants of graphoffload go block by block")
         return replace(variant, text=text, per_block=True)
+    if text.startswith("compiled/"):
+        variant = parse(text.removeprefix("compiled/"))
+        if variant.kind not in RIVALS or variant.per_block:
+            raise ConfigError(f"{text!r}: only what others ship is compiled so; there are: {', '.join(RIVALS)}")
+        return replace(variant, text=text, whole=True)
     kind, _, argument = text.partition(":")
     options: dict[str, Any] = {}
     if kind == "ours":
@@ -99,26 +130,41 @@ def parse(text: str) -> Variant:
             return Variant(text, kind, "", tuple(json.loads(argument or "{}").items()))
         except (ValueError, AttributeError) as error:
             raise ConfigError(f'{text!r}: {error}; give a JSON object of options, such as {{"policy": "offload"}}') from None
-    parts = text.split("+")
-    kind, _, argument = parts[0].partition(":")
-    for part in parts[1:]:
+    first, *rest = re.split(r"\+(?![^()]*\))", text)
+    kind, _, argument = first.partition(":")
+    for part in rest:
         key, _, value = part.partition("=")
         try:
             options[key] = json.loads(value)
         except json.JSONDecodeError:
             options[key] = value
-    if kind not in (*PLAIN, *OURS, "budget"):
-        raise ConfigError(f"unknown variant {text!r}; known: {', '.join((*PLAIN, 'budget:X', *OURS))}")
+    if kind not in (*PLAIN, *OURS, *RIVALS, "budget"):
+        raise ConfigError(f"unknown variant {text!r}; known: {', '.join((*PLAIN, 'budget:X', *OURS, *RIVALS))}")
     if kind in ("budget", "slowdown"):
         try:
             float(argument)
         except ValueError as error:
             raise ConfigError(f"{text!r}: {error}; {kind} takes a number, such as {kind}:0.05") from None
-    if kind in ("offload", "over") and not argument:
+    if kind in ("offload", "over", "total") and not argument:
         raise ConfigError(f"{kind} needs a size, such as {kind}:5.8GB" + (" or offload:all" if kind == "offload" else ""))
     if options and kind not in OURS:
         raise ConfigError(f"{text!r}: only variants of graphoffload take options")
-    return Variant(text, kind, argument, tuple(options.items()))
+    variant = Variant(text, kind, argument, tuple(options.items()))
+    if kind in ("over", "total"):
+        _check_budget(variant)
+    return variant
+
+
+def _check_budget(variant: Variant) -> None:
+    try:
+        if variant.argument.endswith("%"):
+            float(variant.argument.removesuffix("%"))
+        elif variant.relative_to:
+            parse(variant.relative_to)
+        else:
+            parse_size(variant.argument, field=variant.kind)
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"{variant.text!r}: {error}") from None
 
 
 class Inductor:
@@ -131,6 +177,16 @@ class Inductor:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         with partitioning.config.patch(self.functorch):
             return inductor.compile_graph(graph, inputs, settings=self.inductor)
+
+
+class _Alone(OffloadBackend):
+    """Likewise, for graphoffload: two budgets may be equal, and the second one's plan would not be seen."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def _tag_everything(graph: torch.fx.Graph) -> None:
@@ -203,7 +259,8 @@ class Eligible:
                 self.known[key] = _moved_bytes(workload, OffloadBackend(config))
                 return self.known[key]
             try:
-                report = explain(workload.module, config)(**workload.batch, **workload.constants)
+                with workload.recipe.forward_context(next(iter(workload.batch.values())).device):
+                    report = explain(workload.module, config)(**workload.batch, **workload.constants)
                 self.known[key] = int(report.offloaded_bytes)
             except Exception as error:
                 print(f"    explain failed ({type(error).__name__}: {str(error)[:200]}); compiling a forward", flush=True)
@@ -239,8 +296,11 @@ def _key(workload: Workload) -> str:
     return f"{workload.name} {sorted(workload.sizes.items())}"
 
 
-def our_options(variant: Variant, workload: Workload, eligible: Eligible) -> dict[str, Any]:
-    """Options of OffloadConfig for a variant of ours. Gradients must exist already: "over" counts them."""
+def our_options(variant: Variant, workload: Workload, eligible: Eligible, own_bytes: int = 0) -> dict[str, Any]:
+    """Options of OffloadConfig for a variant of ours. What exists between steps must exist already: "over" counts it.
+
+    `own_bytes` are what a process has allocated between steps that trains the workload alone: "total" counts these.
+    """
     extra = dict(variant.options)
     kind, argument = variant.kind, variant.argument
     if kind in ("ours-keep", "recompute"):
@@ -256,9 +316,12 @@ def our_options(variant: Variant, workload: Workload, eligible: Eligible) -> dic
         return {"device_budget": argument or "auto", **extra}
     if kind == "slowdown":
         return {"max_slowdown": float(argument), **extra}
-    if kind == "over":
+    if kind in ("over", "total"):
         static = torch.cuda.memory_allocated() if torch.cuda.is_available() else _own_bytes(workload.module)
-        return {"device_budget": static + parse_size(argument, field="over"), "reserve": 0, **extra}
+        room = parse_size(argument, field=kind) - (own_bytes if kind == "total" else 0)
+        if room <= 0:
+            raise ConfigError(f"{variant.text!r}: {own_bytes} bytes are allocated between steps, which leave nothing to plan.")
+        return {"device_budget": static + room, "reserve": 0, **extra}
     return extra
 
 
@@ -268,12 +331,18 @@ def _own_bytes(module: nn.Module) -> int:
     return parameters + sum(b.numel() * b.element_size() for b in module.buffers())
 
 
-def apply(variant: Variant, workload: Workload, eligible: Eligible) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def apply(
+    variant: Variant, workload: Workload, eligible: Eligible, own_bytes: int = 0
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Compile the workload's module in place as the variant says; returns the context that its steps run in."""
     kind, module = variant.kind, workload.module
     backend: Any = None
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     if variant.ours:
-        backend = OffloadBackend(OffloadConfig(**our_options(variant, workload, eligible)))
+        backend = _Alone(OffloadConfig(**our_options(variant, workload, eligible, own_bytes)))
+    elif kind in RIVALS:
+        context = RIVALS[kind](workload)
+        backend = Inductor() if variant.compiled else None
     elif kind in ("checkpoint", "checkpoint-eager", "selective"):
         wrap_blocks(workload, selective=kind == "selective")
         backend = Inductor() if variant.compiled else None
@@ -293,4 +362,4 @@ def apply(variant: Variant, workload: Workload, eligible: Eligible) -> Callable[
             part.compile(backend=backend, dynamic=False)
     if kind == "save_on_cpu":
         return functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
-    return contextlib.nullcontext
+    return context

@@ -60,6 +60,7 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
         bounds=tuple(family.bound for family in families),
         beside_forward=_beside(records, "forward", limits, held),
         beside_backward=_beside(records, "backward", limits, held),
+        host_s=min(record.host_s() for record in records),
     )
 
 
@@ -127,6 +128,16 @@ class _Record:
             between = accumulate((change.nbytes for change in self.changes[low:high]), initial=0)
             return max(0, first.allocated_bytes + max(between) - level)
         return last.peak_bytes - level if last.peak_bytes > first.peak_bytes else 0
+
+
+    def host_s(self) -> float:
+        """What the host took to issue the forwards and backwards; 0.0 where it computes them itself."""
+        return sum(
+            (end.time_us - begin.time_us) / 1e6
+            for kind in ("forward", "backward")
+            for call in self.calls
+            if (begin := self.at(kind, call)).event is not None and (end := self._marks.get((f"{kind} end", call))) is not None
+        )
 
 
 def _outside(mark: Mark, limits: Limits) -> int:

@@ -24,7 +24,7 @@ from graphoffload.planner.step.facts import StepFacts, StepProblem
 from graphoffload.planner.step.flight import plan_flight
 from graphoffload.planner.step.solve import StepSolution
 from graphoffload.planner.step.together import Decision, followed
-from graphoffload.report.step_line import line_of_step
+from graphoffload.report.step_line import line_of_step, slow_host
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.calls import StepCall
@@ -123,7 +123,7 @@ def make_step_plan(
     whole = hardware.memory_bytes if hardware.source != "cpu" else None
     line = line_of_step(solution, called, asked.reserve_bytes, asked.budget_bytes, whole)
     hints = dict.fromkeys(compiled.plan.hint for compiled, _, _ in calls if compiled.plan is not None)
-    summary = "; ".join((line, *filter(None, hints)))
+    summary = "; ".join(filter(None, (line, slow_host(facts), *hints)))
     plan = StepPlan(sequence, calls, solution, summary)
     _tell(plan, asked.reserve_bytes)
     log.info("the step was planned in %.1f s, and planned and compiled in %.1f s", planned_s, time.perf_counter() - begun)

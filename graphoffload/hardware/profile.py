@@ -187,7 +187,7 @@ PROFILES: dict[str, HardwareProfile] = {
             source="measured",
             d2h_bytes_per_s=55.3e9,
             h2d_bytes_per_s=55.5e9,
-            matmul_flops_per_s=(("bfloat16", 770e12), ("float16", 750e12), ("float32", 51e12)),
+            matmul_flops_per_s=(("bfloat16", 670e12), ("float16", 650e12), ("float32", 51e12)),
             device_bandwidth_bytes_per_s=4.1e12,
         ),
         _datasheet("h100-sxm", 79, 64, 989, 67, 3350, 450),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from graphoffload.planner.step.facts import StepFacts
 from graphoffload.planner.step.solve import StepSolution
 from graphoffload.units import format_bytes
+
+_SLOWER = 1.1  # than the GPU: predicted times are good to a few percent
 
 
 def line_of_step(
@@ -44,6 +47,16 @@ def line_of_step(
         parts.append(f"{solution.in_flight} microbatches in flight")
     called = " and ".join(f"{count} x {name}" if count > 1 else name for name, count in graphs.items())
     return f"step of {called}: {', '.join(parts)}"
+
+
+def slow_host(facts: StepFacts) -> str:
+    """A note that the host issues the step's kernels more slowly than the GPU runs them; "" where it does not."""
+    if facts.host_s <= _SLOWER * facts.ran_s or not facts.ran_s:
+        return ""
+    return (
+        f"the host is the limit: it took {1e3 * facts.host_s:.1f} ms to issue what the GPU runs in {1e3 * facts.ran_s:.1f} ms, "
+        "so steps are slower than predicted; larger batches help"
+    )
 
 
 def _flat(solution: StepSolution) -> list[str]:

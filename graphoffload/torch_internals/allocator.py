@@ -7,8 +7,9 @@ Seen in torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,3 +98,8 @@ def stop(index: int) -> list[Change]:
         for e in entries
         if e["action"] in signs
     ]
+
+
+def most(changes: Iterable[Change]) -> int:
+    """The most bytes that were allocated at a time, above those at the start."""
+    return max(itertools.accumulate((change.nbytes for change in changes), initial=0))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import graphoffload
@@ -15,6 +18,7 @@ from graphoffload.errors import BudgetError, ConfigError
 from graphoffload.facts.plan import Decision, Plan, Prediction
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.options.config import OffloadConfig
+from graphoffload.report import progress
 from graphoffload.torch_internals import dynamo
 
 GIB = 2**30
@@ -218,3 +222,16 @@ def test_tuning_often_leaves_dynamo_room_to_compile() -> None:
     before = graphoffload.stats()["offloads"]
     step()
     assert graphoffload.stats()["offloads"] > before
+
+
+def test_a_terminal_shows_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep-all and the goal, compiled and measured; the bar is gone in the end."""
+    screen = io.StringIO()
+    console = functools.partial(Console, file=screen, force_terminal=True, width=150)
+    monkeypatch.setattr(progress, "terminal", console)
+    net, x = Net(), torch.randn(32, 64)
+    given: dict[str, Any] = {"inner": "aot_eager", "min_tensor_bytes": 0, "hardware": PROFILES["h200-sxm"], "steps": 2}
+    graphoffload.tune(net, lambda: net(x).square().sum().backward(), max_slowdown=5.0, rounds=0, **given)
+    shown = screen.getvalue()
+    for text in ("tune", "keep-all: compiling", "max_slowdown=5: compiling", "10/10"):
+        assert text in shown, text

@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphoffload.bench import measure, together, variants, where
 from graphoffload.bench.measure import Row, Sample, bootstrap_ratio, compare_gradients
 from graphoffload.bench.models import MODELS, build
-from graphoffload.bench.runner import Options, Runner
+from graphoffload.bench.run_options import Options
+from graphoffload.bench.runner import Runner
 from graphoffload.bench.table import progress_line, show_table
 from graphoffload.bench.variants import parse, split_names
 from graphoffload.errors import ConfigError

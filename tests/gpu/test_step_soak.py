@@ -58,7 +58,7 @@ def timed(model: Model, course: Course, what: str, *, books: bool) -> Log:
     torch.cuda.synchronize()
     stats = {name: count for name, count in graphoffload.stats().items() if count}
     print(f"{what}: {course.steps} steps in {time.perf_counter() - start:.0f} s; {dict(log.happened)}; {stats}")
-    print(f"budgets refused at the start of a step: {log.refused}")
+    print(f"budgets refused at the start of a step: {log.refused}; beside another: {log.refused_beside}")
     return log
 
 

@@ -24,11 +24,13 @@ from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphoffload.analysis import timing
 from graphoffload.analysis.timing import repeats_of
 from graphoffload.errors import ConfigError, HardwareWarning
 from graphoffload.hardware import measurement as hardware
 from graphoffload.hardware.measurement import cache_path, cached, fit_link, resolve_hardware
 from graphoffload.hardware.profile import PROFILES, HardwareProfile
+from graphoffload.torch_internals import allocator
 
 
 def test_names_resolve_and_unknown_ones_name_the_nearest() -> None:
@@ -160,8 +162,8 @@ def test_cache_path_holds_device_and_torch_and_honours_xdg(monkeypatch: pytest.M
     monkeypatch.delenv("GRAPHOFFLOAD_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = cache_path("NVIDIA H200/x", "2.13.0+cpu")
-    assert path == tmp_path / "graphoffload" / "hardware-3-NVIDIA-H200-x-2.13.0+cpu.json"
-    assert cache_path("NVIDIA H200/x", "2.13.0+cpu", 4).name == "hardware-3-NVIDIA-H200-x-2.13.0+cpu-4-ranks.json"
+    assert path == tmp_path / "graphoffload" / "hardware-4-NVIDIA-H200-x-2.13.0+cpu.json"
+    assert cache_path("NVIDIA H200/x", "2.13.0+cpu", 4).name == "hardware-4-NVIDIA-H200-x-2.13.0+cpu-4-ranks.json"
     monkeypatch.setenv("GRAPHOFFLOAD_CACHE_DIR", str(tmp_path / "own"))
     assert cache_path("x", "y").parent == tmp_path / "own"
 
@@ -317,3 +319,16 @@ def test_timing_a_kernel_takes_a_second_at_most(once_s: float) -> None:
     assert repeats * (once_s + between_s) <= 1.0
     assert repeats == 9 or once_s > 0.01, "a short one is repeated as often as a median wants"
     assert repeats >= 1 or once_s >= 0.5, "one that is not repeated has run long enough to be timed by the clock"
+
+
+def test_workspaces_one_after_the_other_are_not_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution's backward takes one for each gradient: 5 beside a result of 2, then 4 beside results of 2 + 3."""
+    sizes = (2, 5, -5, 3, 4, -4, -2, -3)
+    calls: list[str] = []
+    monkeypatch.setattr(allocator, "start", lambda: not calls)
+    monkeypatch.setattr(allocator, "stop", lambda index: [allocator.Change(at, n) for at, n in enumerate(sizes)])
+    assert timing._most_allocated(lambda: calls.append("ran"), torch.device("cuda", 0)) == 9
+    assert calls == ["ran"]
+    assert timing._most_allocated(lambda: calls.append("ran"), torch.device("cuda", 0)) is None, "somebody else records"
+    assert calls == ["ran"]
+    assert allocator.most([]) == 0

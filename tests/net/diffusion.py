@@ -1,4 +1,4 @@
-"""Diffusion: a U-Net and transformers that take noise from an image. The first ones are of diffusers, the last is ours."""
+"""Diffusion: a U-Net and transformers that take noise from an image. The first ones are of diffusers, the last two are ours."""
 
 from __future__ import annotations
 
@@ -125,3 +125,53 @@ class DiT(nn.Module):
 @architecture("dit-plain", "diffusion, transformer with modulated norms, in plain torch", fast=True)
 def dit_plain() -> Built:
     return DiT(), {"image": torch.randn(2, 4, 8, 8), "step": torch.tensor([3, 40]), "label": torch.tensor([1, 2])}
+
+
+class Residual(nn.Module):
+    """Two convolutions with group norms, the condition added between them, and attention among pixels."""
+
+    def __init__(self, inputs: int, outputs: int, condition: int, *, attends: bool = False) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(4, inputs), nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(4, outputs), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.condition, self.skip = nn.Linear(condition, outputs), nn.Conv2d(inputs, outputs, 1)
+        self.attention = nn.MultiheadAttention(outputs, 2, batch_first=True) if attends else None
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        y = self.conv1(nn.functional.silu(self.norm1(x))) + self.condition(condition)[:, :, None, None]
+        y = self.skip(x) + self.conv2(nn.functional.silu(self.norm2(y)))
+        if self.attention is None:
+            return y
+        pixels = y.flatten(2).transpose(1, 2)
+        return y + self.attention(pixels, pixels, pixels, need_weights=False)[0].transpose(1, 2).unflatten(2, y.shape[2:])
+
+
+class UNet(nn.Module):
+    """Down twice, up twice; each resolution's result is joined to what comes up."""
+
+    def __init__(self, dim: int = 8, condition: int = 16) -> None:
+        super().__init__()
+        self.time, self.first, self.last = nn.Linear(8, condition), nn.Conv2d(4, dim, 3, padding=1), nn.Conv2d(dim, 4, 1)
+        self.down = nn.ModuleList(Residual(dim * n, dim * m, condition) for n, m in ((1, 1), (1, 2)))
+        self.middle = Residual(2 * dim, 2 * dim, condition, attends=True)
+        self.up = nn.ModuleList(Residual(dim * n, dim * m, condition) for n, m in ((4, 1), (2, 1)))
+
+    def forward(self, image: Tensor, step: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        angles = step.to(image.dtype)[:, None] * torch.exp(-torch.arange(4, device=step.device, dtype=image.dtype))
+        condition = self.time(torch.cat((angles.sin(), angles.cos()), -1))
+        x, joined = self.first(image), []
+        for block in self.down:
+            x = block(x, condition)
+            joined.append(x)
+            x = nn.functional.avg_pool2d(x, 2)
+        x = self.middle(x, condition)
+        for block in self.up:
+            x = nn.functional.interpolate(x, scale_factor=2.0)
+            x = block(torch.cat((x, joined.pop()), 1), condition)
+        return {"loss": nn.functional.mse_loss(self.last(x), noise)}
+
+
+@architecture("unet-plain", "diffusion, U-Net with skips and attention, in plain torch")
+def unet_plain() -> Built:
+    inputs = {"image": torch.randn(2, 4, 8, 8), "step": torch.tensor([3, 40])}
+    return UNet(), {**inputs, "noise": torch.randn(2, 4, 8, 8)}

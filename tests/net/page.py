@@ -18,19 +18,21 @@ WORDS = {"plain": {"off": "off", "error": "fails"}}
 
 INTRODUCTION = """# Models
 
-{count} architectures, built from their configs with random weights and tiny sizes: two training steps in float32
-under plain `torch.compile` and under four ways of this package, with both inner compilers. `make net` runs what is
-missing here and writes this page from `docs/results/net.json`; `tests/net` has the builders and the judge.
+{count} architectures and kinds of training, built from their configs with random weights and tiny sizes: two training
+steps, in float32 unless the row says otherwise, under plain `torch.compile` and under four ways of this package, with both
+inner compilers. A row of training (`grpo`, `accumulation`) is a whole step: its forwards, backwards and updates. `make net`
+runs what is missing here and writes this page from `docs/results/net.json`; `tests/net` has the builders and the judge.
 
-* **torch.compile**: without this package. *ok*: its gradients are those of eager to {far:g}; *off*: they are not; *fails*: it
-  raises. What fails there is not tried further.
+* **torch.compile**: without this package. *ok*: its gradients are those of eager to {far:g} ({coarse}); *off*: they are
+  not; *fails*: it raises. What fails there is not tried further.
 * **offload**, **recompute**: `policy="offload"` and `policy="recompute"`, `min_tensor_bytes=0`, `verify="checksum"`.
 * **slowdown**: `max_slowdown=0.3`. **budget**: a `device_budget` halfway between the predicted peak of keep-all and the least
   predicted peak of the ways before. Both with `hardware="h200-sxm"` and `reserve=0`. *keeps all*: that is what the plan is.
 * *ok*: loss, every gradient and every buffer are right in both steps, copies were executed where the plan has some, as many
   came back as went, and the host holds nothing afterwards. A way is wrong where its error is above 3 x plain torch.compile's,
   over all gradients together (plus {floor:g}) and for each tensor by itself. The reference is the eager step in float64, with
-  float32 that a model asks for by name widened as well; exceptions are [below](#judged-by-something-else).
+  float32 that a model asks for by name widened as well; exceptions are [below](#judged-by-something-else). In 16 and 8 bits
+  a way under `aot_eager`, which runs the same kernels, must also equal plain torch.compile (to {floor:g}).
 * *not run*: nothing is known.
 
 {versions}
@@ -110,13 +112,14 @@ def bytes_section(results: dict[str, Any]) -> Iterator[str]:
 
 def page(results: dict[str, Any]) -> str:
     """The whole page."""
-    from net.judge import FAR, FLOOR
+    from net.judge import COARSE, FAR, FLOOR
 
     found = list(outcomes(results))
     ran = Counter(row["ran"] for rows in results["rows"].values() for row in rows.values())
     versions = "\n".join(f"* {count} rows: {when}" for when, count in sorted(ran.items()))
     command = f"`{results.get('command', '')}` ran:\n\n{versions}"
-    head = INTRODUCTION.format(count=len(everything()), far=FAR, floor=FLOOR, versions=command)
+    coarse = ", ".join(f"{precision} {far:g}" for precision, far in COARSE.items())
+    head = INTRODUCTION.format(count=len(everything()), far=FAR, coarse=coarse, floor=FLOOR, versions=command)
     ours = [f"{n}, {i}, {w}: {o['outcome']}: {o['why']}" for n, i, w, o in found if w != "plain" and o["outcome"] in BAD]
     theirs = [f"{n}, {i}: {o['why']}" for n, i, w, o in found if w == "plain" and o["outcome"] in ("error", "off", "timeout")]
     skipped = [f"{n}, {i}, {w}: {o['why']}" for n, i, w, o in found if o["outcome"] == "skipped"]

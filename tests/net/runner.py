@@ -132,7 +132,7 @@ def environment(device: str) -> str:
     import torch
 
     versions = [f"torch {torch.__version__}"]
-    for package in ("transformers", "peft", "diffusers", "timm"):
+    for package in ("transformers", "peft", "diffusers", "timm", "bitsandbytes", "torchao"):
         with contextlib.suppress(ImportError):
             versions.append(f"{package} {__import__(package).__version__}")
     return f"{datetime.date.today().isoformat()}, {device}, {', '.join(versions)}"

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphoffload.testing.compare import in_float64, own_copy
 from net.table import loss_of
@@ -18,34 +22,65 @@ from net.table import loss_of
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a step left: the loss, gradients by parameter's name (None: it got none), floating-point buffers."""
+    """What a step left: the loss, gradients by parameter's name (None: it got none), floating-point buffers.
+
+    `updates`: how far each parameter moved, where the step contains updates.
+    """
 
     loss: Tensor
     grads: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    updates: dict[str, Tensor] = field(default_factory=dict)
 
     def named(self) -> dict[str, Tensor]:
         """All that is compared by tensor."""
         found = {f"grad of {name}": grad for name, grad in self.grads.items() if grad is not None}
+        found |= {f"update of {name}": value for name, value in self.updates.items()}
         return {"loss": self.loss, **found, **{f"buffer {name}": value for name, value in self.buffers.items()}}
 
 
+class OwnStep(nn.Module):
+    """A model whose step is more than one forward and one backward; `compile` compiles the parts that a trainer compiles."""
+
+    backwards: int = 1
+    """How often each graph is run backward after one forward."""
+
+    def step(self, **inputs: Any) -> Tensor:
+        """The whole step: forwards, backwards, perhaps updates. Returns what is compared as the loss."""
+        raise NotImplementedError
+
+    def parts(self) -> list[nn.Module]:
+        """The modules that are compiled."""
+        raise NotImplementedError
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Each part by itself, by the same backend."""
+        for part in self.parts():
+            part.compile(*args, **kwargs)
+
+
 def take(model: nn.Module, inputs: dict[str, Any], saved: Saved | None = None) -> Taken:
-    """Forward, loss and backward from cleared gradients and seed 0; buffers are as before afterwards."""
+    """Forward, loss and backward from cleared gradients and seed 0; buffers and parameters are as before afterwards."""
     before = {name: own_copy(buffer) for name, buffer in model.named_buffers()}
+    begun = {name: own_copy(p) for name, p in model.named_parameters()} if isinstance(model, OwnStep) else {}
     for parameter in model.parameters():
         parameter.grad = None
     torch.manual_seed(0)
     with saved.counting(model, inputs) if saved is not None else contextlib.nullcontext():
-        loss = loss_of(model(**inputs))
-    loss.backward()
+        loss = model.step(**inputs) if isinstance(model, OwnStep) else loss_of(model(**inputs))
+    if not isinstance(model, OwnStep):
+        loss.backward()
     grads = {name: None if p.grad is None else own_copy(p.grad) for name, p in model.named_parameters()}
     buffers = {name: own_copy(buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if buffer.shape == before[name].shape:
                 buffer.copy_(before[name])
-    return Taken(loss.detach().clone(), grads, buffers)
+        updates = {name: p - begun[name] for name, p in model.named_parameters() if name in begun and p.is_floating_point()}
+        for name, parameter in model.named_parameters():
+            if name in begun:
+                parameter.copy_(begun[name])
+    return Taken(loss.detach().clone(), grads, buffers, {name: moved for name, moved in updates.items() if moved.any()})
 
 
 @dataclass(slots=True)
@@ -57,45 +92,66 @@ class Saved:
 
     nbytes: int = 0
     tickets: int = 0
-    seen: set[int] = field(default_factory=set)
+    seen: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def counting(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
-        """Count what is packed inside. Packed tensors live on, so that no address comes twice."""
+        """Count what is packed inside. An address that comes again after its memory was freed is another tensor."""
         own = [*model.parameters(), *model.buffers(), *(v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))]
-        excluded = {tensor.untyped_storage().data_ptr() for tensor in own}
+        excluded = {part.untyped_storage().data_ptr() for tensor in own for part in inside(tensor)}
 
         def pack(tensor: Tensor) -> Tensor:
+            for part in inside(tensor):
+                count(part)
+            return tensor
+
+        def count(tensor: Tensor) -> None:
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-            if address and address not in excluded and address not in self.seen:
-                self.seen.add(address)
+            if address and address not in excluded and (address not in self.seen or self.seen[address].expired()):
+                self.seen[address] = StorageWeakRef(storage)
                 ticket = tensor.dtype == torch.int64 and tensor.shape == (1,) and storage.nbytes() == 8
                 self.tickets += ticket
                 self.nbytes += 0 if ticket else storage.nbytes()
-            return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
 
+def inside(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with memory of their own that a tensor is made of: itself, what a subclass wraps; none while tracing."""
+    if isinstance(tensor, (FakeTensor, FunctionalTensor)):
+        return
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inside(getattr(tensor, name))
+
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class _Wide(TorchFunctionMode):
-    """float32 that a model asks for by name (in norms, rotary embeddings, losses) is float64."""
+    """A floating-point type that a model asks for by name (in norms, rotary embeddings, losses) is float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
+        if func in (Tensor.float, Tensor.bfloat16, Tensor.half):
             return args[0].double()
 
         def widen(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
+            return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
         return func(*(widen(value) for value in args), **{name: widen(value) for name, value in (kwargs or {}).items()})
 
 
 def take_float64(model: nn.Module, inputs: dict[str, Any]) -> Taken:
-    """The eager step in float64 throughout, from the float32 parameters and inputs; experts one by one, not in groups."""
+    """The eager step in float64 throughout, from the same parameters and inputs; experts one by one, not in groups.
+
+    Autocast casts float32 alone, so a step under it is in float64 as well.
+    """
     default = torch.get_default_dtype()
-    wide = pytree.tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.dtype == torch.float32 else v, inputs)
+    wide = pytree.tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.dtype in NARROW else v, inputs)
     if getattr(getattr(model, "config", None), "_experts_implementation", None) not in (None, "eager"):
         model.set_experts_implementation("eager")  # torch has no grouped product in float64
     torch.set_default_dtype(torch.float64)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphoffload.testing.case import weighted_loss
 
 MODULES = (
     "dense", "moe", "recurrent", "encoders", "pairs", "speech", "vision", "detection", "multimodal", "diffusion", "adapters",
-    "timm_models",
+    "timm_models", "precisions", "attentions", "losses", "trainings",
 )  # fmt: skip
 
 Built = tuple[nn.Module, dict[str, Any]]
@@ -36,6 +37,7 @@ class Architecture:
         needs: packages beyond torch and transformers.
         random: draws random numbers in forward (dropout above 0).
         fast: belongs to the subset that every run of the tests has.
+        precision: what the products are computed in.
     """
 
     name: str
@@ -44,12 +46,13 @@ class Architecture:
     needs: tuple[str, ...] = ()
     random: bool = False
     fast: bool = False
+    precision: str = "float32"
 
     def fresh(self, device: str = "cpu") -> Built:
         """The model in training mode with its inputs: two calls give equal ones that share nothing.
 
         Every parameter is moved by a little, so that what starts at zero (an adapter's second matrix, a modulation) does not
-        give zero gradients.
+        give zero gradients. Quantized weights stay as they are.
 
         Raises:
             Missing: a library is not there, or too old to have the architecture.
@@ -64,7 +67,8 @@ class Architecture:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+                if parameter.is_floating_point() and not is_traceable_wrapper_subclass(parameter):
+                    parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
         model.train()
         return model.to(device), {name: _to(value, device) for name, value in inputs.items()}
 
@@ -83,13 +87,21 @@ ALL: dict[str, Architecture] = {}
 
 
 def architecture(
-    name: str, kind: str, *, needs: tuple[str, ...] = (), random: bool = False, fast: bool = False
+    name: str,
+    kind: str,
+    *,
+    needs: tuple[str, ...] = (),
+    random: bool = False,
+    fast: bool = False,
+    precision: str = "float32",
 ) -> Callable[[Callable[[], Built]], Callable[[], Built]]:
     """Decorator: the function builds the architecture of this name."""
 
     def register(build: Callable[[], Built]) -> Callable[[], Built]:
         assert name not in ALL, name
-        ALL[name] = Architecture(name=name, kind=kind, build=build, needs=needs, random=random, fast=fast)
+        ALL[name] = Architecture(
+            name=name, kind=kind, build=build, needs=needs, random=random, fast=fast, precision=precision
+        )
         return build
 
     return register

@@ -10,14 +10,16 @@ import torch
 
 import graphoffload
 from net import judge, page, runner
-from net.step import Saved, Taken, missing, take, whole_error, worse
+from net.step import OwnStep, Saved, Taken, missing, take, whole_error, worse
 from net.table import Architecture, Missing, everything, hf
 
 FAST = [name for name, architecture in everything().items() if architecture.fast]
 KINDS = (
     "dense decoder", "experts", "latent attention", "sinks", "sliding windows", "state space", "linear attention", "encoder",
     "encoder and decoder", "speech", "spectrum", "image transformer", "convolutions", "detection", "diffusion, U-Net",
-    "diffusion, transformer", "vision-language", "contrastive", "adapter",
+    "diffusion, transformer", "vision-language", "contrastive", "adapter", "adapter on weights of 4 bits", "adapter in float32",
+    "precision, bfloat16", "precision, float16", "float8", "packed documents", "block mask", "nested tensor",
+    "several tokens ahead", "loss, in chunks", "gradients computed in forward", "reinforcement", "gradient accumulation",
 )  # fmt: skip
 
 
@@ -127,6 +129,68 @@ def test_saved_bytes_are_counted_by_storage() -> None:
     take(model, inputs, saved)
     assert saved.nbytes == 4 * 8 * 4 + 4 * 4 * 4  # both results of tanh; x and the parameter are not activations
     assert saved.tickets == 0
+
+
+def test_memory_that_comes_again_is_counted_again() -> None:
+    """Steps in a row: the activations of one lie where those of one before were."""
+
+    class Twice(OwnStep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Tanh()
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                loss = self.inner(x)["loss"]
+                loss.backward()
+            return loss
+
+    saved = Saved()
+    take(Twice(), {"x": torch.randn(4, 8)}, saved)
+    assert saved.nbytes == 8 * (4 * 8 * 4 + 4 * 4 * 4)
+
+
+def test_a_step_of_its_own_is_judged_by_what_it_moved() -> None:
+    """Updates are compared, and undone: a second step finds the parameters of the first."""
+
+    class Moved(OwnStep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Tanh()
+
+        def parts(self) -> list[torch.nn.Module]:
+            return [self.inner]
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            loss = self.inner(x)["loss"]
+            loss.backward()
+            with torch.no_grad():
+                self.inner.scale -= self.inner.scale.grad
+            return loss
+
+    model, inputs = Moved(), {"x": torch.randn(4, 8)}
+    first, second = take(model, inputs), take(model, inputs)
+    grad = first.grads["inner.scale"]
+    assert grad is not None
+    torch.testing.assert_close(first.updates["inner.scale"], -grad)
+    assert torch.equal(first.updates["inner.scale"], second.updates["inner.scale"])
+    assert torch.equal(model.inner.scale, torch.ones(8))
+    off = dataclasses.replace(first, updates={"inner.scale": first.updates["inner.scale"] * 1.01})
+    assert any("update of inner.scale" in text for text in worse(off, second, first))
+
+
+def test_eight_bits_are_judged_by_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that rounding to 16 bits would hide is seen where plain torch.compile runs the same kernels."""
+    case, plain = judge.begin(small(precision="bfloat16"), "aot_eager", "cpu")
+    assert case is not None, plain
+    assert judge.examine(case, "offload")["outcome"] == "ok"
+
+    def slightly_off(*arguments: Any) -> Taken:
+        right = take(*arguments)
+        return dataclasses.replace(right, grads={"scale": right.grads["scale"] * 1.001})  # type: ignore[operator]
+
+    monkeypatch.setattr(judge, "take", slightly_off)
+    assert "by the same kernels" in judge.examine(case, "offload")["why"]
 
 
 def test_a_broken_way_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

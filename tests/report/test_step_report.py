@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
+
 from graphoffload.facts.goals import MeetBudget
 from graphoffload.facts.plan import Decision, Plan, Prediction
 from graphoffload.facts.saved_tensors import SavedTable, SavedTensor
@@ -15,6 +17,7 @@ from graphoffload.planner.step.joint import join
 from graphoffload.planner.step.solve import plan_step
 from graphoffload.report.ledger import Ledger, fit_lines, ledger_lines
 from graphoffload.report.offload_report import OffloadReport
+from graphoffload.report.step_line import slow_host
 from graphoffload.report.step_picture import trace_json
 from graphoffload.report.step_report import StepReport, folded_calls, outside_at, outside_of, report_of_step
 from graphoffload.report.step_svg import timeline_svg
@@ -81,6 +84,17 @@ def test_outside_is_what_the_facts_say() -> None:
     assert outside_of(facts, (0, 0), joined.forward_start[1]) == (8 * GIB, 1, False)
     assert outside_of(facts, (0, 0), half) == (10 * GIB, 1, True)
     assert outside_of(facts, (0, 0), half + joined.backward_start[0]) == (9 * GIB, 0, True)
+
+
+def test_a_host_that_is_the_limit_is_said() -> None:
+    program = llama(2).graphs
+    facts = StepFacts(program, (CallFacts(0, GIB, GIB), CallFacts(0, GIB, GIB)))
+    one = program[0][0].program
+    assert facts.ran_s == pytest.approx(2 * sum(step.time_s for step in (*one.forward, *one.backward)))
+    assert slow_host(facts) == "", "nobody timed it"
+    assert slow_host(replace(facts, host_s=facts.ran_s)) == "", "a full queue makes the host wait for the GPU"
+    said = slow_host(replace(facts, host_s=1.3 * facts.ran_s))
+    assert f"took {1.3e3 * facts.ran_s:.1f} ms to issue what the GPU runs in {1e3 * facts.ran_s:.1f} ms" in said
 
 
 def test_a_report_with_a_step_comes_back_from_json(tmp_path: Path) -> None:

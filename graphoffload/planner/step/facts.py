@@ -108,6 +108,7 @@ class StepFacts:
         in_flight: microbatches at a time: the step is one's, and others have run their forward when its forward begins. What
             they saved is in no bytes outside. beside_forward, beside_backward: what was seen of each microbatch of a step;
             gradients come between the first and the last. Empty: all run beside all others.
+        host_s: what the host took to issue the calls, in the run that was measured; 0.0: not known.
     """
 
     graphs: tuple[tuple[Variant, ...], ...]
@@ -117,6 +118,7 @@ class StepFacts:
     in_flight: int = 1
     beside_forward: tuple[Beside, ...] = ()
     beside_backward: tuple[Beside, ...] = ()
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse indices that point at nothing."""
@@ -140,6 +142,12 @@ class StepFacts:
         ]
         saved = sum(self.variant(index, call.ran).saved_input_bytes for index, call in enumerate(self.calls))
         return max(self.base_bytes, max(held, default=0) - saved)
+
+    @property
+    def ran_s(self) -> float:
+        """The time of the kernels of the run that was measured."""
+        programs = (self.variant(index, call.ran).program for index, call in enumerate(self.calls))
+        return sum(step.time_s for program in programs for step in (*program.forward, *program.backward))
 
     def variant(self, call: int, chosen: int) -> Variant:
         """The variant `chosen` of the graph that a call runs."""

@@ -1,0 +1,46 @@
+"""How a Runner measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from graphoffload.bench import measure
+from graphoffload.bench.recipe import PLAIN, Recipe
+
+BASELINES = ("keep", "checkpoint", "eager")
+"""What others are compared with: the first that trains."""
+
+
+@dataclass(slots=True)
+class Options:
+    """How to measure.
+
+    Attributes:
+        solo: one model at a time; the baseline runs before and after instead of in between, and is not resident.
+        limit_s: seconds after which remaining variants are skipped. variant_limit_s: one variant may take this long.
+        tolerance: whole-gradient error above which (and above 1.5 x eager's) a variant is WRONG; None: by dtype.
+        trace: profile one step of each variant of graphoffload.
+        recipe: the optimizer and the precision. baselines: the first of these that trains is what others are compared with.
+        commit, command: what the files say of this run; found out where not given.
+    """
+
+    steps: int = 10
+    block: int = 5
+    warm_up: int = measure.WARM_UP_STEPS
+    solo: bool = False
+    limit_s: float = 540.0
+    variant_limit_s: float = 200.0
+    tolerance: float | None = None
+    trace: bool = False
+    tiny: bool = False
+    sizes: dict[str, int] | None = None
+    dtype: torch.dtype | None = None
+    recipe: Recipe = PLAIN
+    baselines: tuple[str, ...] = BASELINES
+    out: Path | None = None
+    quiet: bool = False
+    commit: str = ""
+    command: str = ""
