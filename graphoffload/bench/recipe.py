@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from graphoffload.errors import ConfigError
+from graphoffload.torch_internals.modules import own_parameters
 
 OPTIMIZERS = ("none", "adamw")
 PRECISIONS = ("pure", "amp", "cast")
@@ -95,7 +96,7 @@ def cast_where_used(module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.data = parameter.data.float()
     for part in module.modules():
-        names = tuple(name for name, value in part._parameters.items() if value is not None)
+        names = tuple(name for name, value in own_parameters(part).items() if value is not None)
         if names:
             part.__class__ = _casting(type(part), names)  # type: ignore[arg-type]  # a class has a hash
 
@@ -103,7 +104,7 @@ def cast_where_used(module: nn.Module) -> None:
 @functools.cache
 def _casting(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     def reading(name: str) -> property:
-        return property(lambda module: module._parameters[name].to(LOW))
+        return property(lambda module: own_parameters(module)[name].to(LOW))
 
     attributes: dict[str, Any] = {name: reading(name) for name in names}
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **attributes})

@@ -108,8 +108,8 @@ def _checkpoint_by(workload: Workload, function: Callable[..., Any]) -> None:
     model = transformers_model(workload)
     _enable(model, use_reentrant=True)
     for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = function
+        if getattr(module, "gradient_checkpointing", False):
+            module._gradient_checkpointing_func = function  # transformers' own
 
 
 def _jax(workload: Workload) -> Context:

@@ -42,6 +42,12 @@ def forward_hooks(module: nn.Module) -> Iterator[Any]:
     yield from module._forward_hooks.values()
 
 
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """A module's parameters by name, past attributes of the same names. Without it: a benchmark has no mixed precision that
+    casts weights where they are used."""
+    return module._parameters
+
+
 @contextmanager
 def compiled_as(module: nn.Module, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """A context in which a compiled module's call is what `compiled` makes of its call in eager. Without it: explain() of a

@@ -34,6 +34,11 @@ def test_page_is_what_its_files_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "page", str(PAGE), "--check"]) == 0, capsys.readouterr().out
 
 
+def test_published_tables_are_what_their_files_say(capsys: pytest.CaptureFixture[str]) -> None:
+    """To accept new result files: python -m graphoffload bench page docs/published.md"""
+    assert main(["bench", "page", str(PAGE.parent / "published.md"), "--check"]) == 0, capsys.readouterr().out
+
+
 def test_readme_is_what_the_files_say(capsys: pytest.CaptureFixture[str]) -> None:
     """To accept new result files: python -m graphoffload bench page README.md --results docs/results"""
     arguments = [str(README), "--results", str(PAGE.parent / "results"), "--check"]

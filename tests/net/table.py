@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,7 @@ def _to(value: Any, device: str) -> Any:
 
 
 ALL: dict[str, Architecture] = {}
+REGISTERED_BY: dict[str, str] = {}
 
 
 def architecture(
@@ -96,6 +98,7 @@ def architecture(
     precision: str = "float32",
 ) -> Callable[[Callable[[], Built]], Callable[[], Built]]:
     """Decorator: the function builds the architecture of this name."""
+    REGISTERED_BY[name] = sys._getframe(1).f_globals["__name__"]
 
     def register(build: Callable[[], Built]) -> Callable[[], Built]:
         assert name not in ALL, name
@@ -109,10 +112,9 @@ def architecture(
 
 @functools.cache
 def everything() -> dict[str, Architecture]:
-    """All architectures by name, in the order of MODULES."""
-    for module in MODULES:
-        importlib.import_module(f"net.{module}")
-    return ALL
+    """All architectures by name, in the order of MODULES, whichever of them was imported first."""
+    places = {importlib.import_module(f"net.{module}").__name__: at for at, module in enumerate(MODULES)}
+    return dict(sorted(ALL.items(), key=lambda item: places[REGISTERED_BY[item[0]]]))
 
 
 def loss_of(output: Any) -> Tensor:
