@@ -19,6 +19,7 @@ from graphoffload.facts.limits import Limits
 from graphoffload.planner.step.facts import Beside, CallFacts, Gap, StepFacts
 from graphoffload.runtime.step.calls import StepCall, StepRun
 from graphoffload.runtime.step.schedule import Mark
+from graphoffload.torch_internals import allocator
 
 
 def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limits) -> StepFacts:
@@ -125,10 +126,8 @@ class _Record:
         if self.changes:
             low = bisect_left(self.changes, first.time_us, key=lambda change: change.time_us)
             high = bisect_right(self.changes, last.time_us, key=lambda change: change.time_us)
-            between = accumulate((change.nbytes for change in self.changes[low:high]), initial=0)
-            return max(0, first.allocated_bytes + max(between) - level)
+            return max(0, first.allocated_bytes + allocator.most(self.changes[low:high]) - level)
         return last.peak_bytes - level if last.peak_bytes > first.peak_bytes else 0
-
 
     def host_s(self) -> float:
         """What the host took to issue the forwards and backwards; 0.0 where it computes them itself."""
