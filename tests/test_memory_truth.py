@@ -6,17 +6,16 @@ that dies there more often than predicted, so a prediction may be too high, with
 
 from __future__ import annotations
 
-import gc
 import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import graphoffload
+from graphoffload.bench.measure import recorded_peak_bytes
 from graphoffload.compiler import trial as trials
 from graphoffload.errors import BudgetError
 from graphoffload.hardware.profile import PROFILES
@@ -106,19 +105,6 @@ class Gated(nn.Module):
         return x.square().mean()
 
 
-def measured_peak_bytes(step: Any) -> int:
-    """Most bytes allocated at one time beyond those before the step."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    events = profiler.profiler.kineto_results.events()
-    total = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak
-
-
 def peaks(
     net: nn.Module, inputs: torch.Tensor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, Program, Timeline]:
@@ -142,7 +128,7 @@ def peaks(
     with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         net.compile(backend=graphoffload.OffloadBackend(graphoffload.OffloadConfig(**given, **options)))
         net(inputs).backward()
-        measured = measured_peak_bytes(lambda: net(inputs).backward())
+        measured = recorded_peak_bytes(lambda: net(inputs).backward())
     taken = graphoffload.last_plans()[-1].prediction  # several trials are made, and the last need not be the plan
     sums = (taken.predicted_peak_bytes, taken.predicted_time_s)
     program, timeline = next(pair for pair in reversed(found) if (pair[1].peak_bytes, pair[1].time_s) == sums)

@@ -195,7 +195,10 @@ class Session:
 
     def peak_bytes(self) -> int | None:
         """Of one more step, over what is allocated between steps."""
-        return self.step().peak_bytes if self.cuda else recorded_peak_bytes(self)
+        if self.cuda:
+            return self.step().peak_bytes
+        self.clear_gradients()
+        return recorded_peak_bytes(self.step)
 
     def _run(self) -> Tensor:
         with self.context():
@@ -224,12 +227,11 @@ class Session:
         self.workload.batch.clear()
 
 
-def recorded_peak_bytes(session: Session) -> int:
+def recorded_peak_bytes(step: Callable[[], object]) -> int:
     """The most that a step on a CPU has allocated beyond what was there, as torch's profiler saw it."""
-    session.clear_gradients()
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        session.step()
+        step()
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     total = peak = 0
