@@ -88,7 +88,7 @@ def _fold(arrays: Arrays, members: list[int], early: list[int], late: list[int])
         produced=tuple(c.produced_at for c in candidates),
         last_forward=tuple(c.last_forward_use for c in candidates),
         own_first=tuple(arrays.first_use[k] for k in members),
-        own_last=tuple(arrays.last_use[k] for k in members),
+        own_last=tuple(arrays.kept_until[k] for k in members),
         early_first=min(early[k] for k in members),
         late_first=max(late[k] for k in members),
     )
