@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import ir as inductor_ir
 from torch.utils.checkpoint import checkpoint
 
 import graphoffload
@@ -23,8 +24,14 @@ from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import Timeline
 from graphoffload.testing.layers import ResidualMlps
 
-pytestmark = pytest.mark.usefixtures("kernels_that_do_nothing")  # memory is counted, and nothing that is computed
+pytestmark = pytest.mark.usefixtures("kernels_that_do_nothing", "as_on_a_gpu")  # memory is counted, not what is computed
 WIDTH, TOKENS, HEADS, VOCAB = 128, 512, 4, 1000
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's Inductor stores an exponential that two operations read, in kernels of its own; a GPU's computes it twice."""
+    monkeypatch.setattr(inductor_ir, "is_cpu", lambda _: False)
 
 
 class Layer(nn.Module):
@@ -191,8 +198,6 @@ def test_a_kernel_writes_over_what_it_alone_reads(options: dict[str, Any], monke
 
 def test_a_slowdown_that_fused_operations_do_not_use_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their peak is as low as it gets long before the time is spent; unfused operations need a sixth less."""
-    # A CPU's Inductor stores an exponential that two read, and makes one kernel of all three; as on a GPU here.
-    monkeypatch.setattr(torch._inductor.ir, "is_cpu", lambda _: False)
     torch.manual_seed(0)
     x = torch.randn(2, TOKENS, 32)
     wide = 2 * TOKENS * 1024 * x.element_size()

@@ -34,7 +34,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.kernels import Axis, Kernel, add_needs, in_order, runs_after
-from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, storage_id, with_views
+from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, is_in, storage_id, with_views
 from graphoffload.torch_internals.inductor import falls_back, is_pointwise_use, most_reads
 from graphoffload.torch_internals.operators import OpOverload, packet_of
 
@@ -102,9 +102,8 @@ def value_of(node: Node) -> object:
 
 
 def _is_view(node: Node) -> bool:
-    value, first = fake(node), node.args[0] if node.args else None
-    source = fake(first) if isinstance(first, Node) else None
-    return value is not None and source is not None and storage_id(value) == storage_id(source)
+    source = fake(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+    return source is not None and is_in(node, storage_id(source))
 
 
 @dataclass(slots=True)

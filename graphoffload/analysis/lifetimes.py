@@ -4,15 +4,15 @@ A fused kernel may write its result over an operand, and then both are one piece
 
     mm ─▶ dgelu ─▶ mm_1          dgelu alone reads mm, each element for its own: mm ends one step before dgelu exists
 
-Inductor does so where the operand is a temporary that nothing else is left to read (decide_inplace_update in
-torch/_inductor/scheduler.py). It also does so for an operand whose other readers have run, and for saved activations; these
-count as two pieces here, so a plan may hold less than predicted.
+Inductor does so where nothing else is left to read the operand (decide_inplace_update in torch/_inductor/scheduler.py), and the
+operand is a temporary, or a saved activation that AOTAutograd donates to backward. It also does so for an operand whose other
+readers have run; that counts as two pieces here, so a plan may hold less than predicted.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch.fx import Node
@@ -35,7 +35,7 @@ def made_at(fusion: Fusion) -> dict[Node, int]:
 def lives_in_memory(nodes: Iterable[Node], fusion: Fusion, at: dict[Node, int]) -> Iterator[tuple[int, Node, int, int]]:
     """(storage, producer, first step, last step) of each storage that exists in memory; `at` is `made_at(fusion)`."""
     groups = group_by_storage(nodes)
-    over = _overwritten(groups, fusion)
+    over = _overwritten(groups, fusion, frozenset())
     for identity, members in groups.items():
         made = members[0]
         if identity in fusion.real:
@@ -44,27 +44,48 @@ def lives_in_memory(nodes: Iterable[Node], fusion: Fusion, at: dict[Node, int]) 
             yield identity, made, first, over[identity] if identity in over else max([last, *ends])
 
 
-def _overwritten(groups: dict[int, list[Node]], fusion: Fusion) -> dict[int, int]:
-    """The last step before another value takes over, for each storage that the only operation that reads it writes over."""
+def donated_until(nodes: Iterable[Node], fusion: Fusion, donated: Collection[Node]) -> dict[Node, int]:
+    """The last step of each donated placeholder that another value takes over from; no entry for any other.
+
+    Args:
+        nodes: of the backward. fusion: of the same graph. donated: placeholders whose memory nothing outside the graph reads.
+    """
+    groups = group_by_storage(nodes)
+    over = _overwritten(groups, fusion, donated)
+    return {members[0]: over[identity] for identity, members in groups.items() if members[0] in donated and identity in over}
+
+
+def _overwritten(groups: dict[int, list[Node]], fusion: Fusion, donated: Collection[Node]) -> dict[int, int]:
+    """The last step before another value takes over, for each storage that the only operation that reads it writes over.
+
+    A result takes over one operand at most. A temporary is tried first, since it is there under any plan.
+    """
     found: dict[int, int] = {}
     if not fusion.fuses or not config.inplace_buffers:
         return found
     writers: set[Node] = set()
-    for identity, members in groups.items():
+    for identity, members in sorted(groups.items(), key=lambda item: item[1][0] in donated):
         readers = fusion.readers.get(identity, [])
-        if identity not in fusion.real or len(readers) != 1 or not _may_go(members, fusion):
+        if identity not in fusion.real or len(readers) != 1 or not (_is_donated(members, donated) or _may_go(members, fusion)):
             continue
         made, writer = members[0], readers[0]
         value, result = fake(made), fake(writer)
         assert value is not None
         if writer in writers or result is None or fusion.kinds[writer] != "fused" or storage_id(result) not in fusion.real:
             continue
-        if fusion.spans[made] == fusion.spans[writer]:  # one kernel: both are its results
+        if fusion.spans.get(made) == fusion.spans[writer]:  # one kernel: both are its results
             continue
         if value.dtype == result.dtype and _in_step(value, result) and _reads_in_step(writer, identity, fusion):
             writers.add(writer)
             found[identity] = fusion.spans[writer][0] - 1
     return found
+
+
+def _is_donated(members: list[Node], donated: Collection[Node]) -> bool:
+    """Whether a storage is that of one donated placeholder, and of no result of the graph."""
+    inputs = [member for member in members if member.op == "placeholder"]
+    returned = any(user.op == "output" for member in members for user in member.users)
+    return len(inputs) == 1 and inputs[0] is members[0] and inputs[0] in donated and not returned
 
 
 def _may_go(members: list[Node], fusion: Fusion) -> bool:

@@ -22,12 +22,13 @@ from torch.fx import Node
 from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured, NodeCost, node_costs
 from graphoffload.analysis.fusion import Fusion, fusion_of
-from graphoffload.analysis.lifetimes import lives_in_memory, made_at
+from graphoffload.analysis.lifetimes import donated_until, lives_in_memory, made_at
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
 from graphoffload.facts.saved_tensors import GraphPosition, SavedTable, SavedTensor
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step, StepIndex
+from graphoffload.torch_internals.partitioning import config
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +130,16 @@ def _places(fusion: Fusion) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """The steps at which kernels produce and read a saved activation; `last_reader` as in Instance."""
+    """The steps at which kernels produce and read a saved activation; `last_reader` as in Instance.
+
+    `overwritten_at` as in Candidate.
+    """
 
     produced_at: StepIndex
     last_forward_use: StepIndex
     backward_uses: tuple[StepIndex, ...]
     last_reader: GraphPosition
+    overwritten_at: StepIndex | None
 
 
 def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
@@ -147,6 +152,7 @@ def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
     graph_at = {node: GraphPosition(at) for at, node in enumerate(pair.forward.graph.nodes)}
     backward = list(pair.backward.graph.nodes)
     placeholders = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
+    over = donated_until(backward, runs.backward, _donated(pair, table, placeholders))
     lives = []
     for tensor in table.tensors:
         value = fake(nodes[tensor.name])
@@ -164,8 +170,28 @@ def _lives(pair: GraphPair, table: SavedTable, runs: _Runs) -> list[_Life]:
         if tensor.backward_positions:
             wait = runs.backward.begun[min(tensor.backward_positions)]
             uses.add(StepIndex(min([wait, *(runs.backward_at[backward[at]] for at in tensor.backward_positions)])))
-        lives.append(_Life(made, last, tuple(sorted(uses)), last_reader))
+        until = over.get(placeholders[tensor.views[0]])
+        lives.append(_Life(made, last, tuple(sorted(uses)), last_reader, None if until is None else StepIndex(until + 1)))
     return lives
+
+
+def _donated(pair: GraphPair, table: SavedTable, placeholders: Mapping[str, Node]) -> set[Node]:
+    """Inputs of the backward whose memory torch lets it write over.
+
+    These are the saved activations that share no memory with an input of the forward or with an output that its caller gets
+    (collect_bw_donated_buffer_idxs in torch/_functorch/_aot_autograd/graph_compile.py).
+    """
+    if not config.donated_buffer:
+        return set()
+    callers = [*pair.forward.graph.find_nodes(op="placeholder"), *graph_outputs(pair.forward)[: pair.num_fwd_outputs]]
+    held = {storage_id(value) for node in callers if node is not None and (value := fake(node)) is not None}
+    nodes = {node.name: node for node in pair.forward.graph.nodes}
+    found = set()
+    for tensor in table.tensors:
+        value = fake(nodes[tensor.name])
+        if len(tensor.views) == 1 and value is not None and storage_id(value) not in held:
+            found.add(placeholders[tensor.views[0]])
+    return found
 
 
 def _reread_by_chains(
@@ -209,6 +235,7 @@ def _candidate(
         can_offload=tensor.eligible,
         recompute=recompute,
         group=re.sub(r"\d+", "*", f"{tensor.module} {tensor.op} {tensor.shape} {tensor.dtype}"),
+        overwritten_at=life.overwritten_at,
     )
 
 

@@ -114,14 +114,21 @@ def only_views(node: Node) -> bool:
 
 
 def with_views(node: Node) -> dict[Node, None]:
-    """A node and its views, and the views of these."""
+    """A node and its views, and the views of these; a split, whose results are views, and its results."""
     value = fake(node)
     assert value is not None
     found, pending = {node: None}, [node]
     while pending:
         for user in pending.pop().users:
-            other = fake(user)
-            if other is not None and storage_id(other) == storage_id(value):
+            if is_in(user, storage_id(value)):
                 found[user] = None
                 pending.append(user)
     return found
+
+
+def is_in(node: Node, storage: int) -> bool:
+    """Whether a node's value is a tensor in that storage, or several that all are."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    tensors = [one for one in values if isinstance(one, torch.Tensor) and one.layout == torch.strided]
+    return len(tensors) == len(values) > 0 and all(storage_id(one) == storage for one in tensors)

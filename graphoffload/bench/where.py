@@ -57,7 +57,8 @@ def predicted_live(planned: Planned) -> list[tuple[int, str]]:
     moved = {item.candidate: item for item in timeline.schedule}
     for index, (candidate, action) in enumerate(zip(program.candidates, actions, strict=True)):
         last = steps + candidate.backward_uses[-1] if candidate.backward_uses else candidate.last_forward_use
-        spans = [(int(candidate.produced_at), last)]
+        over = candidate.overwritten_at if action == "keep" else None
+        spans = [(int(candidate.produced_at), last if over is None else steps + over - 1)]
         if action == "offload" and index in moved:
             item = moved[index]
             out = steps - 1 if item.release_at is None else item.release_at

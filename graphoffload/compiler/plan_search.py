@@ -361,7 +361,8 @@ def _smallest_unfused(analysis: GraphAnalysis, instance: Instance, fused: Trial,
     own = WithinSlowdown(allowed)
     unfused = _at(unfused, own)
     trial = _within(unfused, unfused_instance, own)
-    if (trial.decided.lower_bound_peak_bytes or 0) >= (fused.decided.lower_bound_peak_bytes or 0):
+    bounds = [made.decided.lower_bound_peak_bytes or 0 for made in (trial, fused)]
+    if bounds[0] >= bounds[1] and trial.timeline.peak_bytes >= fused.timeline.peak_bytes:
         return None
     return against(_smaller(unfused, unfused_instance, trial, own), analysis.request, keep)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
+from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.planner.problem import Program
+from graphoffload.planner.problem import Candidate, Program
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -23,6 +25,7 @@ class Arrays:
         forward_sum_s: compute time before each forward position, F + 1 entries.
         base_bytes: memory at each global step that no action changes: static, buffers, candidates to their last forward use.
         first_use, last_use: of each candidate's own backward uses; B and -1 when it has none.
+        kept_until: the last backward step at which it is in memory if it is kept and no chain reads it; -1 when it has no uses.
         reload_steps: see Program.
         chains: candidates that can be recomputed, latest produced first, as (index, reads).
     """
@@ -41,6 +44,7 @@ class Arrays:
     last_forward_use: Ints
     first_use: list[int]
     last_use: list[int]
+    kept_until: list[int]
     d2h_s: list[float]
     h2d_s: list[float]
     recompute_s: Floats
@@ -83,6 +87,7 @@ def _build(program: Program, hardware: HardwareProfile) -> Arrays:
         last_forward_use=np.array([c.last_forward_use for c in candidates], dtype=np.int64),
         first_use=[c.backward_uses[0] if c.backward_uses else len(program.backward) for c in candidates],
         last_use=[c.backward_uses[-1] if c.backward_uses else -1 for c in candidates],
+        kept_until=[_kept_until(c) for c in candidates],
         d2h_s=[hardware.copy_time_s(c.nbytes, "d2h") for c in candidates],
         h2d_s=[hardware.copy_time_s(c.nbytes, "h2d") for c in candidates],
         recompute_s=np.array([r.time_s if r else 0.0 for r in recomputes], dtype=np.float64),
@@ -91,6 +96,28 @@ def _build(program: Program, hardware: HardwareProfile) -> Arrays:
         production_order=tuple(order),
         reload_steps=program.reload_steps or tuple(range(len(program.backward) + 1)),
     )
+
+
+def _kept_until(candidate: Candidate) -> int:
+    if candidate.overwritten_at is not None:
+        return candidate.overwritten_at - 1
+    return candidate.backward_uses[-1] if candidate.backward_uses else -1
+
+
+def needs(arrays: Arrays, actions: Sequence[Action]) -> tuple[list[int], list[int]]:
+    """The first backward step that needs each candidate, chains that read it included, and the last with it in memory.
+
+    B and -1: never. A kept candidate that a kernel writes over is not counted while that kernel runs, since its result is.
+    """
+    first, never = arrays.first_use.copy(), arrays.backward_steps
+    ends = zip(actions, arrays.kept_until, arrays.last_use, strict=True)
+    last = [kept if action == "keep" else used for action, kept, used in ends]
+    for index, reads in arrays.chains:
+        if actions[index] == "recompute" and (need := first[index]) < never:
+            for read in reads:
+                first[read] = min(first[read], need)
+                last[read] = max(last[read], arrays.last_use[read], need)
+    return first, last
 
 
 def _base_bytes(program: Program) -> Ints:

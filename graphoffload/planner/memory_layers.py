@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphoffload.facts.plan import Action
-from graphoffload.planner.arrays import Arrays, Ints
+from graphoffload.planner.arrays import Arrays, Ints, needs
 from graphoffload.planner.problem import Program
-from graphoffload.planner.simulator import Timeline, needs
+from graphoffload.planner.simulator import Timeline
 
 
 @dataclass(frozen=True, slots=True)

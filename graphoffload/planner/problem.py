@@ -14,6 +14,10 @@ A candidate is one storage that backward may need. Each action gives it another 
     offload    produced_at ==== release          reload ======= last backward use
     recompute  produced_at == last forward use       first use = last backward use
 
+A kernel of the backward may write its result over a kept candidate that it alone reads (`overwritten_at`). The life then ends
+right before that kernel, unless a recompute chain reads the candidate as well. A reloaded candidate is never written over: its
+wait is an operation that changes it, and Inductor gives away no such buffer.
+
 A candidate need not have backward uses of its own: a block's input that only recompute chains read is one as well. It
 costs nothing until a chain reads it. Then it is kept, offloaded or recomputed itself.
 """
@@ -63,7 +67,10 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One storage with a choice. `backward_uses` are steps of the backward, sorted; `group` folds repeated layers."""
+    """One storage with a choice. `backward_uses` are steps of the backward, sorted; `group` folds repeated layers.
+
+    `overwritten_at`: the first backward step of the kernel that alone reads it and writes its result over it; None: no kernel.
+    """
 
     name: str
     nbytes: int
@@ -74,6 +81,7 @@ class Candidate:
     recompute: Recompute | None = None
     fixed: Action | None = None
     group: str = ""
+    overwritten_at: StepIndex | None = None
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -137,6 +145,9 @@ class Program:
             raise PlanError(
                 f"candidate {candidate.name!r}: uses {uses} are unsorted or outside {len(self.backward)} backward steps."
             )
+        over = candidate.overwritten_at
+        if over is not None and not (uses and uses[0] <= over <= uses[-1]):
+            raise PlanError(f"candidate {candidate.name!r}: overwritten at {over}, which is not within its uses {uses}.")
         possible = {"keep": True, "offload": candidate.can_offload, "recompute": candidate.recompute is not None}
         if candidate.fixed is not None and not possible[candidate.fixed]:
             raise PlanError(f"candidate {candidate.name!r} is fixed to {candidate.fixed!r}, which it cannot do.")

@@ -38,7 +38,7 @@ import numpy as np
 from graphoffload.errors import PlanError
 from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.planner.arrays import Arrays, Ints, arrays_of
+from graphoffload.planner.arrays import Arrays, Ints, arrays_of, needs
 from graphoffload.planner.moments import wall_times_s
 from graphoffload.planner.problem import Program
 
@@ -179,19 +179,6 @@ class Evaluation:
     inflight_peak_bytes: int
     recompute_s: float
     backward_sum_s: list[float] = field(default_factory=list)
-
-
-def needs(arrays: Arrays, actions: Sequence[Action]) -> tuple[list[int], list[int]]:
-    """First and last backward step at which each candidate must be resident, chains that read it included; B and -1: never."""
-    first, last, never = arrays.first_use.copy(), arrays.last_use.copy(), arrays.backward_steps
-    for index, reads in arrays.chains:
-        if actions[index] == "recompute" and (need := first[index]) < never:
-            for read in reads:
-                if need < first[read]:
-                    first[read] = need
-                if need > last[read]:
-                    last[read] = need
-    return first, last
 
 
 def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, out: Evaluation) -> Clock:

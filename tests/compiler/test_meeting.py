@@ -35,8 +35,13 @@ LIMITS = Limits(
 CONFIG = OffloadConfig(hardware="h200-sxm")
 
 
+_TRACING = threading.Lock()
+
+
 def graph(layers: int = 1) -> GraphModule:
-    return symbolic_trace(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers))))
+    """One thread at a time: torch's mark that it is tracing is the process's, and two threads can leave it set for good."""
+    with _TRACING:
+        return symbolic_trace(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers))))
 
 
 class Net(torch.nn.Module):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from graphoffload.errors import BudgetError
 from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.arrays import arrays_of, needs
 from graphoffload.planner.bottleneck import held_at
 from graphoffload.planner.problem import Program
-from graphoffload.planner.simulator import Timeline, evaluate, needs, simulate
+from graphoffload.planner.simulator import Timeline, evaluate, simulate
 from graphoffload.planner.solver import MeetBudget, WithinSlowdown, solve
 from graphoffload.planner.strategies import exact
 from tests.plan.bounds import lower_bound_peak_bytes, lower_bound_s

@@ -185,7 +185,7 @@ def _own_buffers(buffers: list[Buffer], program: Program, call: int, forward_sta
 
 
 def _shifted(candidate: Candidate, call: int, label: str, forward_start: int, backward_start: int, first: int) -> Candidate:
-    chain = candidate.recompute
+    chain, over = candidate.recompute, candidate.overwritten_at
     return Candidate(
         name=f"call {call}: {candidate.name}",
         nbytes=candidate.nbytes,
@@ -196,4 +196,5 @@ def _shifted(candidate: Candidate, call: int, label: str, forward_start: int, ba
         recompute=Recompute(chain.time_s, tuple(first + k for k in chain.reads), chain.temp_bytes) if chain else None,
         fixed=candidate.fixed,
         group=label + (candidate.group or candidate.name),
+        overwritten_at=None if over is None else StepIndex(over + backward_start),
     )

@@ -17,8 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 from graphoffload.facts.plan import Action
-from graphoffload.planner.arrays import Arrays
-from graphoffload.planner.simulator import Clock, Evaluation, fill_memory, needs
+from graphoffload.planner.arrays import Arrays, needs
+from graphoffload.planner.simulator import Clock, Evaluation, fill_memory
 
 
 @dataclass(frozen=True, slots=True)

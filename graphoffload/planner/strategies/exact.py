@@ -1,7 +1,7 @@
 """Exact search where assignments are few: bound all of them, then simulate them from the best bound until none can win.
 
     time   >= compute + recompute times + slowdown of compute under the copies     of candidates that backward itself needs
-    memory >= fixed + kept between its last uses + anything between its own first and last backward use
+    memory >= fixed + kept between its last uses + anything from its own first backward use to its last
 
 Both bounds hold for every assignment: chains only make a first use earlier and a last use later, and stalls only add time. So
 the search ends at the first bound that is no better than the best simulated score: best-first branch and bound on one level.
@@ -69,8 +69,8 @@ def _bounds(arrays: Arrays, choices: list[tuple[Action, ...]], index: Ints) -> t
         time_s = np.zeros(len(choice))
         host = np.zeros(len(choice), dtype=np.int64)
         if arrays.first_use[k] < arrays.backward_steps:
-            end = forward_steps + arrays.last_use[k] + 1
             for rank, action in enumerate(choice):
+                end = forward_steps + (arrays.kept_until if action == "keep" else arrays.last_use)[k] + 1
                 begin = int(arrays.last_forward_use[k]) + 1 if action == "keep" else forward_steps + arrays.first_use[k]
                 steps[rank, begin:end] = arrays.nbytes[k]
                 time_s[rank] = arrays.recompute_s[k] if action == "recompute" else 0.0

@@ -30,6 +30,7 @@ class Fold:
     last_forward: tuple[int, ...]
     own_first: tuple[int, ...]
     own_last: tuple[int, ...]
+    kept_until: tuple[int, ...]
     early_first: int
     late_first: int
 
@@ -89,6 +90,7 @@ def _fold(arrays: Arrays, members: list[int], early: list[int], late: list[int])
         last_forward=tuple(c.last_forward_use for c in candidates),
         own_first=tuple(arrays.first_use[k] for k in members),
         own_last=tuple(arrays.last_use[k] for k in members),
+        kept_until=tuple(arrays.kept_until[k] for k in members),
         early_first=min(early[k] for k in members),
         late_first=max(late[k] for k in members),
     )

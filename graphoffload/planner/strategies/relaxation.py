@@ -8,6 +8,7 @@ Tf, Tb: length of forward and backward; E(g): when forward step g starts; M: pea
     Tb >= sum of h O {first use by j} + rest(j) + r R {first use after j} + s' ...  copies precede first use
     Tf >= E(g) + rest(g), E(g) >= start(g)
     M  >= fixed(g) + n (N - O - R) {alive at g} + n (O or R) {in use at g} + what D2H cannot have copied by E(g)
+       and n O alone {in use at g, if a kernel writes over those that are kept}
     minimise Tf + Tb with M <= budget, or M with Tf + Tb <= limit
 
 The bound is sound, since each line holds for the 0/1 values of any actions and the timeline that the simulator makes of them.
@@ -161,7 +162,10 @@ class Relaxation:
                 if alive == c.count and c.can_offload:
                     waiting[self.o[i]] = float(c.nbytes)
             elif c.own_use:
-                alive = sum(forward_steps + last >= step for last in c.own_last)
+                alive = sum(forward_steps + last >= step for last in c.kept_until)
+                first, last = forward_steps + max(c.own_first), forward_steps + min(c.own_last)
+                if not alive and c.can_offload and first <= step <= last:  # a kept one is written over, a reloaded one is not
+                    row[self.o[i]] = float(c.nbytes)
             else:
                 alive = c.count if step <= forward_steps + c.early_first else 0
             if not alive or 2 * alive < c.count:
@@ -261,12 +265,15 @@ class Relaxation:
             kept = (x[2 * count + i] - gone) / c.count
             for member in range(c.count):
                 begin = c.last_forward[member] + 1
-                end = forward_steps + (c.own_last[member] if c.own_use else c.early_first) + 1
+                end = forward_steps + (c.kept_until[member] if c.own_use else c.early_first) + 1
                 change[begin] += c.nbytes * kept
                 change[end] -= c.nbytes * kept
                 if c.own_use and gone > 0:
                     change[forward_steps + c.own_first[member]] += c.nbytes * gone / c.count
                     change[end] -= c.nbytes * gone / c.count
+                if c.own_use and end <= forward_steps + c.own_last[member]:
+                    change[end] += c.nbytes * x[self.o[i]] / c.count
+                    change[forward_steps + c.own_last[member] + 1] -= c.nbytes * x[self.o[i]] / c.count
         return arrays.base_bytes + arrays.workspace_bytes + np.cumsum(change)[:-1]
 
 
