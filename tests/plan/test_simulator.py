@@ -159,3 +159,17 @@ def test_a_late_channel_takes_memory_one_reload_after_the_other() -> None:
     assert [(s.candidate, s.reload_at) for s in timeline.schedule] == [(3, 0), (2, 0), (1, 1), (0, 2)]
     assert timeline.memory[4:] == (16, 16, 16, 13)
     assert [(i.start_s - timeline.lanes.forward_end_s) for i in timeline.lanes.h2d] == [0.0, 3.0, 6.0, 9.0]
+
+
+def test_a_kept_candidate_ends_where_a_kernel_writes_over_it():
+    """A reloaded one does not, nor one that a chain reads."""
+    x = Candidate("x", 4, 0, 0, (1,), overwritten_at=1)
+    y = Candidate("y", 1, 1, 1, (1,), recompute=Recompute(0.0, reads=(0,)))
+    program = Program(steps("f", 2), steps("b", 2), candidates=(x, y))
+
+    def last(*actions):
+        return simulate(program, list(actions), link()).memory[3]
+
+    assert (last("keep", "keep"), last("offload", "keep"), last("keep", "recompute")) == (1, 5, 5)
+    with pytest.raises(PlanError, match="overwritten at 0"):
+        Program(steps("f", 2), steps("b", 2), candidates=(Candidate("x", 4, 0, 0, (1,), overwritten_at=0),))
