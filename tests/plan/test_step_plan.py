@@ -198,7 +198,7 @@ def test_eighty_calls_are_planned_within_seconds():
     for goal in (MeetBudget(150 * GB), MeetBudget(60 * GB), WithinSlowdown(0.02)):
         begin = time.process_time()
         solution = plan_step(StepProblem(facts, H200, goal))
-        assert time.process_time() - begin < 20.0, "10 s on a quiet core; a slow machine takes 16"
+        assert time.process_time() - begin < 10.0
         assert solution.slowdown < 0.1
 
 
