@@ -152,18 +152,22 @@ class MixSearch:
         return min((mixes, *found), key=self.value)
 
     def _count(self, mixes: Mixes, graph: int, mix: Mix) -> Mix:
-        """The best count, bracketed by thirds; where neither has a finite value, more recomputation is needed."""
-        low, high = 0, self._calls[graph]
+        """The best count, by Fibonacci search; where neither value is finite, more recomputation is needed."""
+        low, calls = 0, self._calls[graph]
 
         def value(count: int) -> float:
             return self.value(_with(mixes, graph, replace(mix, count=count)))
 
-        while high - low > 2:
-            left, right = low + (high - low) // 3, high - (high - low) // 3
-            if value(left) <= value(right) < _INFINITE:
-                high = right
+        nearer, width = 1, 2
+        while width < calls:
+            nearer, width = width, nearer + width
+        while width > 2:  # counts from `low` to `low + width`; one of the two looked at is looked at again in what is left
+            left, right = low + width - nearer, low + nearer
+            if right > calls or value(left) <= value(right) < _INFINITE:
+                nearer, width = width - nearer, nearer
             else:
-                low = left
+                low, nearer, width = left, width - nearer, nearer
+        high = min(low + width, calls)
         return replace(mix, count=min(range(low, high + 1), key=value))
 
 
