@@ -25,7 +25,6 @@ _LAYOUTS: tuple[Layout, ...] = ("late", "spread", "early")
 _SWEEPS = 2
 ALL_MIXES = 12
 """Calls of a step whose mixes are all looked at."""
-_FEW = 3
 _INFINITE = float("inf")
 
 Value = Callable[[tuple[int, ...]], float]
@@ -133,8 +132,6 @@ class MixSearch:
                 pair = Mix(min(base, other), max(base, other), calls)
                 mix = self._count(mixes, graph, pair)
                 found += [_with(mixes, graph, replace(mix, layout=layout)) for layout in _LAYOUTS]
-                if calls > _FEW:
-                    found.append(_with(mixes, graph, self._count(mixes, graph, replace(pair, layout="spread"))))
         return min((mixes, *found), key=self.value)
 
     def _every(self, mixes: Mixes, graph: int) -> Mixes:
