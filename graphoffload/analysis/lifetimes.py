@@ -66,7 +66,9 @@ def _overwritten(groups: dict[int, list[Node]], fusion: Fusion, donated: Collect
     writers: set[Node] = set()
     for identity, members in sorted(groups.items(), key=lambda item: item[1][0] in donated):
         readers = fusion.readers.get(identity, [])
-        if identity not in fusion.real or len(readers) != 1 or not (_is_donated(members, donated) or _may_go(members, fusion)):
+        if identity not in fusion.real or len(readers) != 1 or _is_returned(members):
+            continue
+        if not (_is_donated(members, donated) or _may_go(members[0], fusion)):
             continue
         made, writer = members[0], readers[0]
         value, result = fake(made), fake(writer)
@@ -81,21 +83,24 @@ def _overwritten(groups: dict[int, list[Node]], fusion: Fusion, donated: Collect
     return found
 
 
+def _is_returned(members: list[Node]) -> bool:
+    """Whether a result of the graph is in a storage."""
+    return any(user.op == "output" for member in members for user in member.users)
+
+
 def _is_donated(members: list[Node], donated: Collection[Node]) -> bool:
-    """Whether a storage is that of one donated placeholder, and of no result of the graph."""
+    """Whether a storage is that of one donated placeholder."""
     inputs = [member for member in members if member.op == "placeholder"]
-    returned = any(user.op == "output" for member in members for user in member.users)
-    return len(inputs) == 1 and inputs[0] is members[0] and inputs[0] in donated and not returned
+    return len(inputs) == 1 and inputs[0] is members[0] and inputs[0] in donated
 
 
-def _may_go(members: list[Node], fusion: Fusion) -> bool:
-    """Whether a storage is a temporary of its graph, made by one operation that has no other result."""
-    made = members[0]
+def _may_go(made: Node, fusion: Fusion) -> bool:
+    """Whether a value is a temporary of its graph, made by one operation that has no other result."""
     if not isinstance(made.target, OpOverload) or made.target.namespace not in ("aten", "prims"):
         return False
     if made.target is torch.ops.aten.cat.default:  # its operands are written into it: Inductor does not give it away
         return False
-    return made in fusion.spans and not any(user.op == "output" for member in members for user in member.users)
+    return made in fusion.spans
 
 
 def _in_step(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.planner.problem import Candidate, Program
+from graphoffload.planner.problem import Candidate, Program, Step
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -22,7 +22,7 @@ class Arrays:
     """What an evaluation reads. Times in seconds, sizes in bytes, one entry a step or candidate.
 
     Attributes:
-        forward_sum_s: compute time before each forward position, F + 1 entries.
+        forward_sum_s: compute time before each forward position, F + 1 entries. backward_sum_s: the same of the backward.
         base_bytes: memory at each global step that no action changes: static, buffers, candidates to their last forward use.
         first_use, last_use: of each candidate's own backward uses; B and -1 when it has none.
         kept_until: the last backward step at which it is in memory if it is kept and no chain reads it; -1 when it has no uses.
@@ -35,13 +35,15 @@ class Arrays:
     forward_steps: int
     backward_steps: int
     forward_sum_s: list[float]
+    forward_time_s: Floats
     backward_time_s: Floats
+    backward_sum_s: list[float]
     compute_s: float
     base_bytes: Ints
     workspace_bytes: Ints
     nbytes: Ints
     produced_at: list[int]
-    last_forward_use: Ints
+    last_forward_use: list[int]
     first_use: list[int]
     last_use: list[int]
     kept_until: list[int]
@@ -72,19 +74,23 @@ def _build(program: Program, hardware: HardwareProfile) -> Arrays:
     candidates, forward_steps = program.candidates, len(program.forward)
     order = sorted(range(len(candidates)), key=lambda k: (candidates[k].produced_at, k))
     recomputes = [c.recompute for c in candidates]
+    forward_s, backward_s = _times_s(program.forward), _times_s(program.backward)
+    forward_sum_s = [0.0, *np.cumsum(forward_s).tolist()]
     return Arrays(
         program=program,
         hardware=hardware,
         forward_steps=forward_steps,
         backward_steps=len(program.backward),
-        forward_sum_s=list(accumulate((step.time_s for step in program.forward), initial=0.0)),
-        backward_time_s=np.array([step.time_s for step in program.backward], dtype=np.float64),
-        compute_s=sum(step.time_s for step in program.forward) + sum(step.time_s for step in program.backward),
+        forward_sum_s=forward_sum_s,
+        forward_time_s=forward_s,
+        backward_time_s=backward_s,
+        backward_sum_s=[0.0, *np.cumsum(backward_s).tolist()],
+        compute_s=forward_sum_s[-1] + sum(backward_s.tolist()),
         base_bytes=_base_bytes(program),
-        workspace_bytes=np.array([s.workspace_bytes for s in (*program.forward, *program.backward)], dtype=np.int64),
+        workspace_bytes=np.concatenate([_workspace_bytes(program.forward), _workspace_bytes(program.backward)]),
         nbytes=np.array([c.nbytes for c in candidates], dtype=np.int64),
         produced_at=[c.produced_at for c in candidates],
-        last_forward_use=np.array([c.last_forward_use for c in candidates], dtype=np.int64),
+        last_forward_use=[c.last_forward_use for c in candidates],
         first_use=[c.backward_uses[0] if c.backward_uses else len(program.backward) for c in candidates],
         last_use=[c.backward_uses[-1] if c.backward_uses else -1 for c in candidates],
         kept_until=[_kept_until(c) for c in candidates],
@@ -96,6 +102,14 @@ def _build(program: Program, hardware: HardwareProfile) -> Arrays:
         production_order=tuple(order),
         reload_steps=program.reload_steps or tuple(range(len(program.backward) + 1)),
     )
+
+
+def _times_s(steps: Sequence[Step]) -> Floats:
+    return np.fromiter(map(attrgetter("time_s"), steps), np.float64, len(steps))
+
+
+def _workspace_bytes(steps: Sequence[Step]) -> Ints:
+    return np.fromiter(map(attrgetter("workspace_bytes"), steps), np.int64, len(steps))
 
 
 def _kept_until(candidate: Candidate) -> int:

@@ -42,6 +42,13 @@ class Step:
     time_s: float
     workspace_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        """Here and not in Program, since a step is made once and is part of hundreds of joint programs."""
+        if not (0.0 <= self.time_s < float("inf")) or self.workspace_bytes < 0:
+            raise PlanError(
+                f"step {self.name!r}: {self.time_s} s and {self.workspace_bytes} B must be finite and at least 0."
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
@@ -117,11 +124,6 @@ class Program:
     def __post_init__(self) -> None:
         """Refuse an instance that cannot be meant: a wrong index here would be a wrong plan later."""
         steps = len(self.forward) + len(self.backward)
-        for step in (*self.forward, *self.backward):
-            if not (0.0 <= step.time_s < float("inf")) or step.workspace_bytes < 0:
-                raise PlanError(
-                    f"step {step.name!r}: {step.time_s} s and {step.workspace_bytes} B must be finite and at least 0."
-                )
         for buffer in self.buffers:
             if not 0 <= buffer.first <= buffer.last < steps or buffer.nbytes < 0:
                 span = f"{buffer.nbytes} B over [{buffer.first}, {buffer.last}]"

@@ -39,7 +39,7 @@ from graphoffload.errors import PlanError
 from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.arrays import Arrays, Ints, arrays_of, needs
-from graphoffload.planner.moments import wall_times_s
+from graphoffload.planner.moments import Span, wall_times_s
 from graphoffload.planner.problem import Program
 
 _TIME_EPSILON_S = 1e-12
@@ -139,10 +139,11 @@ class Clock:
         else:
             self.now_s = self.busy_until_s + work_s - overlap_s / self.factor
 
-    def copy(self, duration_s: float) -> float:
-        """Queue a copy now; when it will be done."""
-        self.busy_until_s = max(self.now_s, self.busy_until_s) + duration_s
-        return self.busy_until_s
+    def copy(self, duration_s: float) -> Span:
+        """Queue a copy now; when it starts and ends."""
+        start_s = self.busy_until_s if self.busy_until_s > self.now_s else self.now_s
+        self.busy_until_s = start_s + duration_s
+        return start_s, self.busy_until_s
 
     def wait(self, until_s: float, candidate: int, where: int) -> None:
         """Stall until a copy is done, if it is not."""
@@ -196,21 +197,21 @@ def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, 
             done_s, index = queue.popleft()
             work_s = sums[done_steps] + max(0.0, done_s - start_s) / clock.factor - _TIME_EPSILON_S
             position = min(bisect_left(sums, work_s, min(done_steps + 1, end), end), end) - 1
-            out.release[index] = max(position, int(last_use[index]), arrays.produced_at[index])
+            out.release[index] = max(position, last_use[index], arrays.produced_at[index])
             inflight_bytes -= int(nbytes[index])
         done_steps = end
 
     for index in copies:
         position = arrays.produced_at[index]
         advance(position + 1)
-        start_s = max(clock.now_s, clock.busy_until_s)
-        out.d2h.append((start_s, clock.copy(arrays.d2h_s[index]), index))
-        queue.append((clock.busy_until_s, index))
+        start_s, done_s = clock.copy(arrays.d2h_s[index])
+        out.d2h.append((start_s, done_s, index))
+        queue.append((done_s, index))
         inflight_bytes += int(nbytes[index])
         while max_inflight_bytes is not None and inflight_bytes > max_inflight_bytes and len(queue) > 1:
             done_s, oldest = queue.popleft()
             clock.wait(done_s, oldest, position)
-            out.release[oldest] = max(position, int(last_use[oldest]))
+            out.release[oldest] = max(position, last_use[oldest])
             inflight_bytes -= int(nbytes[oldest])
         out.inflight_peak_bytes = max(out.inflight_peak_bytes, inflight_bytes)
     advance(arrays.forward_steps)
@@ -226,13 +227,14 @@ def _backward(
     arrays: Arrays, actions: Sequence[Action], copies: list[int], reload_by: Mapping[int, int], clock: Clock, out: Evaluation
 ) -> None:
     """Place the reloads and run the backward; fills loads and h2d of `out`."""
-    first, steps, times = out.first, arrays.backward_steps, arrays.backward_time_s
+    first, steps, sums = out.first, arrays.backward_steps, arrays.backward_sum_s
     again = [k for k, _ in arrays.chains if actions[k] == "recompute" and first[k] < steps]
     if again:
-        times = times.copy()
+        times = arrays.backward_time_s.copy()
         np.add.at(times, [first[k] for k in again], arrays.recompute_s[again])
         out.recompute_s = float(arrays.recompute_s[again].sum())
-    out.backward_sum_s = sums = [0.0, *np.cumsum(times).tolist()]
+        sums = [0.0, *np.cumsum(times).tolist()]
+    out.backward_sum_s = sums
     latest, next_start_s = dict[int, int](), float("inf")
     order = sorted(copies, key=lambda k: (first[k], k))
     for index in reversed(order):
@@ -251,18 +253,20 @@ def _backward(
         waited += 1
 
     for rank, index in enumerate(order):
+        by, need = latest[index], first[index]
         while True:
-            work_s = max(0.0, clock.busy_until_s - clock.now_s) / clock.factor + _TIME_EPSILON_S
+            busy_s = clock.busy_until_s - clock.now_s
+            work_s = busy_s / clock.factor + _TIME_EPSILON_S if busy_s > 0.0 else _TIME_EPSILON_S
             position = bisect_right(sums, sums[done_steps] + work_s, done_steps) - 1
-            position = min(max(position, latest[index], done_steps), first[index])
+            position = min(position if position > by else by, need)
             if waited == rank or first[order[waited]] > position:
                 break
             wait_for_next()
         clock.run(sums[position] - sums[done_steps])
         done_steps = position
-        start_s = max(clock.now_s, clock.busy_until_s)
-        done_s.append(clock.copy(arrays.h2d_s[index]))
-        out.h2d.append((start_s, done_s[-1], index))
+        start_s, end_s = clock.copy(arrays.h2d_s[index])
+        done_s.append(end_s)
+        out.h2d.append((start_s, end_s, index))
         out.loads.append((index, arrays.reload_steps[position], first[index]))
     while waited < len(order):
         wait_for_next()
@@ -276,7 +280,7 @@ def fill_memory(arrays: Arrays, actions: Sequence[Action], out: Evaluation) -> N
     starts: list[int] = []
     ends: list[int] = []
     owners: list[int] = []
-    workspace, after_last = arrays.workspace_bytes, arrays.last_forward_use.tolist()
+    workspace, after_last = arrays.workspace_bytes, arrays.last_forward_use
     reload_at = {index: position for index, position, _ in out.loads}
     copied = False
     for index, action in enumerate(actions):

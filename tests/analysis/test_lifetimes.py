@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
 from torch._inductor.codegen.common import KernelArgs
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -17,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from graphoffload.analysis.fusion import fusion_of
-from graphoffload.analysis.lifetimes import lives_in_memory, made_at
+from graphoffload.analysis.lifetimes import donated_until, lives_in_memory, made_at
 from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
 
 W = 32
@@ -93,6 +95,26 @@ def normed(d: Tensor, w: Tensor) -> Tensor:
     return (product * product.square().mean(-1, keepdim=True).rsqrt()) @ w.t()
 
 
+def saved_and_read_twice(d: Tensor, w: Tensor) -> Tensor:
+    """A product reads it, too."""
+    return d.sin() @ w + d @ w
+
+
+def saved_and_a_temporary(d: Tensor, w: Tensor) -> Tensor:
+    """The result takes over one of two; a temporary goes under any plan."""
+    return ((w @ w.t()) * d) @ w
+
+
+def saved_and_returned(d: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The caller gets it."""
+    return d, d.sin() @ w
+
+
+def saved_for_rows(d: Tensor, w: Tensor) -> Tensor:
+    """Every element is computed from a whole row."""
+    return functional.softmax(d, -1) @ w
+
+
 GIVES = (dgelu, through_views, of_two_products)
 KEEPS = (read_again, two_readers, turned, rows, narrower, returned, an_input, a_part, joined, normed)
 
@@ -114,8 +136,8 @@ def in_place() -> Iterator[list[tuple[str, str]]]:
         yield found
 
 
-@pytest.mark.parametrize("function", [*GIVES, *KEEPS])
-def test_what_is_written_over(function: Callable[..., object]) -> None:
+def traced(function: Callable[..., object]) -> tuple[GraphModule, list[Tensor]]:
+    """A graph as Inductor gets it, and inputs."""
     shapes = (SQUARE, WIDE, WIDE)[: function.__code__.co_argcount]
     inputs = [torch.randn(shape) for shape in shapes]
 
@@ -123,7 +145,12 @@ def test_what_is_written_over(function: Callable[..., object]) -> None:
         result = function(*given)
         return result if isinstance(result, tuple) else (result,)
 
-    module = make_fx(returning, select_decomp_table(), tracing_mode="fake")(*inputs)
+    return make_fx(returning, select_decomp_table(), tracing_mode="fake")(*inputs), inputs
+
+
+@pytest.mark.parametrize("function", [*GIVES, *KEEPS])
+def test_what_is_written_over(function: Callable[..., object]) -> None:
+    module, inputs = traced(function)
     fusion = fusion_of(module.graph, fuses=True)
     lives = {made: (first, last) for _, made, first, last in lives_in_memory(module.graph.nodes, fusion, made_at(fusion))}
     over = [made for made, (_, last) in lives.items() if any(last < fusion.spans[reader][0] for reader in readers(made, lives))]
@@ -131,6 +158,27 @@ def test_what_is_written_over(function: Callable[..., object]) -> None:
         compile_fx_inner(GraphModule(module, module.graph), inputs)
     assert len(over) == (function in GIVES), over
     assert len(over) <= len(pairs), (over, pairs)
+
+
+@pytest.mark.parametrize("donated", [True, False])
+@pytest.mark.parametrize(
+    ("function", "goes"),
+    [(an_input, True), (saved_and_read_twice, False), (saved_and_a_temporary, False), (saved_and_returned, False),
+     (saved_for_rows, False), (rows, False)],
+)  # fmt: skip
+def test_a_donated_activation(function: Callable[..., object], goes: bool, donated: bool) -> None:
+    """The first input, given away or not. Inductor gives it away wherever that is expected, and nowhere else."""
+    module, inputs = traced(function)
+    fusion = fusion_of(module.graph, fuses=True)
+    saved = next(node for node in module.graph.nodes if node.op == "placeholder")
+    until = donated_until(module.graph.nodes, fusion, [saved] if donated else [])
+    context = TracingContext(None)
+    context.fw_metadata = SimpleNamespace(bw_donated_idxs=[0] if donated else [])  # type: ignore[assignment]
+    with in_place() as pairs, tracing(context):
+        compile_fx_inner(GraphModule(module, module.graph), inputs, is_backward=True)
+    assert set(until) == ({saved} if goes and donated else set())
+    assert any(old == "arg0_1" for old, _ in pairs) == bool(until), pairs
+    assert all(at == fusion.spans[next(iter(node.users))][0] - 1 for node, at in until.items())
 
 
 def readers(made: torch.fx.Node, lives: dict[torch.fx.Node, tuple[int, int]]) -> list[torch.fx.Node]:

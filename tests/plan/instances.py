@@ -30,7 +30,8 @@ def hardwares(draw: st.DrawFn) -> HardwareProfile:
 
 @st.composite
 def programs(draw: st.DrawFn, *, most: int = 7, free: bool = False) -> Program:
-    """A few steps, candidates with chains over each other, a buffer, workspaces; `free`: no fixed actions."""
+    """A few steps, candidates with chains over each other or that a kernel writes over, a buffer, workspaces; `free`: no fixed
+    actions."""
     forward_steps, backward_steps = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     time_s = st.sampled_from([0.0, 0.25, 1.0, 3.0])
     forward = tuple(Step(f"f{i}", draw(time_s), draw(st.integers(0, 5))) for i in range(forward_steps))
@@ -42,6 +43,7 @@ def programs(draw: st.DrawFn, *, most: int = 7, free: bool = False) -> Program:
         chain = Recompute(draw(st.sampled_from([0.0, 0.1, 0.7, 2.0])), tuple(sorted(reads)), draw(st.integers(0, 8)))
         recompute = chain if draw(st.integers(0, 3)) else None
         uses = draw(st.sets(st.integers(0, backward_steps - 1), max_size=3))
+        over = draw(st.none() | st.integers(min(uses), max(uses))) if uses else None
         can_offload = draw(st.integers(0, 4)) > 0
         fixed = None
         if not free and draw(st.integers(0, 5)) == 0:
@@ -52,7 +54,7 @@ def programs(draw: st.DrawFn, *, most: int = 7, free: bool = False) -> Program:
         size = draw(st.integers(0, 20))
         group = draw(st.sampled_from(["", "g"]))
         candidates.append(
-            Candidate(f"x{index}", size, position, last, tuple(sorted(uses)), can_offload, recompute, fixed, group)
+            Candidate(f"x{index}", size, position, last, tuple(sorted(uses)), can_offload, recompute, fixed, group, over)
         )  # type: ignore[arg-type]
     first = draw(st.integers(0, forward_steps + backward_steps - 1))
     last = draw(st.integers(first, forward_steps + backward_steps - 1))

@@ -33,7 +33,8 @@ def to_json(program: Program) -> str:
         if c.recompute is not None:
             again = [float(f"{c.recompute.time_s:.5g}"), c.recompute.reads, c.recompute.temp_bytes]
         life = [c.nbytes, c.produced_at, c.last_forward_use, c.backward_uses]
-        candidates.append([c.name, *life, int(c.can_offload), again, c.fixed, c.group])
+        over = [] if c.overwritten_at is None else [c.overwritten_at]
+        candidates.append([c.name, *life, int(c.can_offload), again, c.fixed, c.group, *over])
     parts = {
         "forward": steps(program.forward),
         "backward": steps(program.backward),
@@ -49,9 +50,9 @@ def from_json(text: str) -> Program:
     """Inverse of to_json, up to the digits of times."""
     parts: dict[str, Any] = json.loads(text)
     candidates = []
-    for name, nbytes, made, last, uses, can_offload, again, fixed, group in parts["candidates"]:
+    for name, nbytes, made, last, uses, can_offload, again, fixed, group, *over in parts["candidates"]:
         recompute = None if again is None else Recompute(again[0], tuple(again[1]), again[2])
-        candidates.append(Candidate(name, nbytes, made, last, tuple(uses), bool(can_offload), recompute, fixed, group))
+        candidates.append(Candidate(name, nbytes, made, last, tuple(uses), bool(can_offload), recompute, fixed, group, *over))
     static_bytes, reserve_bytes = parts["bytes"]
     return Program(
         tuple(Step(*step) for step in parts["forward"]),

@@ -114,6 +114,23 @@ def chained(count: int = 40) -> Program:
     return replace(program, candidates=tuple(candidates))
 
 
+def less_than_keep_all(program: Program, offloaded: set[int], away: set[int], step: int) -> int:
+    """Bytes that keep-all holds at a step and a plan does not, if these candidates are offloaded and those have no copy here.
+
+    What a kernel writes over under keep-all is still there if it was reloaded.
+    """
+    less = 0
+    for index in offloaded:
+        candidate = program.candidates[index]
+        over, last = candidate.overwritten_at, len(program.forward) + candidate.backward_uses[-1]
+        kept = step <= (last if over is None else len(program.forward) + over - 1)
+        if index in away:
+            less += candidate.nbytes * kept
+        elif step <= last and not kept:
+            less -= candidate.nbytes
+    return less
+
+
 def llama(blocks: int, *, count: int = 40, names: tuple[str, ...] = tuple(_RECOMPUTES)) -> StepFacts:
     """A stack of equal blocks with an eager loss of 20 ms and 7 GB; each block saves its input of 134 MB."""
     variants = tuple(Variant(name, frozenset(_RECOMPUTES[name]), block(name, count), 134 * MB) for name in names)

@@ -107,7 +107,9 @@ def expected_memory(facts: StepFacts, chosen: list[int], joined: Joined) -> tupl
             start = joined.forward_start[call] + candidate.produced_at
             end = joined.forward_start[call] + candidate.last_forward_use
             if candidate.backward_uses:
-                end = forward_steps + joined.backward_start[call] + candidate.backward_uses[-1]
+                over = candidate.overwritten_at
+                last = candidate.backward_uses[-1] if over is None else over - 1
+                end = forward_steps + joined.backward_start[call] + last
             for at in range(start, end + 1):
                 inside[at] += candidate.nbytes
     return outside, inside

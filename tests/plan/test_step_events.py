@@ -16,7 +16,7 @@ from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
 from graphoffload.planner.step.joint import Joined, join
 from graphoffload.planner.step.replay import Moments, replay_step
 from tests.plan.instances import hardwares, programs, toy
-from tests.plan.steps import alone, steps
+from tests.plan.steps import alone, less_than_keep_all, steps
 
 COPIES = ("keep", "offload")
 
@@ -129,14 +129,9 @@ def test_the_runtime_holds_what_the_timeline_says(facts, hardware, window, data)
     assert {index_of[call, name] for call, each in enumerate(schedule.calls) for name in each.offloads} == copied
     absent = Runtime(facts, chosen, joined, schedule.calls).run()
     everything = simulate(joined.program, ["keep"] * len(actions), hardware).memory
-    forward_steps = len(joined.program.forward)
     for step, away in enumerate(absent):
-        gone = 0
-        for key in away:
-            candidate = candidates[index_of[key]]
-            if step <= forward_steps + candidate.backward_uses[-1]:
-                gone += candidate.nbytes
-        assert found.memory[step] == everything[step] - gone, joined.program.step_name(step)
+        less = less_than_keep_all(joined.program, copied, {index_of[key] for key in away}, step)
+        assert found.memory[step] == everything[step] - less, joined.program.step_name(step)
 
 
 @given(programs(free=True), hardwares(), st.data())

@@ -22,7 +22,7 @@ from graphoffload.planner.step.mixes import Mix, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Runs
 from graphoffload.planner.step.solve import StepSolution, plan_step
 from tests.plan.instances import hardwares, toy
-from tests.plan.steps import MB, chained, llama, recorded_llama, steps
+from tests.plan.steps import MB, chained, less_than_keep_all, llama, recorded_llama, steps
 from tests.plan.test_step_events import Runtime, two_blocks
 
 H200 = resolve_hardware("h200-sxm")
@@ -33,18 +33,17 @@ def check(facts: StepFacts, solution: StepSolution) -> None:
     """What every solution has: actions that are those of the schedule, and a timeline that is what the runtime holds."""
     joined = solution.joined
     assert joined == join(facts, solution.chosen)
-    names = {}
+    names, offloaded = {}, set()
     for index, (call, own) in enumerate(joined.of):
         candidate = facts.variant(call, solution.chosen[call]).program.candidates[own]
         names[call, candidate.name] = index
         copied = solution.actions[call][own] == "offload" and bool(candidate.backward_uses)
         assert (candidate.name in solution.calls[call].offloads) == copied
+        offloaded |= {index} if copied else set()
     everything = simulate(joined.program, ["keep"] * len(joined.of), H200).memory
-    forward_steps = len(joined.program.forward)
     for step, away in enumerate(Runtime(facts, solution.chosen, joined, solution.calls).run()):
-        gone = [joined.program.candidates[names[key]] for key in away]
-        gone_bytes = sum(c.nbytes for c in gone if step <= forward_steps + c.backward_uses[-1])
-        assert solution.timeline.memory[step] == everything[step] - gone_bytes
+        less = less_than_keep_all(joined.program, offloaded, {names[key] for key in away}, step)
+        assert solution.timeline.memory[step] == everything[step] - less
     assert solution.timeline.peak_bytes == max(solution.timeline.memory, default=0)
     for graph in range(len(facts.graphs)):
         used = {variant for variant, call in zip(solution.chosen, facts.calls, strict=True) if call.graph == graph}

@@ -183,6 +183,7 @@ Key = tuple[int, int]
 EXAMPLES = itertools.count()
 SIZES = (64, 100)  # elements of a graph's two tensors
 BUDGET_BYTES = 2**20
+ROUNDS = 6
 CALLS = torch.ops.graphoffload
 
 
@@ -369,6 +370,10 @@ def test_any_sequence_of_ops(examples: int) -> None:
             super().teardown()
             seen.update(self.seen)
 
-    run_state_machine_as_test(Watched, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
     rare = {State.LENT, State.HANDED_OVER, State.HANDING_OVER} if examples < 100 else set()
-    assert seen >= set(State) - {State.NEW, State.STAYING, State.CLOSED} - rare, "the first two end with an op or a graph"
+    wanted = set(State) - {State.NEW, State.STAYING, State.CLOSED} - rare  # the first two end with an op or a graph
+    for _ in range(ROUNDS):  # examples are drawn anew each time, and 25 may lack a state
+        run_state_machine_as_test(Watched, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
+        if seen >= wanted:
+            return
+    pytest.fail(f"{wanted - seen} did not occur in {ROUNDS * examples} examples")

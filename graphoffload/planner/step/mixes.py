@@ -25,7 +25,6 @@ _LAYOUTS: tuple[Layout, ...] = ("late", "spread", "early")
 _SWEEPS = 2
 ALL_MIXES = 12
 """Calls of a step whose mixes are all looked at."""
-_FEW = 3
 _INFINITE = float("inf")
 
 Value = Callable[[tuple[int, ...]], float]
@@ -133,8 +132,6 @@ class MixSearch:
                 pair = Mix(min(base, other), max(base, other), calls)
                 mix = self._count(mixes, graph, pair)
                 found += [_with(mixes, graph, replace(mix, layout=layout)) for layout in _LAYOUTS]
-                if calls > _FEW:
-                    found.append(_with(mixes, graph, self._count(mixes, graph, replace(pair, layout="spread"))))
         return min((mixes, *found), key=self.value)
 
     def _every(self, mixes: Mixes, graph: int) -> Mixes:
@@ -152,18 +149,22 @@ class MixSearch:
         return min((mixes, *found), key=self.value)
 
     def _count(self, mixes: Mixes, graph: int, mix: Mix) -> Mix:
-        """The best count, bracketed by thirds; where neither has a finite value, more recomputation is needed."""
-        low, high = 0, self._calls[graph]
+        """The best count, by Fibonacci search; where neither value is finite, more recomputation is needed."""
+        low, calls = 0, self._calls[graph]
 
         def value(count: int) -> float:
             return self.value(_with(mixes, graph, replace(mix, count=count)))
 
-        while high - low > 2:
-            left, right = low + (high - low) // 3, high - (high - low) // 3
-            if value(left) <= value(right) < _INFINITE:
-                high = right
+        nearer, width = 1, 2
+        while width < calls:
+            nearer, width = width, nearer + width
+        while width > 2:  # counts from `low` to `low + width`; one of the two looked at is looked at again in what is left
+            left, right = low + width - nearer, low + nearer
+            if right > calls or value(left) <= value(right) < _INFINITE:
+                nearer, width = width - nearer, nearer
             else:
-                low = left
+                low, nearer, width = left, width - nearer, nearer
+        high = min(low + width, calls)
         return replace(mix, count=min(range(low, high + 1), key=value))
 
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from graphoffload.facts.plan import Action
 from graphoffload.planner.arrays import Arrays, needs
 from graphoffload.planner.simulator import Clock, Evaluation, fill_memory
@@ -63,9 +61,9 @@ def _forward(arrays: Arrays, moments: Moments, out: Evaluation) -> Clock:
         clock.run(sums[position] - sums[before])
         while len(done_s) < len(copies) and arrays.produced_at[copies[len(done_s)]] + 1 == position:
             index = copies[len(done_s)]
-            start_s = max(clock.now_s, clock.busy_until_s)
-            done_s.append(clock.copy(arrays.d2h_s[index]))
-            out.d2h.append((start_s, done_s[-1], index))
+            start_s, end_s = clock.copy(arrays.d2h_s[index])
+            done_s.append(end_s)
+            out.d2h.append((start_s, end_s, index))
             running.append((done_s[-1], int(nbytes[index])))
             inflight_bytes += running[-1][1]
         while settled < counts.get(position, 0):
@@ -83,7 +81,7 @@ def _forward(arrays: Arrays, moments: Moments, out: Evaluation) -> Clock:
 
 def _backward(arrays: Arrays, moments: Moments, clock: Clock, out: Evaluation) -> None:
     """Run the backward; fills loads and h2d of `out`."""
-    out.backward_sum_s = sums = [0.0, *np.cumsum(arrays.backward_time_s).tolist()]
+    out.backward_sum_s = sums = arrays.backward_sum_s
     first = out.first
     starts = [(position, 0, index) for position, index in moments.reloads]
     waits = [(first[index], 1, index) for _, index in moments.reloads]
@@ -95,8 +93,7 @@ def _backward(arrays: Arrays, moments: Moments, clock: Clock, out: Evaluation) -
         if waiting:
             clock.wait(done_s[index], index, arrays.forward_steps + position)
             continue
-        start_s = max(clock.now_s, clock.busy_until_s)
-        done_s[index] = clock.copy(arrays.h2d_s[index])
+        start_s, done_s[index] = clock.copy(arrays.h2d_s[index])
         out.h2d.append((start_s, done_s[index], index))
         out.loads.append((index, position, first[index]))
     clock.run(sums[arrays.backward_steps] - sums[before])

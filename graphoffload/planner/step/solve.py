@@ -236,7 +236,10 @@ def _search(runs: Runs) -> Run | None:
         while improved and len(tried) < most + _MORE and not runs.over():
             if runs.near(run(mixes), search.seen.get(mixes), _NEAR_BOUND):
                 break
-            found = min((mixes, *neighbours(facts, mixes, share)), key=lambda found: runs.score(run(found)))
+            missed, value, _ = runs.score(run(mixes))
+            others = neighbours(facts, mixes, share)
+            better = [other for other in others if missed > 0.0 or runs.bound(choose(facts, other)) < value]
+            found = min((mixes, *better), key=lambda found: runs.score(run(found)))
             mixes, improved = found, found != mixes
     best = run(mixes)
     if runs.score(best)[0] > 0.0:

@@ -71,7 +71,7 @@ def _bounds(arrays: Arrays, choices: list[tuple[Action, ...]], index: Ints) -> t
         if arrays.first_use[k] < arrays.backward_steps:
             for rank, action in enumerate(choice):
                 end = forward_steps + (arrays.kept_until if action == "keep" else arrays.last_use)[k] + 1
-                begin = int(arrays.last_forward_use[k]) + 1 if action == "keep" else forward_steps + arrays.first_use[k]
+                begin = arrays.last_forward_use[k] + 1 if action == "keep" else forward_steps + arrays.first_use[k]
                 steps[rank, begin:end] = arrays.nbytes[k]
                 time_s[rank] = arrays.recompute_s[k] if action == "recompute" else 0.0
                 if action == "offload":

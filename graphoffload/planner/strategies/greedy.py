@@ -14,6 +14,7 @@ is paid per halving and not per tensor. Greedy is wrong if two moves only pay to
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,11 +34,10 @@ class Prices:
     def __init__(self, arrays: Arrays, actions: Sequence[Action], result: Evaluation, target_bytes: int) -> None:
         self.arrays, self.actions, self.result = arrays, actions, result
         self.over_bytes: Floats = np.maximum(result.memory - target_bytes, 0).astype(np.float64)
-        times = np.concatenate([np.diff(arrays.forward_sum_s), arrays.backward_time_s])
+        times = np.concatenate([arrays.forward_time_s, arrays.backward_time_s])
         self.times: Floats = times + times.mean()
-        self.gain_sums: dict[float, list[float]] = {}  # by size, over the steps before each
-        self.backward_sum: Floats = np.concatenate([[0.0], np.cumsum(arrays.backward_time_s)])
-        self.forward_sum: Floats = np.asarray(arrays.forward_sum_s)
+        self.gain_sums: dict[int, Floats] = {}  # by size, over the steps before each
+        self.nbytes: list[int] = arrays.nbytes.tolist()
         factor = arrays.hardware.compute_slowdown_while_copying
         self.drag = factor / (1.0 + factor)
         self.used_d2h_s = self.used_h2d_s = 0.0
@@ -50,42 +50,42 @@ class Prices:
             copies_out_s[arrays.produced_at[index]] += arrays.d2h_s[index]
             copies_in_s[need] += arrays.h2d_s[index]
         queue = np.cumsum(copies_out_s[::-1])[::-1][:-1]
-        room = self.forward_sum[-1] - self.forward_sum[1:] - queue
-        self.slack_d2h: list[float] = np.minimum.accumulate(room).tolist() if len(room) else []
+        room = arrays.forward_sum_s[-1] - np.cumsum(arrays.forward_time_s) - queue
+        self.slack_d2h: Floats = np.minimum.accumulate(room)
         extra = np.zeros(arrays.backward_steps + 1)
         for index, _ in arrays.chains:
             if self.actions[index] == "recompute" and first[index] < arrays.backward_steps:
                 extra[first[index] + 1 :][:1] += arrays.recompute_s[index]
-        start = self.backward_sum + np.cumsum(extra)
+        start = np.asarray(arrays.backward_sum_s) + np.cumsum(extra)
         late = start[:-1] - np.cumsum(copies_in_s)[:-1]
-        self.slack_h2d: list[float] = np.minimum.accumulate(late[::-1])[::-1].tolist()
+        self.slack_h2d: Floats = np.minimum.accumulate(late[::-1])[::-1]
 
-    def _vacated(self, size: float, begin: int, end: int) -> float:
+    def _vacated(self, size: int, begin: int, end: int) -> float:
         if end <= begin:
             return 0.0
         sums = self.gain_sums.get(size)
         if sums is None:
             useful = np.minimum(self.over_bytes, size) * self.times
-            sums = self.gain_sums[size] = np.concatenate([[0.0], np.cumsum(useful)]).tolist()
-        return sums[end] - sums[begin]
+            sums = self.gain_sums[size] = np.concatenate([[0.0], np.cumsum(useful)])
+        return float(sums[end] - sums[begin])
 
     def gain(self, index: int, action: Action) -> float:
         """Weighted byte-time that the move takes off the steps above the target."""
         arrays, forward_steps = self.arrays, self.arrays.forward_steps
-        first, last, size = self.result.first[index], self.result.last[index], float(arrays.nbytes[index])
-        begin = int(arrays.last_forward_use[index]) + 1
+        first, last, size = self.result.first[index], self.result.last[index], self.nbytes[index]
+        begin = arrays.last_forward_use[index] + 1
         if action == "recompute":
             gain = self._vacated(size, begin, forward_steps + first)
             for read in self._reads(index):
                 held = self.result.last[read]
                 if first > held:
-                    start = forward_steps + held + 1 if held >= 0 else int(arrays.last_forward_use[read]) + 1
-                    gain -= self._vacated(float(arrays.nbytes[read]), start, forward_steps + first + 1)
+                    start = forward_steps + held + 1 if held >= 0 else arrays.last_forward_use[read] + 1
+                    gain -= self._vacated(self.nbytes[read], start, forward_steps + first + 1)
             return gain
         produced = arrays.produced_at[index]
-        done_s = self.forward_sum[produced + 1] + arrays.d2h_s[index]
-        release = min(max(begin, int(np.searchsorted(self.forward_sum, done_s))), forward_steps)
-        reload = int(np.searchsorted(self.backward_sum, self.backward_sum[first] - arrays.h2d_s[index], side="right")) - 1
+        done_s = arrays.forward_sum_s[produced + 1] + arrays.d2h_s[index]
+        release = min(max(begin, bisect_left(arrays.forward_sum_s, done_s)), forward_steps)
+        reload = bisect_right(arrays.backward_sum_s, arrays.backward_sum_s[first] - arrays.h2d_s[index]) - 1
         away = self._vacated(size, release, forward_steps + max(0, reload))
         return away - self._vacated(size, forward_steps + first, forward_steps + last)
 
@@ -100,11 +100,11 @@ class Prices:
             cost = float(arrays.recompute_s[index])
             for read in self._reads(index):
                 if self.actions[read] == "offload" and self.result.first[read] > first:
-                    cost += max(0.0, arrays.h2d_s[read] - max(0.0, self.slack_h2d[first]))
+                    cost += max(0.0, arrays.h2d_s[read] - max(0.0, float(self.slack_h2d[first])))
             return cost
         d2h_s, h2d_s = arrays.d2h_s[index], arrays.h2d_s[index]
-        late_d2h = d2h_s - max(0.0, self.slack_d2h[arrays.produced_at[index]] - self.used_d2h_s)
-        late_h2d = h2d_s - max(0.0, self.slack_h2d[first] - self.used_h2d_s)
+        late_d2h = d2h_s - max(0.0, float(self.slack_d2h[arrays.produced_at[index]]) - self.used_d2h_s)
+        late_h2d = h2d_s - max(0.0, float(self.slack_h2d[first]) - self.used_h2d_s)
         return self.drag * (d2h_s + h2d_s) + max(0.0, late_d2h) + max(0.0, late_h2d)
 
 
@@ -162,7 +162,7 @@ def _batch(
     need_bytes, moved = (result.peak_bytes - target_bytes) / 2, 0
     while heap and moved < most and (need_bytes > 0 or not moved):
         ratio, index, action, gain = heapq.heappop(heap)
-        if state[index] != "keep" or (action == "offload" and arrays.nbytes[index] > host_left):
+        if state[index] != "keep" or (action == "offload" and prices.nbytes[index] > host_left):
             continue
         now = prices.cost(index, action) / gain
         if heap and now > ratio and now > heap[0][0]:
@@ -170,9 +170,9 @@ def _batch(
             continue
         state[index] = action
         moved += 1
-        need_bytes -= int(arrays.nbytes[index])
+        need_bytes -= prices.nbytes[index]
         if action == "offload":
-            host_left -= int(arrays.nbytes[index])
+            host_left -= prices.nbytes[index]
             prices.used_d2h_s += arrays.d2h_s[index]
             prices.used_h2d_s += arrays.h2d_s[index]
     return moved
