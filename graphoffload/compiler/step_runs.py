@@ -27,6 +27,7 @@ from graphoffload.compiler.step_planning import RECORDED, collect_garbage, confi
 from graphoffload.compiler.step_ranks import plans_none
 from graphoffload.errors import BudgetError, PlanError, StepNotPlannedWarning, warn
 from graphoffload.monitor.step_memory import shortage_of, watch
+from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.offloaded_tensors import LOCK
 from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
@@ -75,6 +76,7 @@ def next_run(graph: Dispatched) -> StepRun:
         latest.rest()
     for run in done:
         _end(device, graph, run, lacking if run is done[-1] else 0)
+    _close_dropped(done)
     last = done[-1] if done else latest if latest is not None and latest.is_done else None
     known = _expected(device, graph.number)
     if known is not None and known.fixed and known.version != OVERRIDE.version:
@@ -123,6 +125,13 @@ def _end(device: torch.device, graph: Dispatched, run: StepRun, lacking_bytes: i
         _plan_alone_with_less(graph, lacking_bytes)
     elif run.turned:
         _learn(device, run)
+
+
+def _close_dropped(done: Sequence[StepRun]) -> None:
+    """What stayed of forwards that were given up goes: it would count as memory outside, and be there beside the next run."""
+    dropped = [run for run in done if len(run.ended) < len(run.calls)]
+    if dropped and not any(run.streams is not None and run.streams.capturing() for run in dropped):  # no wait may leave it
+        ENTRIES.sweep()
 
 
 def _expected(device: torch.device, number: int) -> Known | None:

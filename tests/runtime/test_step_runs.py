@@ -133,6 +133,41 @@ def test_dropped_forwards(lazy: LazyStreams) -> None:
     assert_equal(gradients(model, second), expected)
 
 
+@pytest.mark.parametrize("where", ["dropped", "forward", "loss", "backward"])
+def test_nothing_of_a_forward_that_was_given_up_is_there_when_the_next_run_is_planned(lazy: LazyStreams, where: str) -> None:
+    """What stayed on the device would count as memory outside, and budgets that can be met would be refused."""
+    model, expected = planned(0.3)
+    lazy.headroom = PLENTY
+    plan_if_due, left, found = step_runs.plan_if_due, list[int](), list[int]()
+
+    def counting(*args: Any) -> None:
+        found.append(held_bytes())
+        plan_if_due(*args)
+
+    for _ in range(3):
+        step(model, batch())
+    if where == "dropped":
+        loss_of(model, batch(1))
+    else:
+        hook = model.layers[-1].register_forward_pre_hook(stop)
+        if where != "forward":
+            hook.remove()
+        with pytest.raises(KeyError):
+            broken(model, where)
+        hook.remove()
+    model.zero_grad()
+    left.append(held_bytes())
+    with mock.patch.object(step_runs, "plan_if_due", counting):
+        assert_equal(step(model, batch()), expected)
+    assert left[0] > 0, "nothing stayed"
+    assert found == [0]
+
+
+def held_bytes() -> int:
+    """Of device memory, by tensors that were offloaded or stayed."""
+    return sum(entry.layout.nbytes for entry in ENTRIES.living() if entry.source is not None or entry.target is not None)
+
+
 @pytest.mark.parametrize("where", ["forward", "copy", "loss", "backward", "reload"])
 def test_an_exception_in_a_planned_step(lazy: LazyStreams, where: str) -> None:
     """The next step is as planned again, and nothing of the broken one is held."""
