@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from graphoffload.bench import export, midsize, op_cost, page, plans, run, soak, tables, together, where
+from graphoffload.bench import export, midsize, op_cost, page, plans, ranks, run, soak, tables, together, where
 
 TOOLS: dict[str, tuple[ModuleType, str]] = {
     "run": (run, "variants of one model beside compiled keep-all (where no tool is named)"),
     "table": (tables, "a published table by name, and graphoffload at the memory of each of its rows"),
     "together": (together, "several models or processes at once on one host"),
+    "ranks": (ranks, "a Llama spread over several GPUs of this host, by FSDP2, DDP, tensor, context and pipeline parallelism"),
     "check": (midsize, "half a minute on this GPU: memory freed, overlap, gradients, host time"),
     "where": (where, "where a step's memory and time go, beside what was predicted"),
     "op-cost": (op_cost, "host time of the four ops"),

@@ -26,7 +26,7 @@ from graphoffload.compiler.compile_variant import (
 from graphoffload.compiler.device_limits import device_of
 from graphoffload.compiler.dispatch import dispatcher, is_one_of_several, may_join
 from graphoffload.compiler.link import measure_with_ranks
-from graphoffload.compiler.meeting import meet
+from graphoffload.compiler.meeting import meet, tell_of_parts
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.resets import RESETS
 from graphoffload.compiler.session import new_key
@@ -136,6 +136,8 @@ def compile_graph(
     recipe = FIRST if again is not None and is_one_of_several(graph) else None
     if recipe is None:
         graph = replace(graph, limits=_met(graph))
+    else:
+        tell_of_parts()
     try:
         compiled = compile_by(graph, recipe)
     except BudgetError:

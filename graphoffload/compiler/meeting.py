@@ -7,6 +7,9 @@ Ranks of one program compile at the same time, so this takes what they are apart
 A rank waits for others here and before, where the link is measured (link.py), and nowhere else. Both are in a compile, not in a
 step. A rank that did not come there is not waited for here.
 
+A rank whose graphs are parts of a step says so at its first compile, and waits for nobody. It may be another stage of a
+pipeline, which compiles no graph alone: others wait for it for PART_S only, and miss nothing if it does not come.
+
 What a rank has more than the one with the least is taken off at this compile and at every later one: another process on a
 device, another model on one rank. Its own free memory at a later compile may be less by then, and counts. What another rank
 loses after this is not seen. What is compared is the room: the budget less the reserve, and less what is allocated, so that a
@@ -15,6 +18,7 @@ rank that holds more outside counts as one with less. Only ranks whose first gra
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +35,8 @@ from graphoffload.options.config import OffloadConfig
 
 MEET_S = 30.0
 """How long the first compile waits for other ranks."""
+PART_S = 3.0
+"""How long it waits for a rank that has only compiled parts of a step so far."""
 _SAY_S = 3.0
 _LOOK_S = 0.01
 
@@ -72,6 +78,16 @@ def meet(limits: Limits, config: OffloadConfig, module: GraphModule) -> Limits:
         if undivided:
             limits = replace(limits, host_budget_bytes=own)
     return least(limits, config)
+
+
+def tell_of_parts() -> None:
+    """Tell all ranks that this one has compiled a part of a step, once; waits for nobody."""
+    peers = ranks.peers()
+    if peers is None or peers.met is not None or peers.parts:
+        return
+    peers.parts = True
+    with contextlib.suppress(StoreFailed):  # whoever needs the store says that it does not answer
+        peers.put(f"part/{peers.rank}", True)
 
 
 def least(limits: Limits, config: OffloadConfig) -> Limits:
@@ -124,7 +140,7 @@ def _exchanged(peers: Peers, mine: Mapping[str, Any]) -> dict[int, Mapping[str, 
                 if told["graph"] == mine["graph"]:
                     peers.compare(rank, told["options"], mine["options"])
                 found[rank] = told
-        missing = [rank for rank in peers.others if rank not in found]
+        missing = [rank for rank in peers.others if rank not in found and not peers.has(f"part/{rank}")]
     except StoreFailed:
         pass
     if missing:
@@ -134,10 +150,12 @@ def _exchanged(peers: Peers, mine: Mapping[str, Any]) -> dict[int, Mapping[str, 
 
 def _wait(peers: Peers) -> None:
     """Until all have told something, or the time is over; for those that were waited for in vain a moment ago, no time."""
-    keys = [f"met/{rank}" for rank in peers.others if rank not in peers.late]
+    awaited = [rank for rank in peers.others if rank not in peers.late]
     begin_s, said = peers.clock(), False
-    while keys and not peers.has(*keys) and peers.clock() - begin_s < MEET_S:
-        if not said and peers.clock() - begin_s > _SAY_S:
+    while awaited and not peers.has(*(f"met/{rank}" for rank in awaited)) and peers.clock() - begin_s < MEET_S:
+        if peers.clock() - begin_s > PART_S:
+            awaited = [rank for rank in awaited if peers.has(f"met/{rank}") or not peers.has(f"part/{rank}")]
+        if awaited and not said and peers.clock() - begin_s > _SAY_S:
             said = True
             say(f"rank {peers.rank} waits at its first compile for the other ranks' limits, {MEET_S:.0f} s at most")
         time.sleep(_LOOK_S)

@@ -65,6 +65,7 @@ class Peers:
     Attributes:
         broken: why the store is not asked any more; "": it is. absent: ranks that were waited for in vain.
         local: ranks on this host, by what they told; 0: not known. met: what came of the exchange at the first compile.
+        parts: whether this rank has told that it compiles parts of steps.
         hardware: profiles that the ranks of this host measured together, by device index. late: ranks that did not come then.
     """
 
@@ -83,6 +84,7 @@ class Peers:
         self.absent: set[int] = set()
         self.local = 0
         self.met: Any = None
+        self.parts = False
         self.hardware: dict[int, HardwareProfile] = {}
         self.late: set[int] = set()
         self._named: Counter[str] = Counter()

@@ -31,7 +31,7 @@ __all__ = [
     "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "as_it_is",
     "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs", "ddp_part",
     "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "is_tracing", "isolated", "many_compiles",
-    "retraceable", "tell_of_resets", "tracing_backend", "undisabled",
+    "retraceable", "tell_of_resets", "tracing_backend", "undisabled", "whole_under_ddp",
 ]  # fmt: skip
 
 
@@ -312,3 +312,9 @@ def count_of_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def whole_under_ddp() -> contextlib.AbstractContextManager[Any]:
+    """A context in which torch does not split graphs under DDP by buckets. Without it: benchmarks of DDP's blocks measure parts."""
+    patched: contextlib.AbstractContextManager[Any] = config.patch(optimize_ddp=False)
+    return patched

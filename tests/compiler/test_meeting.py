@@ -194,6 +194,31 @@ def test_a_rank_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in text
 
 
+def test_a_rank_that_compiles_parts_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other stage of a pipeline: it is waited for a moment, without a warning. One that comes after all counts."""
+    monkeypatch.setattr(meeting, "MEET_S", 60.0)
+    monkeypatch.setattr(meeting, "PART_S", 0.2)
+
+    def beside_parts() -> Limits:
+        assert HERE.peers is not None
+        HERE.peers.put("part/1", True)
+        return meeting.meet(LIMITS, CONFIG, graph())
+
+    begin_s = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = met([beside_parts], world=2)
+    assert found == LIMITS
+    assert 0.2 <= time.monotonic() - begin_s < 10.0
+
+    def parts_first() -> Limits:
+        meeting.tell_of_parts()
+        return meeting.meet(replace(LIMITS, device_budget_bytes=66 * GB), CONFIG, graph())
+
+    monkeypatch.setattr(meeting, "PART_S", 30.0)
+    assert [limits.device_budget_bytes for limits in met([meets(LIMITS), parts_first])] == [66 * GB] * 2
+
+
 def test_a_store_that_raises() -> None:
     """At once, and training goes on."""
     store = mock.Mock()

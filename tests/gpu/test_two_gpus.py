@@ -6,6 +6,7 @@ All cases of an inner compiler run in one pair of processes; each test reads wha
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import platform
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_soak import check_soak, soak
 from ranks import CASES, GPUS, WAYS, check_case, check_profile, check_surroundings, read, spawned, train
 
 from graphoffload.hardware import numa
@@ -25,6 +27,7 @@ from graphoffload.runtime.pinned.slabs import Slab
 
 PLACE = GPUS
 MOVE_PAGES = 279
+SOAK_STEPS = int(os.environ.get("SOAK_STEPS", "500"))
 GPUS_HERE = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.slow,
@@ -138,3 +141,11 @@ def test_copies_ran_beside_compute(outcome: Outcome, how: str) -> None:
         assert got["pageable"] == 0, (rank, got)
         assert got["d2h_beside_ms"] >= 0.05 * got["d2h_ms"] > 0, (rank, got)
         assert got["h2d_beside_ms"] >= 0.05 * got["h2d_ms"] > 0, (rank, got)
+
+
+def test_a_long_run_under_fsdp2(tmp_path: Path) -> None:
+    """500 steps, copies of one rank delayed: losses and weights are plain torch's to the bit."""
+    found = spawned(soak, tmp_path, dataclasses.replace(PLACE, limit_s=240.0), SOAK_STEPS)
+    for rank, seen in enumerate(found):
+        print(f"rank {rank}: {seen}")
+    check_soak(found, SOAK_STEPS)

@@ -1,0 +1,259 @@
+"""A Llama spread over the ranks of a group, in the ways in which people train one: what `bench ranks` measures.
+
+    fsdp2       each block and the model sharded (fully_shard): float32 shards, bfloat16 compute, other data on each rank
+    ddp         blocks compiled one by one, then DistributedDataParallel; each block stays one graph (optimize_ddp=False)
+    ddp_whole   the model compiled as a whole under DistributedDataParallel, which torch splits by gradient buckets
+    tp          tensor parallel: columns and rows of the weights are split, the same data on each rank
+    cp          context parallel: each rank has a part of every sequence, attention passes keys and values around; fully_shard
+    pp          a pipeline: each rank has a part of the blocks, microbatches of one sequence by 1F1B
+    alone       each rank trains a model of its own: what DistributedDataParallel is compared with
+
+Blocks are compiled one by one unless the way says otherwise; embedding, head and loss are eager. A learning rate of 0 leaves
+the weights as they are, to the bit, so that each step's gradients can be compared with keep-all's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from graphoffload.bench.models import Sizes
+from graphoffload.bench.nets import LlamaStack, RMSNorm
+from graphoffload.bench.variants import Checkpointed
+from graphoffload.torch_internals import dynamo
+
+LOW = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """How the blocks of a model are compiled, and whether each of them is checkpointed."""
+
+    backend: Any
+    checkpointed: bool = False
+
+    def blocks(self, layers: nn.ModuleList, *, around: bool = False) -> None:
+        """One by one, in place; checkpointed inside what is compiled, or `around` it, where parameters are DTensors."""
+        for index, layer in enumerate(layers):
+            if around:
+                layer.compile(backend=self.backend, dynamic=False)
+            if self.checkpointed:
+                layers[index] = Checkpointed(layer, selective=False)
+            if not around:
+                layers[index].compile(backend=self.backend, dynamic=False)
+
+    def whole(self, model: Llama) -> None:
+        """As one graph, or as many as torch makes of it, in place."""
+        for index, layer in enumerate(model.layers if self.checkpointed else ()):
+            model.layers[index] = Checkpointed(layer, selective=False)
+        model.compile(backend=self.backend, dynamic=False)
+
+
+@dataclass
+class Share:
+    """What one rank trains.
+
+    Attributes:
+        modules: whose parameters it has. run: forward and backward of a step; the loss, None where another rank has it.
+        context: what steps run in.
+    """
+
+    modules: list[nn.Module]
+    run: Callable[[], Tensor | None]
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = field(default=contextlib.nullcontext)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all modules."""
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+
+class Llama(LlamaStack):
+    """The stack as a trainer calls it: labels come from outside, already shifted, so that a sequence may be split."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            labels = torch.roll(ids, -1, 1)
+        x = self.embed(ids)
+        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return loss_of(self.head(self.norm(x)), labels)
+
+
+class Stage(nn.Module):
+    """A part of the blocks, with the embedding before the first one and the head after the last."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, sizes: Sizes, number: int, count: int) -> None:
+        super().__init__()
+        whole = _llama({**sizes, "layers": sizes["layers"] // count})
+        self.embed = whole.embed if number == 0 else None
+        self.layers = whole.layers
+        self.norm: RMSNorm | None = whole.norm if number == count - 1 else None
+        self.head: nn.Linear | None = whole.head if number == count - 1 else None
+        self.register_buffer("cos", whole.cos, persistent=False)
+        self.register_buffer("sin", whole.sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy in float32."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def fsdp2(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """Float32 shards, gathered as bfloat16 for each block and again in its backward."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = _llama(sizes, torch.float32)
+    compiling.blocks(model.layers)
+    model.cos, model.sin = model.cos.to(LOW), model.sin.to(LOW)
+    policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    ids = _ids(sizes, device, own=True)
+    return Share([model], lambda: _backward(model(ids)))
+
+
+def ddp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """Blocks that stay whole; their gradients are reduced while earlier blocks run backward."""
+    model = _llama(sizes)
+    compiling.blocks(model.layers)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ids = _ids(sizes, device, own=True)
+    return Share([model], lambda: _backward(wrapped(ids)), dynamo.whole_under_ddp)
+
+
+def ddp_whole(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """One model that torch splits by gradient buckets."""
+    model = _llama(sizes)
+    compiling.whole(model)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ids = _ids(sizes, device, own=True)
+    return Share([model], lambda: _backward(wrapped(ids)))
+
+
+def alone(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """No collective at all."""
+    model = _llama(sizes)
+    compiling.blocks(model.layers)
+    ids = _ids(sizes, device, own=True)
+    return Share([model], lambda: _backward(model(ids)))
+
+
+def tp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """Heads and the hidden width of every block are divided among the ranks, the head by words."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    model = _llama(sizes)
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+        attention: Any = layer.self_attn
+        attention.heads //= ranks
+        attention.kv_heads //= ranks
+    parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+    compiling.blocks(model.layers, around=True)
+    ids = _ids(sizes, device, own=False)
+    return Share([model], lambda: _backward(model(ids)))
+
+
+def cp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """Sequences are divided, in pieces that are the same work for causal attention; parameters are sharded."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model = _llama(sizes)
+    compiling.blocks(model.layers)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    given = _ids(sizes, device, own=False)
+
+    def run() -> Tensor:
+        ids, labels = given.clone(), torch.roll(given, -1, 1)
+        buffers = [ids, labels, model.cos, model.sin]
+        split = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0, 0], no_restore_buffers={ids, labels})
+        with split, sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+            return _backward(model(ids, labels))
+
+    return Share([model], run)
+
+
+def pp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """As many microbatches as there are sequences; each rank's blocks are one stage."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    stage = Stage(sizes, rank, ranks)
+    compiling.blocks(stage.layers)
+    ids = _ids(sizes, device, own=False)
+    schedule = Schedule1F1B(PipelineStage(stage, rank, ranks, device), sizes["batch"], loss_fn=loss_of)
+    labels = torch.roll(ids, -1, 1)
+
+    def run() -> Tensor | None:
+        losses: list[Tensor] = []
+        last: dict[str, Any] = {"target": labels, "losses": losses} if rank == ranks - 1 else {}
+        schedule.step(*([ids] if rank == 0 else []), **last)
+        return torch.stack(losses).mean().detach() if losses else None
+
+    return Share([stage], run)
+
+
+WAYS: dict[str, Callable[[Sizes, torch.device, Compiling], Share]] = {
+    way.__name__: way for way in (fsdp2, ddp, ddp_whole, tp, cp, pp, alone)
+}
+_BASE = {"layers": 8, "dim": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000, "batch": 4, "tokens": 4096}
+REAL: dict[str, Sizes] = {
+    "fsdp2": {**_BASE, "layers": 16, "vocab": 128256, "batch": 2, "tokens": 8192},
+    "ddp": _BASE,
+    "ddp_whole": _BASE,
+    "alone": _BASE,
+    "tp": {**_BASE, "tokens": 8192},
+    "cp": {**_BASE, "kv_heads": 32, "batch": 1, "tokens": 65536},
+    "pp": {**_BASE, "layers": 16, "batch": 8, "tokens": 8192},
+}
+"""On two GPUs of 139.8 GiB keep-all fits, and takes more than half of one."""
+TINY: Sizes = {"layers": 4, "dim": 64, "hidden": 128, "heads": 4, "kv_heads": 2, "vocab": 256, "batch": 4, "tokens": 32}
+
+
+def _llama(sizes: Sizes, dtype: torch.dtype = LOW) -> Llama:
+    torch.manual_seed(0)
+    model = Llama(**{name: size for name, size in sizes.items() if name != "batch"}).to(dtype)
+    model.train()
+    return model
+
+
+def _ids(sizes: Sizes, device: torch.device, *, own: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(7 + (dist.get_rank() if own else 0))
+    return torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["tokens"]), generator=generator, device="cpu").to(device)
+
+
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss.detach()
