@@ -315,6 +315,6 @@ def count_of_graphs() -> int:
 
 
 def whole_under_ddp() -> contextlib.AbstractContextManager[Any]:
-    """A context in which torch does not split graphs under DDP by buckets. Without it: benchmarks of DDP's blocks measure parts."""
+    """A context in which torch does not split graphs under DDP by buckets. Without it: a benchmark measures parts."""
     patched: contextlib.AbstractContextManager[Any] = config.patch(optimize_ddp=False)
     return patched
