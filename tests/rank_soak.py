@@ -148,7 +148,7 @@ def soak(rank: int, port: int, folder: str, place: Place, steps: int) -> None:
         seen[name] = {
             "losses": len(ours.losses), "given_up": ours.given_up, "evaluated": ours.evaluated,
             "equal": ours.losses == plain.losses and all(map(torch.equal, ours.weights(), weights)),
-            "apart_from": next((i for i, pair in enumerate(zip(ours.losses, plain.losses, strict=True)) if len({*pair}) > 1), None),
+            "apart_from": [i for i, (one, other) in enumerate(zip(ours.losses, plain.losses, strict=True)) if one != other][:1],
             "variants": sorted({plan.variant for plan in graphoffload.last_plans()}),
             "warnings": [str(item.message) for item in caught if issubclass(item.category, GraphOffloadWarning)],
             "in_use": graphoffload.host_memory().in_use_bytes, "held": graphoffload.host_memory().held_bytes,

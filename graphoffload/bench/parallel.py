@@ -96,9 +96,9 @@ class Stage(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, sizes: Sizes, number: int, count: int) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, number: int, count: int) -> None:
         super().__init__()
-        whole = _llama({**sizes, "layers": sizes["layers"] // count})
+        whole = llama({**sizes, "layers": sizes["layers"] // count}, device)
         self.embed = whole.embed if number == 0 else None
         self.layers = whole.layers
         self.norm: RMSNorm | None = whole.norm if number == count - 1 else None
@@ -122,7 +122,7 @@ def fsdp2(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     """Float32 shards, gathered as bfloat16 for each block and again in its backward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = _llama(sizes, torch.float32)
+    model = llama(sizes, device, torch.float32)
     compiling.blocks(model.layers)
     model.cos, model.sin = model.cos.to(LOW), model.sin.to(LOW)
     policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
@@ -135,7 +135,7 @@ def fsdp2(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
 
 def ddp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     """Blocks that stay whole; their gradients are reduced while earlier blocks run backward."""
-    model = _llama(sizes)
+    model = llama(sizes, device)
     compiling.blocks(model.layers)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ids = _ids(sizes, device, own=True)
@@ -144,7 +144,7 @@ def ddp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
 
 def ddp_whole(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     """One model that torch splits by gradient buckets."""
-    model = _llama(sizes)
+    model = llama(sizes, device)
     compiling.whole(model)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ids = _ids(sizes, device, own=True)
@@ -153,7 +153,7 @@ def ddp_whole(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share
 
 def alone(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     """No collective at all."""
-    model = _llama(sizes)
+    model = llama(sizes, device)
     compiling.blocks(model.layers)
     ids = _ids(sizes, device, own=True)
     return Share([model], lambda: _backward(model(ids)))
@@ -166,7 +166,7 @@ def tp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
 
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
-    model = _llama(sizes)
+    model = llama(sizes, device)
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
@@ -188,7 +188,7 @@ def cp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model = _llama(sizes)
+    model = llama(sizes, device)
     compiling.blocks(model.layers)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -210,7 +210,7 @@ def pp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    stage = Stage(sizes, rank, ranks)
+    stage = Stage(sizes, device, rank, ranks)
     compiling.blocks(stage.layers)
     ids = _ids(sizes, device, own=False)
     schedule = Schedule1F1B(PipelineStage(stage, rank, ranks, device), sizes["batch"], loss_fn=loss_of)
@@ -242,11 +242,12 @@ REAL: dict[str, Sizes] = {
 TINY: Sizes = {"layers": 4, "dim": 64, "hidden": 128, "heads": 4, "kv_heads": 2, "vocab": 256, "batch": 4, "tokens": 32}
 
 
-def _llama(sizes: Sizes, dtype: torch.dtype = LOW) -> Llama:
+def llama(sizes: Sizes, device: torch.device, dtype: torch.dtype = LOW) -> Llama:
+    """All of the model, made on the device."""
     torch.manual_seed(0)
-    model = Llama(**{name: size for name, size in sizes.items() if name != "batch"}).to(dtype)
-    model.train()
-    return model
+    with device:
+        model = Llama(**{name: size for name, size in sizes.items() if name != "batch"})
+    return model.to(dtype).train()
 
 
 def _ids(sizes: Sizes, device: torch.device, *, own: bool) -> Tensor:

@@ -51,6 +51,7 @@ from graphoffload.units import parse_size
 DEFAULT = ("keep", "checkpoint", "ours:checkpoint", "ours:halfway", "ours", "keep")
 SETTLED = 8
 """Steps before the measured ones: two are recorded, and ranks take a plan two or three runs later than one GPU does."""
+PLAIN_SETTLED = 3
 _WORKER = "_GRAPHOFFLOAD_BENCH_RANKS"
 _SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast stays off: it is not a benchmark's to use on a host whose GPUs are shared."""
@@ -65,7 +66,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes, one a GPU (default: 2)")
     parser.add_argument("--variants", nargs="+", default=list(DEFAULT), metavar="NAME", help="in this order")
     parser.add_argument("--steps", type=int, default=6, help="measured steps (default: 6)")
-    parser.add_argument("--settled", type=int, default=SETTLED, help=f"steps before them (default: {SETTLED})")
+    parser.add_argument("--settled", type=int, default=SETTLED, help=f"steps of ours before them (default: {SETTLED})")
     parser.add_argument("--limit-s", type=float, default=600.0, help="end a way after so long (default: 600)")
     parser.add_argument("--out", type=Path, default=Path("out/ranks"))
     parser.add_argument("--commit", default="", help="what result files say was measured (default: this checkout's)")
@@ -103,7 +104,8 @@ def _measured(way: str, given: argparse.Namespace) -> int:
     facts = results.circumstances(given.command_line, given.commit, "cpu" if given.tiny else "cuda")
     left = list(given.variants)
     while left and time.monotonic() < deadline:
-        again = ["keep"] if rows.exists() else []
+        tried = {row["name"]: row for row in _read(rows)}
+        again = ["keep"] if "ms" in tried.get("keep", {}) else []
         _launch(way, [*again, *left], given, deadline - time.monotonic())
         left = given.variants[_count(rows) :]
         if left and time.monotonic() < deadline:
@@ -163,8 +165,8 @@ def _content(way: str, given: argparse.Namespace, facts: Row, rows: list[Row]) -
         "device": f"{given.ranks} x {facts['device']}",
         "torch": facts["torch"],
         "subject": f"a Llama ({said}), {way}: {function}; AdamW; peaks, predictions and budgets in GB in all",
-        "command": f"one process a GPU; {given.settled} steps, then the median of {given.steps}; time of the slowest "
-        f"rank, peak of the fullest; {facts['command']}",
+        "command": f"one process a GPU; {given.settled} steps (of keep and checkpoint {PLAIN_SETTLED}), then the median of "
+        f"{given.steps}; time of the slowest rank, peak of the fullest; {facts['command']}",
         "gradients": "worst_grad: of the last step's whole gradient on any rank, against the first keep's, in norm",
         "runs": [{"commit": facts["commit"], "what": way, "rows": rows}],
     }
@@ -217,7 +219,7 @@ class _Rank:
         share = parallel.WAYS[self.way](sizes, self.device, self._compiling(name))
         optimizer = torch.optim.AdamW(share.parameters, lr=0.0, fused=self.device.type == "cuda")
         with share.context():
-            steps = list(self._steps(share, optimizer))
+            steps = list(self._steps(share, optimizer, self.given.settled if name.startswith("ours") else PLAIN_SETTLED))
             peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else self._peak_of_cpu(share, optimizer)
         own: Row = {"peak_GB": peak / 1e9, "times_s": [seconds for seconds, _ in steps], "compile_s": self.begun_s}
         own |= {"loss": steps[-1][1], "worst_grad": self._error(share)}
@@ -227,12 +229,11 @@ class _Rank:
         dist.all_gather_object(everybody, own)
         return _joined(name, everybody)
 
-    def _steps(self, share: Share, optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, float | None]]:
-        """Seconds and loss of the measured steps; gradients of the last one stay."""
-        cuda = self.device.type == "cuda"
-        for index in range(self.given.settled + self.given.steps):
+    def _steps(self, share: Share, optimizer: torch.optim.Optimizer, settled: int) -> Iterator[tuple[float, float | None]]:
+        """Seconds and loss of the measured steps, after so many others; gradients of the last one stay."""
+        for index in range(settled + self.given.steps):
             optimizer.zero_grad()
-            if index == self.given.settled and cuda:
+            if index == settled and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             self._wait()
             dist.barrier()
@@ -244,7 +245,7 @@ class _Rank:
             seconds = time.perf_counter() - began
             if index == 0:
                 self.begun_s = seconds
-            if index >= self.given.settled:
+            if index >= settled:
                 yield seconds, None if loss is None else float(loss)
 
     def _wait(self) -> None:
@@ -267,7 +268,7 @@ class _Rank:
         kind, _, budget = name.partition(":")
         if kind != "ours":
             return Compiling(Inductor(), checkpointed=kind == "checkpoint")
-        options: Row = {"device_budget": self._budget(budget)} if budget else {}
+        options: Row = {"device_budget": f"{self._budget(budget)}B"} if budget else {}
         if self.given.tiny:
             options |= {"hardware": "h200-sxm", "min_tensor_bytes": 1}
         return Compiling(OffloadBackend(**options))
@@ -293,7 +294,7 @@ def _work(given: argparse.Namespace) -> int:
     """All variants of a way, one after another, until one fails."""
     (way,) = given.ways
     rank = _Rank(way, given)
-    again = bool(_read(rank.rows))
+    again = any("ms" in row for row in _read(rank.rows))
     for index, name in enumerate(given.variants):
         try:
             row = rank.measure(name)
