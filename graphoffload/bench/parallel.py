@@ -76,6 +76,11 @@ class Share:
         """Of all modules."""
         return [parameter for module in self.modules for parameter in module.parameters()]
 
+    def clear_gradients(self) -> None:
+        """None of them is allocated any more."""
+        for module in self.modules:
+            module.zero_grad()
+
 
 class Llama(LlamaStack):
     """The stack as a trainer calls it: labels come from outside, already shifted, so that a sequence may be split."""

@@ -58,6 +58,7 @@ _SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSH
 _AGAIN = "again"
 """The name of a keep that only gives later variants something to compare with."""
 Row = dict[str, Any]
+Optimizers = list[torch.optim.Optimizer]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -217,10 +218,10 @@ class _Rank:
         forget_plans()
         sizes = {**(parallel.TINY if self.given.tiny else parallel.REAL[self.way]), **dict(self.given.size)}
         share = parallel.WAYS[self.way](sizes, self.device, self._compiling(name))
-        optimizer = torch.optim.AdamW(share.parameters, lr=0.0, fused=self.device.type == "cuda")
+        optimizers = _optimizers(share.parameters)
         with share.context():
-            steps = list(self._steps(share, optimizer, self.given.settled if name.startswith("ours") else PLAIN_SETTLED))
-            peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else self._peak_of_cpu(share, optimizer)
+            steps = list(self._steps(share, optimizers, self.given.settled if name.startswith("ours") else PLAIN_SETTLED))
+            peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else self._peak_of_cpu(share, optimizers)
         own: Row = {"peak_GB": peak / 1e9, "times_s": [seconds for seconds, _ in steps], "compile_s": self.begun_s}
         own |= {"loss": steps[-1][1], "worst_grad": self._error(share)}
         if name.startswith("ours"):
@@ -229,10 +230,10 @@ class _Rank:
         dist.all_gather_object(everybody, own)
         return _joined(name, everybody)
 
-    def _steps(self, share: Share, optimizer: torch.optim.Optimizer, settled: int) -> Iterator[tuple[float, float | None]]:
+    def _steps(self, share: Share, optimizers: Optimizers, settled: int) -> Iterator[tuple[float, float | None]]:
         """Seconds and loss of the measured steps, after so many others; gradients of the last one stay."""
         for index in range(settled + self.given.steps):
-            optimizer.zero_grad()
+            share.clear_gradients()
             if index == settled and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             self._wait()
@@ -240,7 +241,8 @@ class _Rank:
             self._wait()
             began = time.perf_counter()
             loss = share.run()
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             self._wait()
             seconds = time.perf_counter() - began
             if index == 0:
@@ -252,15 +254,17 @@ class _Rank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _peak_of_cpu(self, share: Share, optimizer: torch.optim.Optimizer) -> int:
+    def _peak_of_cpu(self, share: Share, optimizers: Optimizers) -> int:
         """What lives between steps, and the most that one more step has allocated besides."""
-        optimizer.zero_grad()
-        between: list[Any] = [*share.parameters, *(value for state in optimizer.state.values() for value in state.values())]
+        share.clear_gradients()
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        between: list[Any] = [*share.parameters, *(value for state in states for value in state.values())]
         static = sum(_local(value).untyped_storage().nbytes() for value in between)
 
         def step() -> None:
             share.run()
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
 
         return static + recorded_peak_bytes(step)
 
@@ -314,6 +318,12 @@ def _work(given: argparse.Namespace) -> int:
         dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def _optimizers(parameters: list[torch.nn.Parameter]) -> Optimizers:
+    """AdamW, fused on a GPU; one for DTensors and one for plain tensors, which torch does not mix in one kernel."""
+    kinds = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (False, True)]
+    return [torch.optim.AdamW(kind, lr=0.0, fused=kind[0].device.type == "cuda") for kind in kinds if kind]
 
 
 def _planned() -> Row:

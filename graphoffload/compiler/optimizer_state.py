@@ -12,6 +12,9 @@ An optimizer without state yet is expected to make what its class is known to ma
 to make two tensors like the parameter, as Adam does. This is too little if a wrapper keeps copies in another dtype: those are
 no optimizer's state.
 
+An optimizer may hold another one that steps for it: torchtitan's container, accelerate's wrapper, SAM's base. Both list the
+same parameters, and only the inner one makes state. So a parameter counts at the innermost optimizer that lists it.
+
 Optimizers are found among the objects that Python's garbage collector tracks, since torch does not report one before its first
 step. One that gc.freeze has hidden is not found. Fake parameters, as in explain() and in a joint graph, stand for real ones of
 the same shape, dtype and device, one for one.
@@ -103,16 +106,14 @@ def unmade_state_bytes(device: torch.device) -> int:
     """Bytes of state that the optimizers of this process are still to make on a device."""
     return sum(
         _bytes_by(optimizer, group, parameter)
-        for optimizer in _optimizers()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for optimizer, group, parameter in _listed()
         if parameter.requires_grad and parameter.device == device
     )
 
 
 def share_of_trained(inputs: Iterable[Any]) -> float:
     """The share of all elements that optimizers train which is among a graph's inputs; 0 where no optimizer is known."""
-    trained = {id(p): p.numel() for optimizer in _optimizers() for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(parameter): parameter.numel() for _, _, parameter in _listed()}
     known = {id(value) for value in inputs}
     total = sum(trained.values())
     return sum(count for key, count in trained.items() if key in known) / total if total else 0.0
@@ -124,12 +125,10 @@ class _Held:
     def __init__(self) -> None:
         self._holders: defaultdict[int, list[tuple[Optimizer, dict[str, Any]]]] = defaultdict(list)
         self._alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-        for optimizer in _optimizers():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in self._holders:
-                        self._alike[_kind(parameter)].append(parameter)
-                    self._holders[id(parameter)].append((optimizer, group))
+        for optimizer, group, parameter in _listed():
+            if id(parameter) not in self._holders:
+                self._alike[_kind(parameter)].append(parameter)
+            self._holders[id(parameter)].append((optimizer, group))
 
     def state_bytes(self, leaf: Tensor, *, alone: int) -> int:
         """Bytes for one leaf; `alone`: number of tensors like it if no optimizer holds it."""
@@ -141,11 +140,29 @@ class _Held:
         return sum(_bytes_by(optimizer, group, real) for optimizer, group in holders)
 
 
+def _listed() -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+    """Each optimizer of this process with each parameter that it lists and no optimizer inside it does, and its group."""
+    for optimizer in _optimizers():
+        inside = {id(p) for inner in _inside(optimizer) for group in inner.param_groups for p in group["params"]}
+        for group in optimizer.param_groups:
+            yield from ((optimizer, group, parameter) for parameter in group["params"] if id(parameter) not in inside)
+
+
 def _optimizers() -> Iterator[Optimizer]:
     """The optimizers of this process, including lazily started subclasses and wrapped ones."""
-    for found in gc.get_objects():
-        if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
-            yield found
+    yield from filter(_is_optimizer, gc.get_objects())
+
+
+def _is_optimizer(found: object) -> bool:
+    return issubclass(type(found), Optimizer) and hasattr(found, "param_groups")
+
+
+def _inside(optimizer: Optimizer) -> list[Optimizer]:
+    """Optimizers that are attributes of this one, or values of an attribute's list, tuple or dictionary."""
+    found: list[Any] = []
+    for value in vars(optimizer).values():
+        found += value if isinstance(value, (list, tuple)) else value.values() if type(value) is dict else [value]
+    return [each for each in found if each is not optimizer and _is_optimizer(each)]
 
 
 def _bytes_by(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
