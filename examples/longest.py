@@ -1,12 +1,16 @@
-"""The longest sequence that trains on one GPU of a given size, and how fast: keep-all, full checkpointing, graphoffload.
+"""The longest sequence that trains on one GPU of a given size, and how fast: keep-all, checkpointing, rivals, graphoffload.
 
     python examples/longest.py --tiny                               # a CPU: one length for each method, shows that it runs
     python examples/longest.py --model llama4k --gib 24 --predict   # a CPU: where to begin, from plans alone
     python examples/longest.py --model llama4k --gib 24 --guess keep=8192,checkpoint=40960,auto=57344 --out out.json
+    python examples/longest.py --gib 24 --methods tiled/hf-checkpoint-offload,auto,tiled:32768/auto   # MLPs in slices of tokens
+    python examples/longest.py --model llama3-8b-lora --size bits=4 --gib 24 --methods hf-checkpoint-offload,auto    # QLoRA
 
 A search begins at the length that a plan made on the meta device predicts (see `foresee`), or at --guess, and goes up or down
 from there until a length that trains and the next --grain that does not are both seen. Each attempt is a fresh model, batch 1,
-in a process held to --gib of device memory; one fails that runs out of it, or whose plan says that it cannot fit.
+in a process held to --gib of device memory; one fails that runs out of it, or whose plan says that it cannot fit. A method is
+a variant of the bench (`bench --list`), or auto: graphoffload with the whole of that memory. One that fails otherwise, because
+its package is not installed for example, is a row with the reason.
 
 All methods train the same thing: no sequence is packed, so attention is causal without a mask of (tokens, tokens), which
 Transformers gives a model compiled whole (docs/training.md); and the loss is taken --loss-chunk tokens at a time.
@@ -19,6 +23,7 @@ import shlex
 import statistics
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,12 +33,14 @@ from typing import Any
 import torch
 
 import graphoffload
-from graphoffload.bench import measure, results
+from graphoffload.bench import measure, results, tiled
 from graphoffload.bench.models import MODELS, Workload, build, lengthened
-from graphoffload.bench.variants import Eligible, apply, parse, wrap_blocks
+from graphoffload.bench.variants import Eligible, apply, layers_of, parse, wrap_blocks
 from graphoffload.errors import BudgetError, GraphOffloadError, HostMemoryError, LargeSlowdownWarning
 
+GIB = 80.0  # of device memory, where nothing else is said
 MARGIN = 0.02  # of the device, left by graphoffload's plans: what device_budget="auto" leaves
+STEPS_TO_PLAN = 3  # where blocks are compiled one by one: two are recorded, the third is planned
 ANY_TIME = 1e6  # max_slowdown of a plan that is to be small at any price
 
 
@@ -62,7 +69,11 @@ class Foreseen:
 
 
 class OutOfTime(Exception):
-    """The next length would not be done within the method's time."""
+    """The next length would not be done within the method's time, or the call's."""
+
+
+class Broken(Exception):
+    """A method failed for another reason than its length."""
 
 
 # What is trained
@@ -84,10 +95,13 @@ def foresee(method: str, tokens: int, given: argparse.Namespace) -> Foreseen:
     budget.
     """
     workload = workload_of(tokens, "meta", given)
-    if method == "checkpoint":
+    variant = parse(method)
+    if variant.tile:
+        tiled.tile_mlps(layers_of(workload), variant.tile)
+    if variant.kind == "checkpoint":
         wrap_blocks(workload, selective=False)
-    options: dict[str, Any] = {"max_slowdown": ANY_TIME} if method == "auto" else {"policy": "keep"}
-    if method == "auto" and given.host_gib:
+    options: dict[str, Any] = {"max_slowdown": ANY_TIME} if variant.ours else {"policy": "keep"}
+    if variant.ours and given.host_gib:
         options["host_budget"] = f"{given.host_gib}GiB"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LargeSlowdownWarning)
@@ -125,7 +139,8 @@ def guessed(method: str, given: argparse.Namespace) -> int:
     """Where to begin: as given, or from plans; --start where nothing can be planned."""
     if method in given.guess:
         return int(given.guess[method])
-    if given.tiny or method not in ("keep", "checkpoint", "auto"):
+    variant = parse(method)
+    if given.tiny or variant.per_block or variant.kind not in ("keep", "checkpoint", "auto"):
         return int(given.start)
     seen: dict[int, Foreseen] = {}
 
@@ -136,11 +151,11 @@ def guessed(method: str, given: argparse.Namespace) -> int:
             print(f"  {method}: {tokens} tokens: planned {planned}", flush=True)
         return seen[tokens].peak_bytes
 
-    cap = int(given.gib * 2**30 * (1 - (MARGIN if method == "auto" else 0)))
+    cap = int(given.gib * 2**30 * (1 - (MARGIN if variant.ours else 0)))
     try:
         tokens = cross(peak, cap, first=given.start, grain=given.grain, limit=given.longest)
-    except GraphOffloadError as error:
-        print(f"  {method}: no plan ({error}); begins at {given.start}", flush=True)
+    except (GraphOffloadError, RuntimeError) as error:  # packed weights of bitsandbytes are not traced without their data
+        print(f"  {method}: no plan ({str(error).splitlines()[0][:200]}); begins at {given.start}", flush=True)
         return int(given.start)
     print(f"  {method}: begins at {tokens} tokens", flush=True)
     return tokens
@@ -157,10 +172,15 @@ def attempt(method: str, tokens: int, given: argparse.Namespace) -> Tried:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     session = None
     try:
+        hold_to(None)  # a base that is packed into four bits is made in bfloat16 first
         workload = workload_of(tokens, device, given)
+        measure.tidy()
+        hold_to(given.gib)
         measure.materialise_gradients(workload.module)
-        session = measure.Session(workload, apply(parse(variant_of(method, device, given)), workload, Eligible()))
-        session.step()  # compiles; what does not fit fails here
+        variant = parse(variant_of(method, device, given))
+        session = measure.Session(workload, apply(variant, workload, Eligible()))
+        for _ in range(STEPS_TO_PLAN if variant.per_block and variant.ours else 1):
+            session.step()  # compiles; what does not fit fails here
         warm = time.perf_counter()
         samples = [session.step()]
         while len(samples) <= given.steps and time.perf_counter() - warm < given.attempt_s:
@@ -173,7 +193,8 @@ def attempt(method: str, tokens: int, given: argparse.Namespace) -> Tried:
     except Exception as error:
         why = _out_of_room(error)
         if not why:
-            raise
+            lines = str(error).strip().splitlines() or [""]
+            raise Broken(f"{type(error).__name__}: {lines[0][:400]}") from error
         return Tried(method, tokens, None, why=why, seconds=time.perf_counter() - began)
     finally:
         if session is not None:
@@ -181,12 +202,20 @@ def attempt(method: str, tokens: int, given: argparse.Namespace) -> Tried:
         measure.tidy()
 
 
+def hold_to(gib: float | None) -> None:
+    """Let this process allocate so much of the GPU; None: all of it."""
+    if torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(gib * 2**30 / whole, 1.0))
+
+
 def variant_of(method: str, device: str, given: argparse.Namespace) -> str:
-    """The method's name with its options, as variants.parse reads it."""
-    if method != "auto" or device != "cuda":
+    """The method's name with its options, as variants.parse reads it; what stands before a slash stays."""
+    *before, name = method.split("/")
+    if name != "auto" or device != "cuda":
         return method
     budget = f"auto:{given.gib * (1 - MARGIN):.2f}GiB+reserve=0"
-    return f"{budget}+host_budget={given.host_gib}GiB" if given.host_gib else budget
+    return "/".join((*before, f"{budget}+host_budget={given.host_gib}GiB" if given.host_gib else budget))
 
 
 def _out_of_room(error: BaseException | None) -> str:
@@ -228,13 +257,17 @@ def longest(fits: Callable[[int], bool], *, guess: int, limit: int, grain: int) 
 def search(method: str, given: argparse.Namespace, note: Callable[[Tried], None]) -> None:
     """Try lengths of one method until its longest is known; each is noted when it is done. Stops early past --limit-s."""
     guess = guessed(method, given)
-    began, slowest = time.perf_counter(), 0.0
+    ends, slowest = min(time.perf_counter() + given.limit_s, given.ends), 0.0
 
     def fits(tokens: int) -> bool:
         nonlocal slowest
-        if time.perf_counter() - began + slowest > given.limit_s:
+        if time.perf_counter() + slowest > ends:
             raise OutOfTime(tokens)
-        tried = attempt(method, tokens, given)
+        try:
+            tried = attempt(method, tokens, given)
+        except Broken as error:
+            note(Tried(method, tokens, None, why=str(error)))
+            raise
         slowest = max(slowest, tried.seconds)
         note(tried)
         return tried.tokens_per_s is not None
@@ -243,6 +276,8 @@ def search(method: str, given: argparse.Namespace, note: Callable[[Tried], None]
         longest(fits, guess=guess, limit=given.longest, grain=given.grain)
     except OutOfTime as stop:
         print(f"  {method}: out of time, {stop} tokens were not tried", flush=True)
+    except Broken as error:
+        traceback.print_exception(error.__cause__)
 
 
 # What is shown
@@ -266,7 +301,8 @@ def result_of(given: argparse.Namespace, noted: dict[str, Any], attempts: Sequen
     facts = {"gib": given.gib, "host_gib": given.host_gib, "loss_chunk": given.loss_chunk, "sizes": given.size}
     names = ("date", "device", "torch", "commit", "command")
     rows = tuple(asdict(tried) for tried in attempts)
-    subject = results.subject_of(f"longest-{given.model}", {}, tiny=given.tiny)
+    changed = {**given.size, **({"gib": f"{given.gib:g}"} if given.gib != GIB else {})}
+    subject = results.subject_of(f"longest-{given.model}", changed, tiny=given.tiny)
     return results.Result(subject=subject, kind="longest", rows=rows, facts=facts, **{name: noted[name] for name in names})
 
 
@@ -281,8 +317,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     sequences = sorted(name for name, spec in MODELS.items() if "tokens" in spec.real and "chunk" not in spec.real)
     parser.add_argument("--model", choices=sequences, default="llama4k")
     parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N", help="change single sizes of the model")
-    parser.add_argument("--methods", default="keep,checkpoint,auto", help="variants, separated by commas; auto is graphoffload")
-    parser.add_argument("--gib", type=float, default=80.0, help="device memory that the process may use")
+    parser.add_argument("--methods", default="keep,checkpoint,auto", help="variants, by commas; auto is graphoffload")
+    parser.add_argument("--gib", type=float, default=GIB, help="device memory that the process may use")
     parser.add_argument("--host-gib", type=float, default=0.0, help="host memory for graphoffload; 0: what it finds")
     parser.add_argument("--guess", type=_guess, default={}, metavar="METHOD=TOKENS,...", help="where to begin")
     parser.add_argument("--predict", action="store_true", help="print where each method would begin, and stop")
@@ -294,10 +330,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured, after two more")
     parser.add_argument("--attempt-s", type=float, default=30.0, help="no further step is begun past these; one is timed")
     parser.add_argument("--limit-s", type=float, default=1200.0, help="for one method")
+    parser.add_argument("--wall-s", type=float, default=float("inf"), help="for the call: nothing begins that would end later")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, one length")
     parser.add_argument("--out", type=Path, default=None, help="result file (JSON), written after each attempt")
     parser.add_argument("--commit", default="", help="what the result file says was measured (default: this checkout's)")
     given = parser.parse_args(argv)
+    given.ends = time.perf_counter() + given.wall_s
     given.size = {name: int(value) for name, value in (size.split("=") for size in given.size)}
     if given.tiny:
         given.start = given.longest = given.grain = 64
@@ -322,9 +360,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.out is not None:
             given.out.write_text(result_of(given, noted, attempts).to_json())
 
-    if torch.cuda.is_available():
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(given.gib * 2**30 / whole, 1.0))
     with measure.many_variants():
         for method in methods:
             print(f"{given.model}, {method}:", flush=True)

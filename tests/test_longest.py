@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphoffload.bench import page
 from graphoffload.errors import BudgetError
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "longest.py"
@@ -132,6 +134,47 @@ def test_no_attempt_that_would_end_too_late(
     assert printed.splitlines()[-1].split()[-1] == "-", "what was not tried is not called too long"
 
 
+def test_a_method_that_fails_is_a_row_and_the_next_one_runs(example: ModuleType, tmp_path: Path) -> None:
+    """For another reason than its length, a package that is not there for example; the file's subject has the cap and sizes."""
+    out = tmp_path / "out.json"
+    sizes = ["--model", "llama3-8b-lora", "--size", "rank=2", "layers=1", "--gib", "24"]
+    assert example.main(["--tiny", *sizes, "--methods", "jax,tiled:16/hf-checkpoint", "--steps", "1", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    failed, trained = found["rows"]
+    assert failed["why"].startswith("NotMeasurable: ")
+    assert trained["tokens_per_s"] > 0
+    assert found["subject"] == "longest-llama3-8b-lora,gib=24,layers=1,rank=2,tiny"
+
+
+def test_a_page_has_published_lengths_and_methods_that_failed(example: ModuleType, tmp_path: Path) -> None:
+    """Beside what was measured, in the order of their lengths."""
+    given = example.arguments(["--model", "llama3-8b-lora", "--size", "bits=4", "--gib", "24"])
+    attempts = [
+        example.Tried("auto", 81920, 4000.0, 20480.0, 1, 24_000_000_000),
+        example.Tried("trl-offload", 65536, None, why="NotMeasurable: needs trl (pip install trl)"),
+    ]
+    noted = {"date": "2026-11-24T12:00:00", "device": "H200", "torch": "2.11.0", "commit": "abc", "command": "x"}
+    result = replace(example.result_of(given, noted, attempts), path=tmp_path / "a.json")
+    lines = page.longest(page.Source([result], tmp_path, tmp_path), "longest-llama3-8b-lora,bits=4,gib=24")
+    shown = [[cell.strip() for cell in line.split("|")[2:4]] for line in lines[2:]]
+    assert shown == [
+        ["trl-offload", "0"], ["published: Hugging Face and FlashAttention 2", "5,789"], ["published: Unsloth", "78,475"],
+        ["**graphoffload**", "81,920"],
+    ]  # fmt: skip
+    assert "65,536: NotMeasurable: needs trl" in lines[2]
+    assert "unsloth.ai/docs/basics/unsloth-benchmarks" in lines[3]
+
+
+def test_nothing_begins_after_the_calls_time(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths: list[tuple[str, int]] = []
+    monkeypatch.setattr(example, "attempt", trial(example, {"keep": 20000, "auto": 20000}, lengths))
+    example.main(["--methods", "keep,auto", "--guess", "keep=16384,auto=16384", "--wall-s", "0"])
+    assert lengths == []
+    assert "keep: out of time, 16384 tokens were not tried" in capsys.readouterr().out
+
+
 def options(example: ModuleType, *given: str) -> Any:
     return example.arguments(["--tiny", *given])
 
@@ -196,6 +239,7 @@ def test_budget_leaves_what_auto_leaves(example: ModuleType) -> None:
     given = options(example, "--gib", "80", "--host-gib", "100")
     assert example.variant_of("auto", "cuda", given) == "auto:78.40GiB+reserve=0+host_budget=100.0GiB"
     assert example.variant_of("keep", "cuda", given) == "keep"
+    assert example.variant_of("tiled:64/per-block/auto", "cuda", given).startswith("tiled:64/per-block/auto:78.40GiB+reserve=0")
 
 
 def test_what_an_attempt_ran_out_of_is_said(example: ModuleType) -> None:

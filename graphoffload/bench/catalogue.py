@@ -80,9 +80,12 @@ class Table:
 _MAXING = "torchtitan's auto_perf_maxing (open pull requests #3798 to #4636), one H100, ratios to its own keep-all"
 _TRAINED = "optimizer=adamw,precision=cast"
 _FIXED = "@selective@checkpoint"
-_8B = "qwen3-8b,batch=1,{tokens},baseline=checkpoint,optimizer=adamw"
-_HF = "@hf-checkpoint@over:peak(hf-checkpoint)@hf-checkpoint-offload@over:peak(hf-checkpoint-offload)"
-_TRL = "@trl-offload@over:peak(trl-offload)@deepspeed-checkpoint@unsloth-checkpoint"
+_8B = "qwen3-8b,batch=1,chunk=4096,{tokens},baseline=hf-checkpoint"
+_HF = (
+    "@per-block/over:peak(hf-checkpoint)@hf-checkpoint-offload@per-block/over:peak(hf-checkpoint-offload)"
+    "@per-block/hf-checkpoint"
+)
+_TRL = "@deepspeed-checkpoint@trl-offload@per-block/over:peak(trl-offload)@unsloth-checkpoint"
 _MODULES = ("attn_norm", "core_attn", "attn_proj", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act")
 _FRACTIONS = (0.25, 0.5)
 _BY_HAND = (
@@ -121,7 +124,7 @@ TABLES: dict[str, Table] = {
         Table(
             "hf-qwen3-8b", "Qwen3-8B with Transformers' gradient checkpointing, with and without offload, at its peaks",
             "accelerate #4175 (FSDP2, 24 layers, another model: checkpoint 24.73 GB 1.38 s, with offload 24.73 GB 1.86 s)",
-            (f"{_8B.format(tokens='tokens=16384')}{_HF}@per-block/hf-checkpoint@per-block/over:peak(per-block/hf-checkpoint)",),
+            (f"{_8B.format(tokens='tokens=16384')}{_HF}@per-block/over:peak(per-block/hf-checkpoint)@over:peak(hf-checkpoint)",),
             {"hf-checkpoint": Figure(said="1.38 s"), "hf-checkpoint-offload": Figure(said="1.86 s")},
         ),
         Table(
@@ -152,9 +155,26 @@ TABLES: dict[str, Table] = {
             "pytorch #197838: that budget is neither kept nor monotone",
             tuple("@".join(("llama3-1b,precision=cast", *_and_ours(_BUDGETS[third::3]))) for third in (0, 1, 2)),
         ),
-        Table("jax-llama3-1b", "The same Llama in JAX with its offload policies", "not measured yet", ("llama3-1b@jax",)),
+        Table(
+            "jax-llama3-1b", "The same Llama in JAX under policies of jax.checkpoint, and a plan at the peak of each",
+            "nothing; JAX runs here",
+            ("@".join(("llama3-1b", *_and_ours(("jax:nothing", "jax:offload", "jax:dots")), "jax:everything")),),
+        ),
     )
 }  # fmt: skip
+
+LENGTHS_FROM = "[Unsloth](https://unsloth.ai/docs/basics/unsloth-benchmarks)"
+_LENGTHS = {
+    12: (21_848, 932), 16: (40_724, 2_551), 24: (78_475, 5_789), 40: (153_977, 12_264), 48: (191_728, 15_502),
+    80: (342_733, 28_454),
+}  # fmt: skip
+PUBLISHED_LENGTHS: dict[str, dict[str, int]] = {
+    "longest-llama3-8b-lora,bits=4" + (f",gib={gib}" if gib != 80 else ""): {
+        "Unsloth": theirs, "Hugging Face and FlashAttention 2": others
+    }
+    for gib, (theirs, others) in _LENGTHS.items()
+}  # fmt: skip
+"""By the subject of examples/longest.py: Llama 3.1 8B, QLoRA of rank 32 on all linears, batch 1, cards of so many GB."""
 
 
 def find(name: str) -> Table:

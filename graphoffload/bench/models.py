@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from graphoffload.bench import nets
+from graphoffload.bench.adapters import adapted
 from graphoffload.bench.recipe import LOW, PLAIN, Recipe, cast_where_used
 from graphoffload.errors import ConfigError
 
@@ -87,6 +88,12 @@ def _hf_llama(s: Sizes, device: torch.device) -> Workload:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return _hf_decoder(LlamaConfig, LlamaForCausalLM, s, device)
+
+
+def _lora(s: Sizes, device: torch.device) -> Workload:
+    workload = _hf_llama(s, device)
+    adapted(workload.module, rank=s["rank"], bits=s["bits"])
+    return workload
 
 
 def _hf_qwen(s: Sizes, device: torch.device) -> Workload:
@@ -221,6 +228,7 @@ _LLAMA = {"layers": 8, "dim": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8,
 _TINY = {"layers": 2, "dim": 64, "hidden": 128, "heads": 4, "kv_heads": 2, "vocab": 256, "batch": 2, "tokens": 64}
 _TINY_LM = {**_TINY, "tied": 1, "chunk": 0}
 _TINY_GPT = {"layers": 2, "dim": 64, "heads": 4, "vocab": 256, "batch": 2, "tokens": 64}
+_TINY_LORA = {**_TINY, "rank": 4, "bits": 16}
 _4X2K = {"batch": 4, "tokens": 2048, "chunk": 0}
 _SMALL = {"layers": 4, "dim": 1024, "hidden": 3584, "heads": 16, "kv_heads": 4, "vocab": 8192, "batch": 4, "tokens": 2048}
 
@@ -258,6 +266,9 @@ MODELS: dict[str, Spec] = {
         _trained(_hf_llama),
         {"layers": 28, "dim": 3072, "hidden": 8192, "heads": 24, "kv_heads": 8, "vocab": 128256, "tied": 1, **_4X2K},
         _TINY_LM,
+    ),
+    "llama3-8b-lora": Spec(
+        _lora, {**_LLAMA, "layers": 32, "vocab": 128256, "rank": 32, "bits": 16, "batch": 1, "tokens": 16384}, _TINY_LORA
     ),
     "qwen3-1.7b": Spec(
         _trained(_hf_qwen),

@@ -204,21 +204,25 @@ def longest(source: Source, *subjects: str) -> list[str]:
         tried = [(row, result) for result in source.results if result.subject == subject for row in result.rows]
         if not tried:
             raise ConfigError(f"no result file has a longest row of {subject}")
-        found = []
+        found, name = [], subject.removeprefix("longest-")
         for method in {row["method"] for row, _ in tried}:
             own = [(row, result) for row, result in tried if row["method"] == method]
             trained = [row for row in own if row[0]["tokens_per_s"]]
             if not trained:
+                (failed, result), *_ = own
+                nothing = [name, _METHODS.get(method, method), "0", *["-"] * 4]
+                found.append([*nothing, f"{failed['tokens']:,}: {failed['why']}", source.link(result)])
                 continue
             best, result = max(trained, key=lambda row: row[0]["tokens"])
             beyond = min((row for row, _ in own if not row["tokens_per_s"] and row["tokens"] > best["tokens"]),
                          key=lambda row: row["tokens"], default=None)  # fmt: skip
             found.append([
-                subject.removeprefix("longest-"), _METHODS.get(method, method),
-                f"{best['tokens']:,}", f"{best['tokens_per_s']:,.0f}",
+                name, _METHODS.get(method, method), f"{best['tokens']:,}", f"{best['tokens_per_s']:,.0f}",
                 f"{best['step_ms'] / 1e3:.1f}", f"{best['steps']}", f"{(best['peak_bytes'] or 0) / 1e9:.1f}",
                 f"{beyond['tokens']:,}: {beyond['why']}" if beyond else "not tried", source.link(result),
             ])  # fmt: skip
+        for who, tokens in catalogue.PUBLISHED_LENGTHS.get(subject, {}).items():
+            found.append([name, f"published: {who}", f"{tokens:,}", *["-"] * 5, catalogue.LENGTHS_FROM])
         lines += sorted(found, key=lambda cells: int(cells[2].replace(",", "")))
     header = ("model", "method", "tokens", "tokens/s", "step s", "steps", "peak GB", "does not train", "file")
     return _table(header, lines, left=2)

@@ -4,8 +4,8 @@
     hf-checkpoint-offload   the same with offload=True: what checkpoints hold waits in page-locked memory
     trl-offload             TRL's OffloadActivations: every activation, on streams of its own
     deepspeed-checkpoint    DeepSpeed's checkpointing function
-    unsloth-checkpoint      Unsloth's: inputs of layers are copied to the host
-    jax                     not measured yet
+    unsloth-checkpoint      Unsloth's: inputs of layers are copied to the host; its import needs a GPU
+    jax:nothing, ...        the same Llama in JAX, in a process of its own (jax_row.py)
 
 `compiled/NAME` compiles the whole model with plain torch.compile around it, `per-block/NAME` each layer. What is not installed
 is a row "SKIPPED: needs trl (pip install trl)". Checkpoints need a model of Transformers, which has the switch for them.
@@ -14,8 +14,7 @@ is a row "SKIPPED: needs trl (pip install trl)". Checkpoints need a model of Tra
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -23,29 +22,9 @@ from typing import Any
 import torch
 
 from graphoffload.bench.models import Workload
-from graphoffload.errors import ConfigError
+from graphoffload.bench.packages import NotMeasurable, needed
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-class NotMeasurable(ConfigError):
-    """A variant that cannot run here: its package is missing, or too old, or the model is not one that it takes."""
-
-
-def needed(module: str, package: str) -> Any:
-    """A module of an installed package.
-
-    Raises:
-        NotMeasurable: it is not installed, or its import fails; the message says what to install.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        missing = (error.name or "").partition(".")[0]
-        also = f": {error}" if missing and missing != package.replace("-", "_") else ""
-        raise NotMeasurable(f"needs {package} (pip install {package}){also}") from error
-    except Exception as error:  # some packages refuse to be imported on a machine without their GPU
-        raise NotMeasurable(f"{package} cannot be imported here ({type(error).__name__}: {error})") from error
 
 
 def transformers_model(workload: Workload) -> Any:
@@ -84,29 +63,35 @@ def _hf_checkpoint_offload(workload: Workload) -> Context:
 
 
 def _trl_offload(workload: Workload) -> Context:
+    """One manager for all steps, as TRL's trainer has, made of the model with the head: its output is not offloaded."""
     offloading = needed("trl.models.activation_offloading", "trl")
-    on_gpu = torch.cuda.is_available()
-    make = functools.partial(offloading.get_act_offloading_ctx_manager, warn_if_no_head=False)
-    return functools.partial(make, model=workload.module, use_pin_memory=on_gpu, use_streams=on_gpu)
+    if not torch.cuda.is_available():
+        raise NotMeasurable("trl offloads from a GPU alone")
+    make = offloading.get_act_offloading_ctx_manager
+    manager: contextlib.AbstractContextManager[Any] = make(model=transformers_model(workload), warn_if_no_head=False)
+    return lambda: manager
 
 
 def _deepspeed_checkpoint(workload: Workload) -> Context:
     checkpointing = needed("deepspeed.runtime.activation_checkpointing.checkpointing", "deepspeed")
-    checkpointing.configure(mpu_=None)
     _checkpoint_by(workload, checkpointing.checkpoint)
     return contextlib.nullcontext
 
 
 def _unsloth_checkpoint(workload: Workload) -> Context:
+    if importlib.util.find_spec("unsloth") is None:  # without it, unsloth_zoo refuses to be imported
+        raise NotMeasurable("needs unsloth (pip install unsloth)")
     checkpointing = needed("unsloth_zoo.gradient_checkpointing", "unsloth_zoo")
     _checkpoint_by(workload, checkpointing.unsloth_offloaded_gradient_checkpoint)
     return contextlib.nullcontext
 
 
 def _checkpoint_by(workload: Workload, function: Callable[..., Any]) -> None:
-    """Have Transformers checkpoint its layers by another function than torch's."""
+    """Have Transformers checkpoint its layers by another function than torch's, which starts at an input with a gradient."""
     model = transformers_model(workload)
     _enable(model, use_reentrant=True)
+    if not model.get_input_embeddings().weight.requires_grad:
+        model.enable_input_require_grads()
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module._gradient_checkpointing_func = function  # transformers' own
@@ -114,7 +99,7 @@ def _checkpoint_by(workload: Workload, function: Callable[..., Any]) -> None:
 
 def _jax(workload: Workload) -> Context:
     needed("jax", "jax")
-    raise NotMeasurable("a step of JAX is not measured yet")
+    raise NotMeasurable("jax runs in a process of its own beside a baseline, which there is in `bench` without --solo")
 
 
 RIVALS: dict[str, Callable[[Workload], Context]] = {

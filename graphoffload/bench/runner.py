@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from graphoffload.bench import measure, overlap, results
+from graphoffload.bench.jax_row import measure_jax
 from graphoffload.bench.measure import Row, Session
 from graphoffload.bench.models import Workload, build
 from graphoffload.bench.observed import REPEATS, forget_plans, our_plans, our_stats, twin_error
-from graphoffload.bench.rivals import NotMeasurable
+from graphoffload.bench.packages import NotMeasurable
 from graphoffload.bench.run_options import Options
 from graphoffload.bench.table import progress_line, show_table
 from graphoffload.bench.variants import Eligible, Variant, apply, parse
@@ -257,6 +258,9 @@ class Runner:
         self.bar.doing(f"{text}: compiling")
         try:
             variant = self._with_bytes(parse(text), rows)
+            if variant.kind == "jax" and self.baseline is not None:
+                measure_jax(row, variant.argument, self.baseline, self.reference, self.options.steps, self.noise or 0.0)
+                return row, None
             if self.options.solo:
                 torch.compiler.reset()
             forget_plans()

@@ -18,6 +18,7 @@
     ours:{"policy": ...}   any options of OffloadConfig as JSON
     per-block/NAME         keep, or any of ours, with every layer compiled on its own and the rest of the model in eager;
                            per-block/offload:5.8GB moves the same bytes as offload:5.8GB, evenly from all layers
+    tiled/NAME             any of these with MLPs that run 8192 tokens at a time (tiled.py); tiled:4096/NAME: so many
     hf-checkpoint, ...     what others ship (rivals.py), in eager; compiled/NAME and per-block/NAME compile it with plain torch
 Any of ours takes further options: offload:all+max_inflight_bytes=2GiB+verify=checksum
 """
@@ -37,7 +38,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from graphoffload.api.introspect import explain
+from graphoffload.bench import tiled
 from graphoffload.bench.models import Workload
+from graphoffload.bench.packages import NotMeasurable
 from graphoffload.bench.rivals import RIVALS
 from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.errors import ConfigError
@@ -59,6 +62,7 @@ class Variant:
     Attributes:
         per_block: each layer is compiled, and the rest of the model is not.
         whole: the model is compiled, which a rival is not by itself.
+        tile: MLPs run so many tokens at a time; 0: all at once.
     """
 
     text: str
@@ -67,6 +71,7 @@ class Variant:
     options: tuple[tuple[str, Any], ...] = ()
     per_block: bool = False
     whole: bool = False
+    tile: int = 0
 
     @property
     def relative_to(self) -> str:
@@ -113,6 +118,9 @@ def parse(text: str) -> Variant:
     Raises:
         ConfigError: unknown kind, or an argument that does not fit; the message lists the known kinds.
     """
+    tiles = re.fullmatch(r"tiled(?::(\d+))?/(.+)", text)
+    if tiles:
+        return replace(parse(tiles[2]), text=text, tile=int(tiles[1] or tiled.TOKENS))
     if text.startswith("per-block/"):
         variant = parse(text.removeprefix("per-block/"))
         if not (variant.ours or variant.kind == "keep" or variant.kind in RIVALS):
@@ -336,6 +344,8 @@ def apply(
 ) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Compile the workload's module in place as the variant says; returns the context that its steps run in."""
     kind, module = variant.kind, workload.module
+    if variant.tile and not tiled.tile_mlps(layers_of(workload), variant.tile):
+        raise NotMeasurable(f"{variant.text!r}: no layer of {workload.name} has an mlp")
     backend: Any = None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     if variant.ours:

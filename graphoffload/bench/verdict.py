@@ -14,7 +14,7 @@ import traceback
 import torch
 
 from graphoffload.bench.measure import Row, Session
-from graphoffload.bench.rivals import NotMeasurable
+from graphoffload.bench.packages import NotMeasurable
 from graphoffload.bench.variants import Variant
 from graphoffload.errors import ConfigError
 

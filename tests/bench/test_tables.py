@@ -89,11 +89,39 @@ def test_every_table_runs_tiny(name: str, tmp_path: Path, capsys: pytest.Capture
     assert {row["variant"] for row in rows} >= set(asked)
     measured = [row for row in rows if row["status"] == "ok"]
     assert all(row["total_bytes"] > row["peak_bytes"] > 0 for row in measured)
-    rivals_offload = ("hf-checkpoint-offload", "trl-offload")  # which need a GPU
-    reasons = ("SKIPPED: needs ", "SKIPPED: a step of JAX", *(f"SKIPPED: {name}" for name in rivals_offload), "FAILED: ")
+    skipped = ("needs ", "jax:", "hf-checkpoint-offload", "trl-offload", "trl offloads")  # by their packages, or without a GPU
+    reasons = (*(f"SKIPPED: {name}" for name in skipped), "FAILED: ")
     assert all(row["status"].startswith(reasons) for row in rows if row not in measured)
-    ours = [row for row in measured if row["variant"].startswith("over:")]
+    ours = [row for row in measured if row["variant"].removeprefix("per-block/").startswith("over:")]
     assert name == "jax-llama3-1b" or ours
+
+
+@pytest.mark.parametrize(
+    "policy", ["everything", "offload", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nothing", "dots"))]
+)
+def test_jax_trains_the_same_model(policy: str) -> None:
+    """Same weights and batch, in float32: loss and gradients are torch's; checkpoints take less than keeping everything."""
+    pytest.importorskip("jax")
+    runner = runner_of(f"llama3-1b,baseline=eager,layers=4@jax:{policy}", dtype=torch.float32)
+    row = next(row for row in runner.rows if row.variant.startswith("jax"))
+    assert row.status == "ok"
+    assert row.gradient_error is not None
+    assert row.gradient_error < 1e-5
+    assert row.loss == pytest.approx(runner.reference_loss, rel=1e-5)
+    assert row.ratio is not None
+    assert row.peak_bytes is not None
+    assert (row.peak_bytes > 3_500_000) == (policy == "everything")
+
+
+def test_jax_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    said = statuses(runner_of("qwen3-1.7b,baseline=eager@jax:nothing"))
+    assert said["jax:nothing"] == "SKIPPED: jax: qwen3-1.7b is no Llama whose loss is taken at once"
+    said = statuses(runner_of("llama3-1b,baseline=eager@jax:all"))
+    assert said["jax:all"].endswith("jax:all: there are jax:everything, jax:nothing, jax:dots, jax:offload, jax:offload-dots")
+    monkeypatch.setattr(sys, "executable", "false")
+    said = statuses(runner_of("llama3-1b,baseline=eager@jax:nothing"))
+    assert said["jax:nothing"] == "SKIPPED: jax:nothing failed: no output"
 
 
 def test_tables_are_described(capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,6 +344,25 @@ def test_checkpoints_by_anothers_function(monkeypatch: pytest.MonkeyPatch) -> No
     assert statuses(runner)["deepspeed-checkpoint"] == "ok"
     assert len(calls) % 2 == 0
     assert calls
+
+
+def test_trl_offloads_with_one_manager_of_the_model_with_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each step adds hooks, and what the head makes is offloaded too, which TRL leaves alone."""
+    models: list[Any] = []
+
+    def make(model: Any, warn_if_no_head: bool) -> Any:
+        models.append(model)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(rivals, "needed", lambda name, package: types.SimpleNamespace(get_act_offloading_ctx_manager=make))
+    workload = build("qwen3-8b", "cpu", tiny=True)
+    with pytest.raises(rivals.NotMeasurable, match="trl offloads from a GPU alone"):
+        apply(parse("trl-offload"), workload, Eligible())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    context = apply(parse("trl-offload"), workload, Eligible())
+    assert context() is context()
+    assert models == [workload.module.model]
+    assert hasattr(models[0], "lm_head")
 
 
 @pytest.mark.usefixtures("quick")
