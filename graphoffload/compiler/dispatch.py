@@ -37,14 +37,14 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
 from graphoffload.runtime.step.calls import STEPS, StepCall, StepRun
-from graphoffload.runtime.step.schedule import START
+from graphoffload.runtime.step.schedule import START, Room
 from graphoffload.torch_internals import partitioning, storages
 from graphoffload.torch_internals.autograd import autograd_time, in_checkpoint
 from graphoffload.torch_internals.dynamo import Retraceable
 from graphoffload.torch_internals.partitioning import CustomPartitionerFn
 
 _MOST = 0.6  # share of all trained parameters: a graph with more is the model
-_ROOM = 8  # what stays in an unplanned run takes at most this part of the free memory
+_ROOM, _ROOM_OF_INPUTS = 8, 2  # what stays in an unplanned run, and what of inputs, takes at most this part of the free memory
 
 _numbers = itertools.count()
 GRAPHS: weakref.WeakValueDictionary[int, Dispatched] = weakref.WeakValueDictionary()
@@ -188,12 +188,13 @@ class Dispatched:
         call.is_variant = self.is_variant
         return self.first
 
-    def free_room(self, run: StepRun) -> int:
-        """Bytes that may stay on the device in a run that is not planned."""
+    def room(self, run: StepRun) -> Room:
+        """What may stay on the device in a run that is not planned."""
         budget = self.graph.limits.device_budget_bytes
         if budget is None or run.streams is None:
-            return 0
-        return max(0, budget - self.graph.limits.reserve_bytes - run.streams.allocated_bytes()[0]) // _ROOM
+            return Room()
+        free = max(0, budget - self.graph.limits.reserve_bytes - run.streams.allocated_bytes()[0])
+        return Room(free // _ROOM, None if run.flies else free // _ROOM_OF_INPUTS)
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.facts.limits import Limits
@@ -26,7 +27,8 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
     """What the recorded runs say of the step: bytes outside and gaps of the last one, and the peaks of gaps of any of them.
 
     A call's inputs that other graphs computed are outside where they were measured. They are activations of the call from the
-    end of its forward to its backward, so they come off what is outside there; and those of other microbatches in flight.
+    end of its forward to its backward, so they come off what is outside there, unless they were on the host; and those of other
+    microbatches in flight.
     """
     last = runs[-1]
     position = {graph.number: at for at, graph in enumerate(graphs)}
@@ -34,7 +36,10 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
     calls = []
     count = len(last.calls)
     ran = [_ran(graphs[position[call.graph]], call) for call in last.calls]
-    inputs = [graphs[position[call.graph]].family.input_bytes[variant] for call, variant in zip(last.calls, ran, strict=True)]
+    inputs = [
+        graphs[position[call.graph]].family.input_bytes[variant] - _gone_bytes(last, call)
+        for call, variant in zip(last.calls, ran, strict=True)
+    ]
     held = list(accumulate(inputs, initial=0))
     for call in last.calls:
         index = call.index
@@ -80,9 +85,20 @@ def _less(gap: Gap, nbytes: int) -> Gap:
     return replace(gap, outside_peak_bytes=max(0, gap.outside_peak_bytes - nbytes)) if gap.outside_peak_bytes else gap
 
 
+def _gone_bytes(run: StepRun, call: StepCall) -> int:
+    """Bytes of a call's own inputs that were on the host until its backward."""
+    times = _times(run)
+    return sum(nbytes for address, nbytes in call.gone.items() if times[address] == 1)
+
+
+def _times(run: StepRun) -> Counter[Any]:
+    """How many calls have each input, by what its memory is known by."""
+    return Counter(address for call in run.calls for address in set(call.inputs))
+
+
 def drop_shared_inputs(run: StepRun, graphs: Sequence[Dispatched]) -> None:
     """Inputs that several calls of a run have are no activations of any of them: offloading one for one call frees nothing."""
-    times = Counter(address for call in run.calls for address in set(call.inputs))
+    times = _times(run)
     for graph in graphs:
         calls = [call for call in run.calls if call.graph == graph.number]
         shared = {

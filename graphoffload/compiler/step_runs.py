@@ -106,7 +106,7 @@ def next_run(graph: Dispatched) -> StepRun:
             streams, recording=recording, watching=watching, plan=plan, hooked=hooked, step=step, flies=flies
         ),
     )
-    run.room_bytes = graph.free_room(run)
+    run.room = graph.room(run)
     with LOCK:  # a late backward of another thread may look at them
         for old in done:
             if not old.recording:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import graphoffload
+from graphoffload.compiler import dispatch
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.testing.lazy_streams import LazyStreams
 from graphoffload.torch_internals import allocator, storages
@@ -213,6 +214,48 @@ def test_the_peak_of_a_step_within_a_budget(way: str, share: float, counter: Cou
     counted = train(build(way, budget), counter)
     assert counted <= budget * (1 + CLOSE)
     assert predicted() == pytest.approx(counted, rel=CLOSE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_peak_of_a_step_whose_inputs_went_while_it_was_recorded(
+    way: str, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were not there when memory outside was measured, so that they do not come off it."""
+    train(build(way, PLENTY), counter)
+    budget = int(0.87 * predicted())
+    torch._dynamo.reset()
+    gc.collect()
+    monkeypatch.setattr(dispatch, "_ROOM_OF_INPUTS", PLENTY)
+    went: list[int] = []
+    before = graphoffload.stats()["offloads"]
+    counted = train(build(way, budget), counter, lambda step: went.append(graphoffload.stats()["offloads"] - before))
+    assert went[0] >= LAYERS - 1, "the first run's inputs were not offloaded"
+    assert predicted() == pytest.approx(counted, rel=CLOSE)
+    assert counted <= budget * (1 + CLOSE)
+
+
+def test_inputs_go_only_where_memory_is_short(counter: Counter) -> None:
+    """They are the last thing that a step without a plan holds: it holds less by those that go."""
+
+    def peak_of_the_first(budget: int) -> tuple[int, int]:
+        torch._dynamo.reset()
+        gc.collect()
+        before = graphoffload.stats()["offloads"]
+        model, words = build("plain", budget), torch.randint(VOCAB, (8, 256))
+        base = counter.peak_bytes = counter.now()
+        hidden: Any = model.embedding(words)
+        for layer in model.layers:
+            hidden = layer(hidden)
+        held = counter.now() - base
+        hidden.sum().backward()
+        return held, graphoffload.stats()["offloads"] - before
+
+    one = 8 * 256 * WIDTH * 4
+    held, went = peak_of_the_first(counter.now() + 40 * one)
+    assert went == 0
+    less, went = peak_of_the_first(counter.now() + 5 * one)
+    assert 1 <= went < LAYERS
+    assert less == held - went * one
 
 
 def test_a_deleted_model_that_is_garbage_does_not_count(counter: Counter) -> None:

@@ -47,11 +47,8 @@ class HostPool:
         self._idle: dict[Key, list[HostBuffer]] = {}
         self._coming: Counter[Key] = Counter()
         self._in_use_bytes = self._for_good_bytes = self._peak_bytes = self._count = self._allocations = 0
-        self._pinned_ever_bytes, self._pinning_s = 0, 0.0
-        self._returned_bytes = 0
-        self._window = Window(0)
-        self._arranged_for = ""
-        self._settled_for_bytes = 0
+        self._pinned_ever_bytes = self._returned_bytes = self._settled_for_bytes = 0
+        self._window, self._arranged_for, self._pinning_s = Window(0), "", 0.0
         self.budget_bytes: int | None = None
         self.reclaim: Callable[[], object] = lambda: None
         self.poison = False
@@ -125,10 +122,14 @@ class HostPool:
         self._count += 1
         return HostBuffer(slab, offset, nbytes)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much more may be in use."""
+        return self.budget_bytes is None or self._in_use_bytes + nbytes <= self.budget_bytes
+
     def _within_budget(self, nbytes: int, name: str) -> None:
-        if self.budget_bytes is not None and self._in_use_bytes + nbytes > self.budget_bytes:
+        if not self.has_room(nbytes):
             raise HostMemoryError(
-                f"host_budget={format_bytes(self.budget_bytes)} is spent: {name or 'an offloaded tensor'} needs "
+                f"host_budget={format_bytes(self.budget_bytes or 0)} is spent: {name or 'an offloaded tensor'} needs "
                 f"{format_bytes(nbytes)}, and {format_bytes(self._in_use_bytes)} are in use by activations whose backward is "
                 "still to come. Raise host_budget, or keep fewer microbatches in flight."
             )
@@ -207,8 +208,7 @@ class HostPool:
         """Unused slabs to close before `nbytes` more are allocated, smallest first, so that little excess is held."""
         needed = max(self._peak_bytes, self._in_use_bytes + nbytes, promised)
         limit = needed * _SLACK if self.budget_bytes is None else min(needed * _SLACK, self.budget_bytes)
-        closing: list[Slab] = []
-        held = self._held()
+        closing, held = list[Slab](), self._held()
         for slab in sorted((slab for slab in self._slabs if slab.unused), key=lambda slab: slab.nbytes):
             if held + nbytes <= limit:
                 break

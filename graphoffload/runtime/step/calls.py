@@ -32,7 +32,7 @@ from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.early import Copy, reload_early
-from graphoffload.runtime.step.schedule import START, Event, Mark, Schedule
+from graphoffload.runtime.step.schedule import START, Event, Mark, Room, Schedule
 from graphoffload.runtime.streams.copy_streams import streams_of
 from graphoffload.runtime.streams.protocol import CopyStreams
 from graphoffload.torch_internals import allocator, autograd
@@ -46,13 +46,13 @@ class StepCall:
 
     index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
     without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
-    tensors by id; None for one that is closed. inputs: memory of the inputs that other graphs computed, in a recorded run.
-    output_bytes: of what it returned, by output of its autograd node, in a recorded run. schedule: None where nothing is
-    planned for it. hooked: hooks tell it of its backward. node: its autograd node.
+    tensors by id; None for one that is closed. In a recorded run: inputs, memory of those that other graphs computed; gone,
+    bytes of those that went to the host; output_bytes, of what it returned, by output of its autograd node. schedule: None
+    where nothing is planned for it. hooked: hooks tell it of its backward. node: its autograd node.
     """
 
     __slots__ = (
-        "began", "ended", "entries", "graph", "hooked", "index", "inputs", "is_variant", "kept_bytes", "key", "node",
+        "began", "ended", "entries", "gone", "graph", "hooked", "index", "inputs", "is_variant", "kept_bytes", "key", "node",
         "output_bytes", "run", "schedule", "variant",
     )  # fmt: skip
 
@@ -61,7 +61,7 @@ class StepCall:
         self.key = ""
         self.variant = 0
         self.kept_bytes = 0
-        self.inputs: tuple[Any, ...] = ()
+        self.inputs, self.gone = tuple[Any, ...](), dict[Any, int]()
         self.output_bytes = _NONE
         self.schedule: Schedule | None = None
         self.entries: dict[int, OffloadedTensor | None] = {}
@@ -131,13 +131,13 @@ class StepRun:
     aborted: an error ended it, or nobody sees when it ends. learnt: it is over, and what it taught is known.
     step: the sequence of calls that is expected, if it is known. flies: a forward of it is followed by other microbatches'.
     alive: all runs on the device that are not over, oldest first. outlived: younger ones that ended before it.
-    start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended.
+    start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended. room: what may stay.
     """
 
     __slots__ = (
         "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "hooked", "learnt", "marks", "off",
-        "outlived", "peak_bytes", "plan", "recording", "resident_bytes", "room_bytes", "settled", "start_peak_bytes", "step",
-        "streams", "tells", "turned", "watches",
+        "outlived", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes", "step", "streams", "tells",
+        "turned", "watches",
     )  # fmt: skip
 
     def __init__(
@@ -164,7 +164,7 @@ class StepRun:
         self.copies: list[OffloadedTensor] = []
         self.ahead: list[OffloadedTensor] = []
         self.ended: list[int] = []
-        self.settled = self.resident_bytes = self.room_bytes = self.outlived = 0
+        self.settled, self.outlived, self.room = 0, 0, Room()
         self.start_peak_bytes = streams.allocated_bytes()[1] if streams is not None else 0
         self.peak_bytes = 0
         self.turned = self.off = self.aborted = self.learnt = self.tells = False

@@ -8,8 +8,8 @@
 
 The runtime acts only where an op runs, or a backward starts. The schedule is made for these events (planner/step/events.py). A
 call that the plan does not expect puts the run off its plan: everything pending is waited for, and from then on each release
-waits for its own copy. That costs time, never a gradient. What stays is as in the schedule, or without one as far as there is
-plenty of memory.
+waits for its own copy. That costs time, never a gradient. What stays is as in the schedule. Without one, inputs stay while
+memory is free, and everything else while plenty is.
 
 Sources that are pending are safe since nothing inside a linked graph reuses their memory (decision 6). Memory is freed only
 after the stream that owns it waits for the copy.
@@ -23,8 +23,10 @@ import torch
 
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, OffloadedTensor
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.calls import STEPS, StepCall
 from graphoffload.runtime.step.early import take_early
+from graphoffload.torch_internals.storages import lasting
 
 
 def enter(entry: OffloadedTensor) -> bool:
@@ -50,11 +52,10 @@ def stays(entry: OffloadedTensor, call: StepCall) -> bool:
         if entry.id in schedule.goes:
             return False
     elif entry.id in entry.run.inputs:
-        pass  # an unplanned call leaves its inputs where they are
-    elif not call.is_variant or run.resident_bytes + nbytes > run.room_bytes:
+        if not run.room.take_input(nbytes) and POOL.has_room(nbytes):
+            return False
+    elif not call.is_variant or not run.room.take(nbytes):
         return False
-    else:
-        run.resident_bytes += nbytes
     entry.let_stay(streams.compute())
     return True
 
@@ -63,6 +64,8 @@ def offloaded(entry: OffloadedTensor, call: StepCall) -> None:
     """A copy to the host has started, or the tensor stays."""
     if entry.state is COPYING:
         call.run.copies.append(entry)
+        if call.run.recording and entry.id in entry.run.inputs and entry.source is not None:
+            call.gone[lasting(entry.source.untyped_storage())] = entry.layout.nbytes
     call.run.happened(call, ("offload", entry.id))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Event = tuple[str, int]
@@ -21,6 +22,29 @@ class Schedule(NamedTuple):
     goes: frozenset[int]
     settle: Mapping[Event, int]
     prefetch: Mapping[Event, tuple[tuple[int, int], ...]]
+
+
+@dataclass(slots=True)
+class Room:
+    """What may stay on the device in calls that are not planned: so many bytes of what they computed, and of their inputs that
+    other graphs computed (None: all of these)."""
+
+    own_bytes: int = 0
+    input_bytes: int | None = None
+
+    def take(self, nbytes: int) -> bool:
+        """Whether so much more stays of what a call computed; it is counted if it does."""
+        fits = nbytes <= self.own_bytes
+        self.own_bytes -= nbytes if fits else 0
+        return fits
+
+    def take_input(self, nbytes: int) -> bool:
+        """The same for an input."""
+        if self.input_bytes is None:
+            return True
+        fits = nbytes <= self.input_bytes
+        self.input_bytes -= nbytes if fits else 0
+        return fits
 
 
 class Mark(NamedTuple):
