@@ -19,6 +19,7 @@ from lazy import LazyStreams, clean_slate, lazy_steps, once
 from torch import Tensor
 
 import graphoffload
+from graphoffload.compiler import dispatch
 from graphoffload.errors import BudgetError
 from graphoffload.runtime import host_memory, ops
 from graphoffload.runtime.handles import ENTRIES
@@ -135,6 +136,11 @@ class Loop(RuleBasedStateMachine):
     def another_budget(self, budget: int) -> None:
         """From the next step on."""
         graphoffload.set_budget(budget)
+
+    @rule(short=st.booleans())
+    def memory(self, short: bool) -> None:
+        """Where it is short, inputs go to the host in calls that no plan knows."""
+        self.stack.enter_context(mock.patch.object(dispatch, "_ROOM_OF_INPUTS", 10**9 if short else 2))
 
     @invariant()
     def no_copy_ran_on_free_memory(self) -> None:
