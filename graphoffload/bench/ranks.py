@@ -9,6 +9,9 @@ parallel: around it), ours (no options), ours:SIZE (a device_budget), ours:check
 rank), and ours:halfway (between that and keep's). A step is forward, backward and AdamW's step. Its time is the slowest rank's,
 its peak is everything that a rank has allocated. Gradients of the last step are compared with those of the first keep.
 
+A row also says until when the host issued a step, and how often the measured steps asked the system for memory. A step that
+does either is slow for another reason than its plan.
+
 A variant that fails ends the processes of its way, since other ranks may wait in a collective. What is left runs in new ones,
 after another keep. Each way becomes OUT/ranks-WAY.json, a file of training steps (training.py), failures included.
 """
@@ -25,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +48,7 @@ from graphoffload.cache_files import write_whole
 from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.errors import ConfigError
 from graphoffload.report.offload_report import OffloadReport
-from graphoffload.runtime import release_host_memory
+from graphoffload.runtime import host_memory, release_host_memory
 from graphoffload.runtime.registry import last_plans
 from graphoffload.units import parse_size
 
@@ -55,6 +59,7 @@ PLAIN_SETTLED = 3
 _WORKER = "_GRAPHOFFLOAD_BENCH_RANKS"
 _SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast stays off: it is not a benchmark's to use on a host whose GPUs are shared."""
+_PLANNED = ("predicted_GB", "slowdown", "bound", "copied_GB", "recomputed_GB")
 _AGAIN = "again"
 """The name of a keep that only gives later variants something to compare with."""
 Row = dict[str, Any]
@@ -192,6 +197,23 @@ def _table(way: str, rows: list[Row]) -> str:
 # A rank
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A measured step. host_seconds: until its last launch. device, host: how often memory was taken from the system in it."""
+
+    seconds: float
+    host_seconds: float
+    loss: float | None
+    device: int
+    host: int
+
+
+def _allocated(device: torch.device) -> tuple[int, int]:
+    """How often the device's allocator and the pool of host memory have asked the system for memory."""
+    taken = torch.cuda.memory_stats(device).get("num_device_alloc", 0) if device.type == "cuda" else 0
+    return int(taken), host_memory().allocations
+
+
 class _Rank:
     """One process of a way: its group, its device, and what earlier variants left to compare with."""
 
@@ -222,16 +244,18 @@ class _Rank:
         with share.context():
             steps = list(self._steps(share, optimizers, self.given.settled if name.startswith("ours") else PLAIN_SETTLED))
             peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else self._peak_of_cpu(share, optimizers)
-        own: Row = {"peak_GB": peak / 1e9, "times_s": [seconds for seconds, _ in steps], "compile_s": self.begun_s}
-        own |= {"loss": steps[-1][1], "worst_grad": self._error(share)}
+        own: Row = {"peak_GB": peak / 1e9, "times_s": [step.seconds for step in steps], "compile_s": self.begun_s}
+        own |= {"loss": steps[-1].loss, "worst_grad": self._error(share)}
+        own |= {"host_ms": 1e3 * statistics.median(step.host_seconds for step in steps)}
+        own |= {"allocations": {"device": sum(step.device for step in steps), "host": sum(step.host for step in steps)}}
         if name.startswith("ours"):
             own |= _planned()
         everybody: list[Row] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everybody, own)
         return _joined(name, everybody)
 
-    def _steps(self, share: Share, optimizers: Optimizers, settled: int) -> Iterator[tuple[float, float | None]]:
-        """Seconds and loss of the measured steps, after so many others; gradients of the last one stay."""
+    def _steps(self, share: Share, optimizers: Optimizers, settled: int) -> Iterator[_Step]:
+        """The measured steps, after so many others; gradients of the last one stay."""
         for index in range(settled + self.given.steps):
             share.clear_gradients()
             if index == settled and self.device.type == "cuda":
@@ -239,16 +263,18 @@ class _Rank:
             self._wait()
             dist.barrier()
             self._wait()
-            began = time.perf_counter()
+            before, began = _allocated(self.device), time.perf_counter()
             loss = share.run()
             for optimizer in optimizers:
                 optimizer.step()
+            launched = time.perf_counter()
             self._wait()
             seconds = time.perf_counter() - began
             if index == 0:
                 self.begun_s = seconds
             if index >= settled:
-                yield seconds, None if loss is None else float(loss)
+                made = [now - earlier for earlier, now in zip(before, _allocated(self.device), strict=True)]
+                yield _Step(seconds, launched - began, None if loss is None else float(loss), *made)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -343,10 +369,11 @@ def _joined(name: str, ranks: list[Row]) -> Row:
     """One row of what all ranks found: the slowest time of each step, the highest of everything else."""
     times = [max(step) for step in zip(*(row["times_s"] for row in ranks), strict=True)]
     row: Row = {"name": name, "ms": 1e3 * statistics.median(times)}
-    for field in ("peak_GB", "predicted_GB", "slowdown", "bound", "copied_GB", "recomputed_GB", "worst_grad", "compile_s"):
+    for field in (*_PLANNED, "peak_GB", "worst_grad", "compile_s", "host_ms"):
         found = [own[field] for own in ranks if own.get(field) is not None]
         row |= {field: max(found)} if found else {}
     row |= {f"{field}s": [own[field] for own in ranks] for field in ("peak_GB", "predicted_GB") if field in ranks[0]}
+    row |= {"allocations": [own.get("allocations") for own in ranks]}
     return {**row, "losses": [own["loss"] for own in ranks], "times_s": times}
 
 
