@@ -36,7 +36,8 @@ def test_gradients_are_those_of_keep_all(tmp_path: Path, inner: str) -> None:
 
     Beside it: no warning, half of the host memory for each, a link that both measured at the same time.
     """
-    found = spawned(train, tmp_path, CPU, inner)
+    server()
+    found = spawned(train, tmp_path, CPU, inner, method="forkserver")
     for case in CASES:
         check_case(found, case, CPU, inner)
     check_surroundings(found)

@@ -46,7 +46,8 @@ INDUCTOR = (
     "block_autocast", "checkpoint",
 )  # fmt: skip
 """Where compilers change layouts, fuse, or draw random numbers of their own. Each costs several compiles."""
-LONG = ("block_autocast", "checkpoint", "sdpa_dropout")
+LONG = ("block_autocast", "checkpoint", "conv_net", "sdpa_dropout", "small_slice")
+"""Whose like every run has by others: layouts and slices in tests/runtime/test_layouts.py."""
 
 FLOOR = 1e-8
 """Gradient errors below this are the float64 reference's own rounding."""

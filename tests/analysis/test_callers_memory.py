@@ -126,10 +126,15 @@ PLANS: list[dict[str, Any]] = [
 
 
 @pytest.mark.filterwarnings("ignore::graphoffload.errors.LargeSlowdownWarning")
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("write", [by_numpy, by_data, by_a_view_of_data])
-@pytest.mark.parametrize("function", [towers, towers_of_a_view])
+@pytest.mark.parametrize(
+    ("function", "inner"),
+    [
+        (towers, "aot_eager"), (towers_of_a_view, "aot_eager"), (towers, "inductor"),
+        pytest.param(towers_of_a_view, "inductor", marks=pytest.mark.long),  # twice the kernels of towers
+    ],
+)  # fmt: skip
 def test_what_the_caller_writes_is_not_read(
     function: Callable[..., Any], write: Callable[[Tensor], None], plan: dict[str, Any], inner: str
 ) -> None:

@@ -133,7 +133,7 @@ class Broken(Blocks):
         return x.float().square().mean()
 
 
-@pytest.mark.parametrize("block", [Experts, Attention])
+@pytest.mark.parametrize("block", [pytest.param(Experts, marks=pytest.mark.long), Attention])
 def test_a_step_of_several_graphs_fits_as_well(block: type[nn.Module]) -> None:
     torch.manual_seed(0)
     made, x = Broken(4, block).to(torch.bfloat16), torch.randn(TOKENS, WIDTH).to(torch.bfloat16)

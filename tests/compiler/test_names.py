@@ -277,7 +277,7 @@ def _peft_step(model: nn.Module, **options: Any) -> tuple[set[str], int]:
     return planned(model, lambda _: loss_of(model))
 
 
-@pytest.mark.parametrize("wrap", [False, True], ids=["alone", "as accelerate wraps it"])
+@pytest.mark.parametrize("wrap", [pytest.param(False, marks=pytest.mark.long), True], ids=["alone", "as accelerate wraps it"])
 def test_a_peft_model_with_checkpointing_trains(wrap: bool) -> None:
     """Its hooks make Dynamo skip the outer frames: graphs start further in, and none is the whole."""
     model = llama(layers=1)

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from forked import server
 from lazy import lazy_streams
 from torch import Tensor, nn
 
@@ -76,7 +77,8 @@ def trained(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = (port, ranks, str(folder), module, ways, inner)
-    started = mp.start_processes(_rank, args=arguments, nprocs=ranks, join=False, start_method="spawn")
+    server()
+    started = mp.start_processes(_rank, args=arguments, nprocs=ranks, join=False, start_method="forkserver")
     deadline = time.monotonic() + LIMIT_S
     try:
         while not started.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=2.0):

@@ -14,6 +14,8 @@ from net.step import OwnStep, Saved, Taken, missing, take, whole_error, worse
 from net.table import Architecture, Missing, everything, hf
 
 FAST = [name for name, architecture in everything().items() if architecture.fast]
+LONG = ("mamba",)
+"""A state space is planned in every run in tests/analysis/test_kernels.py."""
 KINDS = (
     "dense decoder", "experts", "latent attention", "sinks", "sliding windows", "state space", "linear attention", "encoder",
     "encoder and decoder", "speech", "spectrum", "image transformer", "convolutions", "detection", "diffusion, U-Net",
@@ -23,7 +25,7 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in FAST])
 def test_fast_architecture(name: str) -> None:
     """Every way, aot_eager: gradients, counters; device and host bytes together are what plain torch keeps."""
     architecture = everything()[name]

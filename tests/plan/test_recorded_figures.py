@@ -16,9 +16,11 @@ from tests.plan import recordings
 FIGURES: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("figures.json").read_text())
 TOLERANCE = 0.1
 """Points: percent of slowdown for a budget, percent of keep-all's peak for a slowdown."""
+LONG = ("bert",)
+"""As long as a third of the others together, and as they are."""
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in FIGURES])
 def test_a_plan_is_no_worse_than_its_recorded_figure(name: str) -> None:
     """One budget, one slowdown, and one budget over a slow link."""
     program, measured_on = recordings.load(name), recordings.hardware_of(name)

@@ -89,7 +89,7 @@ def test_a_whole_model_behind_an_embedding_releases_as_planned(lazy: LazyStreams
         assert 0 < stats["inflight_peak_bytes"] < stats["d2h_bytes"] / 2
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_releases_in_the_middle_are_left_to_the_next_graph(lazy: LazyStreams, inner: str) -> None:
     """The link may be busy with the copies of graphs before; the window bounds what is outstanding of all of them.
 

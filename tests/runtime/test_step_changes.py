@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lazy import LazyStreams, forget_steps
+from lazy import LazyStreams, afresh, clean_slate, forget_steps, once
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,7 +45,7 @@ from tests.runtime.stepping import (
     step,
 )
 
-__all__ = ["lazy"]
+__all__ = ["afresh", "clean_slate", "lazy", "once"]
 
 CPU = torch.device("cpu")
 
@@ -200,6 +200,7 @@ class Mixed(Model):
         return y
 
 
+@pytest.mark.usefixtures("afresh")
 def test_variants_are_compiled_in_the_state_of_their_graphs(lazy: LazyStreams) -> None:
     """A step is planned where its first graph is called, which runs without autocast."""
     torch.manual_seed(0)
@@ -212,6 +213,7 @@ def test_variants_are_compiled_in_the_state_of_their_graphs(lazy: LazyStreams) -
     assert graphoffload.stats()["deferred"] > 0
 
 
+@pytest.mark.usefixtures("afresh")
 def test_random_numbers_are_those_of_a_run_without_a_plan(lazy: LazyStreams) -> None:
     """Dropout, in every step; a compile that draws gives back what it drew."""
     torch.manual_seed(0)
@@ -330,6 +332,7 @@ def test_what_was_asked_of_a_group_that_is_gone_is_asked_again(lazy: LazyStreams
     assert known.plan is not before
 
 
+@pytest.mark.usefixtures("afresh")
 @pytest.mark.parametrize("where", ["family_of", "compile_by"])
 @pytest.mark.parametrize("kind", [ShapeGuardError, PlanError])
 def test_a_graph_that_cannot_be_compiled_again(lazy: LazyStreams, where: str, kind: type[Exception]) -> None:
@@ -444,6 +447,7 @@ def test_threads(lazy: LazyStreams) -> None:
     assert_equal(step(models[0], batch()), expected)
 
 
+@pytest.mark.usefixtures("afresh")
 def test_variants_are_compiled_under_dynamos_lock(lazy: LazyStreams) -> None:
     """Tracing writes to state of the process: two threads that trace at once break each other."""
     from torch._dynamo.convert_frame import compile_lock

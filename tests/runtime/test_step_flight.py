@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lazy import LazyStreams, lazy_steps
+from lazy import LazyStreams, clean_slate, lazy_steps, once
 from torch import Tensor, nn
 
 import graphoffload
@@ -20,6 +20,8 @@ from graphoffload.errors import BudgetError, StepNotPlannedWarning
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
 from tests.runtime.stepping import OPTIONS, PLENTY, assert_equal, plan_now
 from tests.runtime.test_step_truth import CLOSE, WIDTH, Block, Counter
+
+__all__ = ["clean_slate", "once"]
 
 BLOCKS, ROWS, MICROBATCHES = 4, 64, 6
 AT_A_TIME = 3

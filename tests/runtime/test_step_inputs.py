@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lazy import lazy_streams
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -11,7 +12,6 @@ import graphoffload
 from graphoffload.compiler import compile_variant
 from graphoffload.errors import RuntimeStateError
 from graphoffload.facts.saved_tensors import INPUT
-from tests.lazy import lazy_streams
 
 BLOCKS, WIDTH, WORDS = 6, 64, 100
 OPTIONS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy import LazyStreams, lazy_steps
+from lazy import LazyStreams, clean_slate, lazy_steps, once
 from torch import Tensor, nn
 
 import graphoffload
@@ -21,6 +21,8 @@ from graphoffload.facts.goals import MeetBudget
 from graphoffload.torch_internals import autograd
 from tests.runtime import stepping
 from tests.runtime.stepping import Model, assert_equal, batch, budget_at, compiled, fresh, kept, loss_of, plan_now, step
+
+__all__ = ["clean_slate", "once"]
 
 QUIET = 4  # runs that plan and warm up
 

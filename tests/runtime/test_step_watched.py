@@ -9,7 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from runtime.stepping import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from graphoffload.runtime.step.calls import STEPS, StepRun
+from tests.runtime.stepping import (
     PLENTY,
     assert_equal,
     batch,
@@ -23,11 +28,6 @@ from runtime.stepping import (
     planned,
     step,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
-
-from graphoffload.runtime.step.calls import STEPS, StepRun
 
 __all__ = ["lazy"]
 CPU = torch.device("cpu")
