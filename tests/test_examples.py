@@ -83,9 +83,12 @@ def test_train_hf_llama() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("needed", ["", "peft"])
+@pytest.mark.parametrize("needed", ["", pytest.param("peft", marks=pytest.mark.long)])
 def test_hf_trainer(needed: str) -> None:
-    """Trainer trains, evaluates and saves what was compiled in place; with an adapter where peft is there, else a refusal."""
+    """Trainer trains, evaluates and saves what was compiled in place; with an adapter where peft is there, else a refusal.
+
+    test_trainers trains an adapter in every run.
+    """
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
     if needed and importlib.util.find_spec(needed) is None:

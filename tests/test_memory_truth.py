@@ -156,7 +156,9 @@ def test_predicted_peak_is_what_is_allocated(options: dict[str, Any], monkeypatc
     assert 0.98 * measured <= predicted <= 1.15 * measured, (predicted, measured, timeline.peak_bytes)
 
 
-@pytest.mark.parametrize("options", [{"policy": "keep"}, {"device_budget": 0.8}], ids=["keep", "budget"])
+@pytest.mark.parametrize(
+    "options", [{"policy": "keep"}, pytest.param({"device_budget": 0.8}, marks=pytest.mark.long)], ids=["keep", "budget"]
+)
 def test_gradients_of_a_weight_are_added_where_they_arise(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the end of backward: then all eight would be alive at the peak, a third of it."""
     torch.manual_seed(0)
@@ -188,7 +190,9 @@ class Gelu(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("options", [{"policy": "offload"}, {"max_slowdown": 0.5}], ids=["offload", "slowdown"])
+@pytest.mark.parametrize(
+    "options", [{"policy": "offload"}, pytest.param({"max_slowdown": 0.5}, marks=pytest.mark.long)], ids=["offload", "slowdown"]
+)
 def test_a_kernel_writes_over_what_it_alone_reads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three wide tensors at the peak; with the product and its successor both in memory it would be four."""
     torch.manual_seed(0)
@@ -304,7 +308,7 @@ class Experts(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("model", [TwoTowers, Experts])
+@pytest.mark.parametrize("model", [TwoTowers, pytest.param(Experts, marks=pytest.mark.long)])
 def test_a_sum_over_distant_gradients_does_not_run_early(model: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything the sum needs would run before it, and what is between would wait, its operands in memory."""
     # CPUs compute from more values in one go than GPUs; as on a GPU here. (Until torch 2.12 there was one number for both.)

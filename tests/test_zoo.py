@@ -46,7 +46,7 @@ INDUCTOR = (
     "block_autocast", "checkpoint",
 )  # fmt: skip
 """Where compilers change layouts, fuse, or draw random numbers of their own. Each costs several compiles."""
-LONG = ("block_autocast", "checkpoint", "conv_net", "sdpa_dropout", "small_slice")
+LONG = ("block_autocast", "checkpoint", "conv_net", "embedding_loss", "sdpa_dropout", "small_slice")
 """Whose like every run has by others: layouts and slices in tests/runtime/test_layouts.py."""
 
 FLOOR = 1e-8
@@ -88,12 +88,19 @@ def reference(name: str) -> list[Result]:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [(name, policy) for name in ZOO for policy in POLICIES if policy not in ALIKE or name in FEW]
+    ("name", "policy"),
+    [
+        pytest.param(name, policy, marks=[pytest.mark.long] * (policy == "scattered" and name not in FEW))
+        for name in ZOO
+        for policy in POLICIES
+        if policy not in ALIKE or name in FEW
+    ],
 )
 def test_equal_to_keep_all(name: str, policy: str) -> None:
     """To the bit: under aot_eager every operation runs as it is written, recomputed or not.
 
     With symbolic sizes torch compiles as often as without us: a size that became an int would compile anew for every batch.
+    Decisions that are scattered over all cases are for long runs: test_zoo_hypothesis.py scatters them in every run.
     """
     case, ours = ZOO[name], Counted(graphoffload.OffloadBackend(config(POLICIES[policy])))
     with observe() as seen:

@@ -54,6 +54,7 @@ def sources() -> Iterator[list[Tensor]]:
         yield found
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("function", [copies_an_input, copies_and_writes, copies_an_output, copies_of_views])
 def test_sources_are_the_graphs_own(sources: list[Tensor], function: Callable[..., Any], inner: str) -> None:

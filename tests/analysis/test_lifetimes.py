@@ -148,6 +148,7 @@ def traced(function: Callable[..., object]) -> tuple[GraphModule, list[Tensor]]:
     return make_fx(returning, select_decomp_table(), tracing_mode="fake")(*inputs), inputs
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize("function", [*GIVES, *KEEPS])
 def test_what_is_written_over(function: Callable[..., object]) -> None:
     module, inputs = traced(function)
@@ -160,6 +161,7 @@ def test_what_is_written_over(function: Callable[..., object]) -> None:
     assert len(over) <= len(pairs), (over, pairs)
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize("donated", [True, False])
 @pytest.mark.parametrize(
     ("function", "goes"),

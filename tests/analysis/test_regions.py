@@ -124,7 +124,9 @@ def test_gradients_are_those_of_keep_all(region: Region, policy: Any, shared: bo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("region", [product, several], ids=lambda region: str(region.__name__))
+@pytest.mark.parametrize(
+    "region", [product, pytest.param(several, marks=pytest.mark.long)], ids=lambda region: str(region.__name__)
+)
 def test_under_inductor(region: Region) -> None:
     """Beside what aot_eager computes: torch 2.13 alone has wrong gradients of `several` under Inductor (docs/safety.md)."""
     expected = step(region, "aot_eager", shared=True)

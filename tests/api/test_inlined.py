@@ -58,6 +58,7 @@ def steps(function: Call, *, grad: bool = True) -> tuple[int, list[str]]:
     return graphoffload.stats()["offloads"] - before, texts
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize("made", [of_class, of_function])
 @pytest.mark.parametrize("around", [inside, lambda target: target], ids=["inside", "itself"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -69,6 +70,7 @@ def test_another_compile_around_it_is_said_once(made: Callable[[], Call], around
     assert all(part in text for part in ("policy='offload'", "ecorated", f"backend={backend!r}", 'backend="graphoffload"'))
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize("made", [of_class, of_function])
 @pytest.mark.parametrize(
     "how",

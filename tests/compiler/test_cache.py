@@ -68,6 +68,9 @@ class ByModule:
         return "offload" if self.module in tensor.module and tensor.eligible else "keep"
 
 
+pytestmark = pytest.mark.usefixtures("kernels_that_do_nothing")  # keys, plans and copies do not depend on what is computed
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Empty caches of torch and of graphoffload for each test."""

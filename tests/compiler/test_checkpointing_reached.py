@@ -113,7 +113,7 @@ def explained(model: Blocks, x: Tensor, budget: int) -> graphoffload.OffloadRepo
 
 @pytest.mark.parametrize("block", [pytest.param(Experts, marks=pytest.mark.long), Attention])
 def test_blocks_fit_into_the_memory_that_checkpointing_takes(block: type[nn.Module]) -> None:
-    model, x = model_of(4, block)
+    model, x = model_of(3, block)
     model.checkpointed = True
     checkpointing = explained(model, x, 1 << 40)
     model.checkpointed = False
@@ -136,7 +136,7 @@ class Broken(Blocks):
 @pytest.mark.parametrize("block", [pytest.param(Experts, marks=pytest.mark.long), Attention])
 def test_a_step_of_several_graphs_fits_as_well(block: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    made, x = Broken(4, block).to(torch.bfloat16), torch.randn(TOKENS, WIDTH).to(torch.bfloat16)
+    made, x = Broken(3, block).to(torch.bfloat16), torch.randn(TOKENS, WIDTH).to(torch.bfloat16)
     made.checkpointed = True
     checkpointing = explained(made, x, 1 << 40)
     made.checkpointed = False
@@ -149,7 +149,7 @@ def test_a_step_of_several_graphs_fits_as_well(block: type[nn.Module]) -> None:
 
 def test_a_decision_of_a_block_is_saved_in_its_smallest_form() -> None:
     """Attention without a kernel asks which rows have no score at all: a byte a row is saved, and not a byte a score."""
-    model, x = model_of(4, Noisy)
+    model, x = model_of(3, Noisy)
     model.checkpointed = True
     checkpointing = explained(model, x, 1 << 40)
     model.checkpointed = False
@@ -191,7 +191,7 @@ def test_blocks_that_are_computed_again_whole_repeat_to_the_bit(
     block: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing else meets the budget: no decision and no random number is made again."""
-    model, x = model_of(4, block)
+    model, x = model_of(3, block)
     expected, _ = trained(model, x, policy="keep")
     meets = search._meets
 
@@ -210,7 +210,7 @@ def test_blocks_that_are_computed_again_whole_repeat_to_the_bit(
 
 @pytest.mark.long
 def test_a_budget_below_every_way_names_the_least_of_all_of_them() -> None:
-    model, x = model_of(4, Attention)
+    model, x = model_of(3, Attention)
     model.checkpointed = True
     least = explained(model, x, 1 << 40).keep_peak_bytes
     model.checkpointed = False

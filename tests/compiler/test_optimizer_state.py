@@ -305,7 +305,7 @@ def test_room_is_left_on_a_whole_model_by_default() -> None:
     assert report.predicted_peak_bytes + report.reserve_bytes <= budget
 
 
-@pytest.mark.usefixtures("counted")
+@pytest.mark.usefixtures("counted", "kernels_that_do_nothing")
 @pytest.mark.parametrize("entry", ["inductor", "functorch"])
 def test_a_partitioner_of_its_own_finds_what_is_trained(entry: str) -> None:
     """It sees the joint graph alone: trained is what a gradient is made of, and what lies at one address from call to call."""

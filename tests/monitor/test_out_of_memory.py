@@ -161,6 +161,7 @@ def test_backward_frees_what_it_has_read(inner: str) -> None:
     assert expired == [[True] * 3, [True] * 3]
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.slow
 def test_the_note_after_a_cache_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrapper neither keeps torch's compile cache from storing nor is lost when the cache answers."""

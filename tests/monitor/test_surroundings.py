@@ -133,6 +133,7 @@ def settings_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     return seen  # type: ignore[return-value]
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize(("policy", "reordered"), [("offload", False), ("keep", True)])
 def test_reloads_stay_where_they_are_planned(settings_seen: list[bool], policy: str, reordered: bool) -> None:
     """With CUDA graphs, Inductor would move all reloads, which depend on nothing but handles, to the start of backward."""
@@ -142,6 +143,7 @@ def test_reloads_stay_where_they_are_planned(settings_seen: list[bool], policy: 
     assert settings_seen == [reordered, reordered]
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 def test_a_partitioner_alone_says_what_it_needs() -> None:
     """Inside Inductor, without our backend, nobody sets the setting but the user."""
     partitioner = graphoffload.OffloadPartitioner(OffloadConfig(policy="offload", min_tensor_bytes=0))

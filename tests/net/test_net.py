@@ -14,8 +14,8 @@ from net.step import OwnStep, Saved, Taken, missing, take, whole_error, worse
 from net.table import Architecture, Missing, everything, hf
 
 FAST = [name for name, architecture in everything().items() if architecture.fast]
-LONG = ("mamba",)
-"""A state space is planned in every run in tests/analysis/test_kernels.py."""
+LONG = ("mamba", "mixtral")
+"""Every run plans a state space (analysis/test_kernels.py) and trains experts (compiler/test_checkpointing_reached.py)."""
 KINDS = (
     "dense decoder", "experts", "latent attention", "sinks", "sliding windows", "state space", "linear attention", "encoder",
     "encoder and decoder", "speech", "spectrum", "image transformer", "convolutions", "detection", "diffusion, U-Net",

@@ -60,8 +60,8 @@ def slowdowns(name: str, budgets: list[int]) -> list[float]:
     return found
 
 
-OFTEN = ("llama8l", "norm-mlps")
-"""Recordings that every run of the tests looks at; the others take minutes together."""
+OFTEN = ("llama8l",)
+"""The recording that every run looks at; the others take minutes together."""
 
 
 def each_recording() -> list[Any]:

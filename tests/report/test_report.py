@@ -565,6 +565,7 @@ def test_no_hint_that_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained(hardware="h200-sxm").plans[0].summary.endswith("max_slowdown=0.01 would save 200.0 MiB")
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 def test_a_cache_hit_says_the_same_line(capfd: pytest.CaptureFixture[str]) -> None:
     """The plan carries its line: what the device is and what the hint was."""
     said = []

@@ -9,7 +9,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from lazy import LazyStreams, lazy_steps
 from torch import Tensor, nn
 
 import graphoffload
+from graphoffload.cache_files import write_whole
 from graphoffload.compiler.step_plan import StepPlan
 from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.errors import BudgetError
@@ -121,7 +125,19 @@ def plan_now(sequence_length: int | None = None) -> StepPlan | None:
 
 @functools.cache
 def peaks() -> tuple[int, int]:
-    """Predicted peaks of a step of `Model()`: the least that a plan reaches, and with everything kept."""
+    """Predicted peaks of a step of `Model()`: the least that a plan reaches, and with everything kept.
+
+    The search for the least takes ten seconds: whoever needs it first keeps it for the other workers of the run.
+    """
+    file = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "peaks.json")
+    if not file.exists():
+        write_whole(file, json.dumps(found_peaks()))
+    least, most = json.loads(file.read_text())
+    return least, most
+
+
+def found_peaks() -> tuple[int, int]:
+    """The same, found."""
     torch._dynamo.reset()
     with lazy_steps():
         model = compiled(fresh(), "1B")
