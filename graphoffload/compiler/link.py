@@ -9,7 +9,8 @@ that reckon with what one gets alone come late with every copy.
 Ranks meet through the store of their group (ranks.py), each wait ends after WAIT_S, and no lock is held meanwhile. What was
 measured by all ranks of a host is kept on disk under their number. Later processes find it there and wait for nobody. A rank
 that does not come is a PerRankPlanWarning with its number; the others measure without it, and keep nothing. A rank that comes
-after that takes what the others have.
+after that takes what the others have. A stage of a pipeline waits for STAGE_S only: later stages compile when they receive what
+it computes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from graphoffload.errors import PerRankPlanWarning, warn
 from graphoffload.hardware.measurement import PHASES, cache_path, keep, kept, measure, measure_with_others, resolve_hardware
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.log import say
+from graphoffload.torch_internals import processes
 
 WAIT_S = 30.0
 """How long a rank waits for others, each time that it does."""
+STAGE_S = 3.0
+"""The same for a stage of a pipeline."""
 _SAY_S = 3.0
 _LOOK_S = 0.01
 _LOOK_SOON_S = 0.001
@@ -108,11 +112,12 @@ class _Meeting:
     belongs to all ranks of a host with such a device: a profile that at least one of them plans with.
 
     Attributes:
-        gone: ranks that were waited for in vain.
+        gone: ranks that were waited for in vain. stage: whether this rank has a stage of a pipeline.
     """
 
     def __init__(self, peers: Peers, index: int) -> None:
         self.peers, self.index, self.gone = peers, index, set[int]()
+        self.stage = processes.has_stage()
         self._key = f"link/{len(peers.hardware)}"
         self._found = f"{self._key}/found/{short(ranks.host() + torch.cuda.get_device_name(index))}"
 
@@ -202,16 +207,20 @@ class _Meeting:
     def _wait(self, what: str, others: Collection[int], *, look_s: float, unless: str = "") -> None:
         """Until these ranks have told this, or the key `unless` is there, or the time is over: who has not told it is gone."""
         keys = {rank: self._named(what, rank) for rank in others}
-        begin_s, said = self.peers.clock(), False
+        begin_s, said, limit_s = self.peers.clock(), False, self._limit_s
         while keys and not self.peers.has(*keys.values()) and not (unless and self.peers.has(unless)):
             waited_s = self.peers.clock() - begin_s
-            if waited_s >= WAIT_S:
+            if waited_s >= limit_s:
                 self.gone |= {rank for rank, key in keys.items() if not self.peers.has(key)}
                 return
             if not said and waited_s > _SAY_S:
                 said = True
-                say(f"rank {self.peers.rank} waits for the ranks of its host, to measure the link; {WAIT_S:.0f} s at most")
+                say(f"rank {self.peers.rank} waits for the ranks of its host, to measure the link; {limit_s:.0f} s at most")
             time.sleep(look_s)
+
+    @property
+    def _limit_s(self) -> float:
+        return min(STAGE_S, WAIT_S) if self.stage else WAIT_S
 
     def _warn(self, said: int) -> None:
         """Name the ranks that did not come."""
@@ -219,12 +228,13 @@ class _Meeting:
             return
         peers = self.peers
         peers.late |= self.gone
+        why = ", as stages of a pipeline that compile after this one" if self.stage else ""
         unset = "" if said else " LOCAL_WORLD_SIZE is not set, so the ranks of all hosts were asked: set it, as torchrun does."
         warn(
             PerRankPlanWarning,
             f"rank {peers.rank} of {peers.world} measured its link to the host without {ranks_text(sorted(self.gone))}, which "
-            f"told nothing in {WAIT_S:g} s. The GPUs of a host share its links, so copies may take longer than plans say. To "
-            f"measure before training: torchrun --nproc-per-node {said or 'RANKS'} -m graphoffload hardware, which keeps the "
-            f"result.{unset}",
+            f"told nothing in {self._limit_s:g} s{why}. The GPUs of a host share its links, so copies may take longer than plans "
+            f"say. To measure before training: torchrun --nproc-per-node {said or 'RANKS'} -m graphoffload hardware, which keeps "
+            f"the result.{unset}",
             stacklevel=6,
         )

@@ -7,7 +7,9 @@ unlike a collective it cannot wait for a rank that does something else.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import sys
 import weakref
 from typing import Any
 
@@ -26,6 +28,12 @@ def default_group() -> tuple[Any, int, int] | None:
     with contextlib.suppress(Exception):  # a group of another library's making
         store = importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
     return store, distributed.get_rank(), distributed.get_world_size()
+
+
+def has_stage() -> bool:
+    """Whether this process has a stage of a pipeline (torch.distributed.pipelining), so that other stages may wait for it."""
+    base = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    return base is not None and any(issubclass(type(found), base) for found in gc.get_objects())
 
 
 class WithPrefix:

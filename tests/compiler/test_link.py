@@ -32,6 +32,7 @@ from graphoffload.hardware import measurement
 from graphoffload.hardware.measurement import PHASES, cache_path, cached
 from graphoffload.hardware.profile import PROFILES, HardwareProfile
 from graphoffload.options.config import OffloadConfig
+from graphoffload.torch_internals import processes
 
 MEASURED = dataclasses.replace(PROFILES["h200-sxm"], name="NVIDIA X", both_ways_bytes_per_s=90e9)
 SOON_S = 0.4
@@ -281,6 +282,26 @@ def test_devices_of_two_kinds(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> 
     assert rates(found) == {20e9}
     assert [found[rank].name for rank in (0, 1)] == ["NVIDIA X", "NVIDIA Y"]
     assert found[0].matmul_flops_per_s != found[1].matmul_flops_per_s
+
+
+def test_a_stage_of_a_pipeline_waits_for_a_moment(
+    meter: Meter, caught: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next stage compiles when it receives what this one computes; it takes what this one measured."""
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(link, "STAGE_S", SOON_S)
+    assert not processes.has_stage()
+    stage = PipelineStage.__new__(PipelineStage)
+    store, begin_s = HashStore(), time.monotonic()
+    first = run([0], 2, store)
+    assert time.monotonic() - begin_s < LATE_S / 2
+    (text,) = texts(caught)
+    assert f"without rank 1, which told nothing in {SOON_S:g} s, as stages of a pipeline that compile after this one" in text
+    assert run([1], 2, store)[1] == first[0]
+    del stage
+    assert not processes.has_stage()
 
 
 @pytest.mark.parametrize("fails", ["falls back", "raises"])
