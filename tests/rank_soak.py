@@ -35,7 +35,7 @@ from graphoffload.runtime import registry
 EVERY = 50
 """Steps from one evaluation to the next, and from one failure to the next."""
 CPU_BUDGETS = ("230KiB", "250KiB")
-SHARES = (0.6, 0.8)
+SHARES = (0.75, 0.9)
 """Of what plain torch takes over what is allocated between steps: the first budget, and the one after two thirds of the way."""
 
 
