@@ -210,7 +210,8 @@ def beside_compute(model: nn.Module, place: Place) -> dict[str, float]:
     for _ in range(LEARNT):
         accumulate(model, place, 0)
     timelines = [profile(launched_ahead) for _ in range(PROFILES)]
-    d2h, h2d = (max((getattr(each, way) for each in timelines), key=lambda lane: lane.overlap_with_compute_ms) for way in ("d2h", "h2d"))
+    d2h = max((each.d2h for each in timelines), key=lambda lane: lane.overlap_with_compute_ms)
+    h2d = max((each.h2d for each in timelines), key=lambda lane: lane.overlap_with_compute_ms)
     return {
         "d2h_ms": d2h.busy_ms,
         "d2h_beside_ms": d2h.overlap_with_compute_ms,
