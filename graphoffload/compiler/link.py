@@ -234,7 +234,7 @@ class _Meeting:
             PerRankPlanWarning,
             f"rank {peers.rank} of {peers.world} measured its link to the host without {ranks_text(sorted(self.gone))}, which "
             f"told nothing in {self._limit_s:g} s{why}. The GPUs of a host share its links, so copies may take longer than "
-            f"plans say. To measure before training: torchrun --nproc-per-node {said or 'RANKS'} -m graphoffload hardware, which "
-            f"keeps the result.{unset}",
+            f"plans say. To measure before training: torchrun --nproc-per-node {said or 'RANKS'} -m graphoffload hardware, "
+            f"which keeps the result.{unset}",
             stacklevel=6,
         )
