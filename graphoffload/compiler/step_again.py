@@ -23,6 +23,7 @@ from graphoffload.compiler.rounds import Rounds
 from graphoffload.compiler.step_flight import OVERLAPS, seen_in_flight
 from graphoffload.compiler.step_plan import Asked, StepPlan
 from graphoffload.compiler.step_ranks import Proposal
+from graphoffload.compiler.step_rise import Rise
 from graphoffload.errors import BudgetExceededWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE
 from graphoffload.planner.step.facts import StepFacts
@@ -57,7 +58,8 @@ class Known:
     there is one. asked: what the plan is for.
     fixed: nothing is planned until something else is asked for. alone: it is one call of a graph that has a plan of its own.
     version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
-    start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned.
+    start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned, and what was to
+    rise until the optimizer steps. rise: from run to run of a step.
     retries: how often the allocator had to give memory back to serve an allocation; retried: runs in a row that it had to.
     followed: runs under the present plan. freed: runs in a row with much less outside than it was planned with.
     rounds: with other ranks that run this step. proposal: told to them, and nothing decided yet.
@@ -80,6 +82,7 @@ class Known:
     taken_bytes: int = 0
     start_bytes: int = 0
     planned_bytes: int = 0
+    rise: Rise = field(default_factory=Rise)
     retries: int = 0
     retried: int = 0
     followed: int = 0
@@ -230,7 +233,7 @@ def _other_memory(known: Known, asked: Asked, plan: StepPlan, device: torch.devi
     assert asked.goal.device_budget_bytes is not None
     assert last.streams is not None
     planned_for = budget = asked.goal.device_budget_bytes - asked.taken_bytes
-    more = last.streams.allocated_bytes()[0] - known.planned_bytes
+    more = last.streams.allocated_bytes()[0] + known.rise.ahead_bytes - known.planned_bytes
     if asked.budget_bytes is None and device.type == "cuda":
         budget = min(budget, device_budget_now(device, of_a_step=True) - known.taken_bytes)
     same = max(_SAME_BYTES, int(_SAME_SHARE * budget))

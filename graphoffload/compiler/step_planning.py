@@ -230,7 +230,7 @@ def _prepared(known: Known, device: torch.device, why: str) -> Proposal | None:
         return None
     assert known.facts is not None
     streams = _streams(device)
-    known.planned_bytes = streams.allocated_bytes()[0] if streams is not None else 0
+    known.planned_bytes = (streams.allocated_bytes()[0] if streams is not None else 0) + known.rise.ahead_bytes
     known.version, known.asked, known.followed = OVERRIDE.version, asked, 0
     known.freed = 0
     facts = replace(shifted(known.facts, known.planned_bytes - known.start_bytes), in_flight=known.in_flight)

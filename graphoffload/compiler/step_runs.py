@@ -25,6 +25,7 @@ from graphoffload.compiler.step_again import Known, learn_shortage
 from graphoffload.compiler.step_flight import OVERLAPS, microbatch_of
 from graphoffload.compiler.step_planning import RECORDED, collect_garbage, config_of, plan_if_due
 from graphoffload.compiler.step_ranks import plans_none
+from graphoffload.compiler.step_rise import OPTIMIZERS
 from graphoffload.errors import BudgetError, PlanError, StepNotPlannedWarning, warn
 from graphoffload.monitor.step_memory import shortage_of, watch
 from graphoffload.runtime.handles import ENTRIES
@@ -39,7 +40,8 @@ _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
 
 class _Planner(threading.local):
     """What this thread's runs taught, by device and sequence, the latest last; the last sequence of each device; whether each
-    of the latest runs went by a plan; irregular runs in a row; whether the last run's backwards came by functions that tell."""
+    of the latest runs went by a plan; irregular runs in a row; whether the last run's backwards came by functions that tell;
+    how often optimizers had stepped when the last run began."""
 
     def __init__(self) -> None:
         self.known: OrderedDict[tuple[torch.device, tuple[int, ...]], Known] = OrderedDict()
@@ -47,6 +49,7 @@ class _Planner(threading.local):
         self.last: dict[torch.device, tuple[int, ...]] = {}
         self.irregular = 0
         self.warned = self.tells = False
+        self.steps = 0
 
 
 _PLANNER = _Planner()
@@ -89,6 +92,9 @@ def next_run(graph: Dispatched) -> StepRun:
     step = () if known is None else known.sequence
     flying = sum(run.step == step for run in STEPS.alive.get(device, ()))
     may = known is None or (known.takes_off(flying) and not known.fixed)
+    if known is not None and not known.flies and latest is not None and latest.streams is not None:
+        known.rise.begin(latest.streams.allocated_bytes()[0], OPTIMIZERS.steps)
+    _PLANNER.steps = OPTIMIZERS.steps
     if known is not None and may and not flying:
         plan_if_due(known, device, last)
         if known.flies and known.plan is None and latest is not None and latest.streams is not None:
@@ -169,7 +175,10 @@ def _learn(device: torch.device, run: StepRun) -> None:
     _PLANNER.last[device] = sequence
     for key in [key for key in _PLANNER.known if not _all_live(key[1])]:
         del _PLANNER.known[key]  # its model is gone
+    is_new = (device, sequence) not in _PLANNER.known
     known = _known(device, sequence)
+    if is_new and run.marks:
+        known.rise.begin(run.marks[0].allocated_bytes, _PLANNER.steps)
     if not known.flies:
         known.overlaps = 0
     if known.plan is None and run.recording and not known.fixed:

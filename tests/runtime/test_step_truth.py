@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import graphoffload
-from graphoffload.compiler import dispatch
+from graphoffload.compiler import dispatch, step_again, step_planning
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.testing.lazy_streams import LazyStreams
 from graphoffload.torch_internals import allocator, storages
@@ -284,3 +284,48 @@ def test_garbage_that_goes_while_a_step_is_recorded(counter: Counter) -> None:
     del garbage
     counted = train(build("plain", PLENTY), counter, lambda step: gc.collect() if step == 1 else None)
     assert predicted() == pytest.approx(counted, rel=CLOSE)
+
+
+def test_memory_that_rises_from_microbatch_to_microbatch(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each output stays until the optimizer steps, as in the last stage of a pipeline. A step is planned for its last one."""
+    monkeypatch.setattr(step_again, "_SAME_BYTES", 0)
+    make, step, planned = step_planning.make_step_plan, 0, list[int]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        planned.append(step)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(step_planning, "make_step_plan", noted)
+
+    def train_a_step(model: Model, optimizer: torch.optim.Optimizer) -> int:
+        """Six microbatches; the counted peak before the optimizer steps."""
+        counter.peak_bytes = counter.now()
+        outputs = []
+        for _ in range(6):
+            hidden: Any = model.embedding(words)
+            for layer in model.layers:
+                hidden = layer(hidden)
+            outputs.append(model.head(hidden))
+            F.cross_entropy(outputs[-1].flatten(0, 1), words.flatten()).backward()
+        peak = counter.peak_bytes
+        del hidden, outputs
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return peak
+
+    words, peaks = torch.randint(VOCAB, (2, 256)), list[int]()
+    for share in (None, 0.9):
+        budget, peaks = PLENTY if share is None else int(share * max(peaks)), []
+        torch._dynamo.reset()
+        gc.collect()
+        planned.clear()
+        model = build("plain", budget)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        for step in range(STEPS):  # noqa: B007
+            peaks.append(train_a_step(model, optimizer))
+        last = predicted()
+        del model, optimizer
+    assert max(peaks[2:]) <= budget * (1 + CLOSE)
+    assert last == pytest.approx(peaks[-1], rel=CLOSE)
+    assert planned.count(1) == 1, "the optimizer's state is there, and what rises in a step is known"
+    assert max(planned) == 1, planned
