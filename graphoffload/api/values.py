@@ -66,6 +66,8 @@ class Values:
         made = made.requires_grad_(real.requires_grad)
         if isinstance(real, torch.nn.Parameter):
             made = torch.nn.Parameter(made.detach(), requires_grad=real.requires_grad)
+        if type(real) not in (Tensor, torch.nn.Parameter):
+            made.__dict__.update({**vars(real), **vars(made)})  # bitsandbytes: how a weight is quantized
         plain = type(real) in (Tensor, torch.nn.Parameter) and real.layout is torch.strided and real.device.type != "meta"
         if plain and (self.everything or (not isinstance(real, torch.nn.Parameter) and _nbytes(real) <= _MOST_BYTES)):
             self._known[made] = lambda: self._taken(real)

@@ -162,3 +162,34 @@ def test_a_place_is_the_users_wherever_in_the_package_the_error_was_raised() -> 
     with pytest.raises(ConfigError) as raised:
         parse_size("much", field="device_budget")
     assert explanation._place(raised.value).startswith("test_values.py:")
+
+
+class Quantized(nn.Parameter):
+    """A weight of bytes and, beside it, how they are to be read, as bitsandbytes' Params4bit has it."""
+
+    scale: Tensor
+
+
+class Adapted(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = Quantized(torch.randint(-127, 127, (width, width), dtype=torch.int8), requires_grad=False)
+        self.base.scale = torch.rand(width, 1)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.base.float() * self.base.scale
+        return torch.tanh(x @ weight + self.up(self.down(x)))
+
+
+def test_what_a_parameter_carries_is_there() -> None:
+    """A class of parameters with attributes of its own is planned as training compiles it."""
+    model, x = nn.Sequential(Adapted(32), Adapted(32)), torch.randn(64, 32)
+    options: dict[str, Any] = {"hardware": "h200-sxm", "policy": "offload", "min_tensor_bytes": 1, "inner": "aot_eager"}
+    report = graphoffload.explain(model, **options)(x)
+    registry.forget()
+    graphoffload.reset_stats()
+    torch.compile(model, backend=graphoffload.OffloadBackend(**options))(x).sum().backward()
+    (plan,) = graphoffload.last_plans()
+    assert report.plans[0].saved == plan.saved
+    assert report.offloaded_bytes == graphoffload.stats()["d2h_bytes"] > 0
