@@ -9,8 +9,8 @@ parallel: around it), ours (no options), ours:SIZE (a device_budget), ours:check
 rank), and ours:halfway (between that and keep's). A step is forward, backward and AdamW's step. Its time is the slowest rank's,
 its peak is everything that a rank has allocated. Gradients of the last step are compared with those of the first keep.
 
-A row also says until when the host issued a step, and how often the measured steps asked the system for memory. A step that
-does either is slow for another reason than its plan.
+A row also says until when the host issued a step, how often the measured steps asked the system for memory, what host memory
+they gave back, and what they copied. A step that asks for memory, or gives it back, is slow for another reason than its plan.
 
 A variant that fails ends the processes of its way, since other ranks may wait in a collective. What is left runs in new ones,
 after another keep. Each way becomes OUT/ranks-WAY.json, a file of training steps (training.py), failures included.
@@ -19,14 +19,18 @@ after another keep. Each way becomes OUT/ranks-WAY.json, a file of training step
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import datetime
 import gc
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +52,7 @@ from graphoffload.cache_files import write_whole
 from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.errors import ConfigError
 from graphoffload.report.offload_report import OffloadReport
-from graphoffload.runtime import host_memory, release_host_memory
+from graphoffload.runtime import host_memory, release_host_memory, stats
 from graphoffload.runtime.registry import last_plans
 from graphoffload.units import parse_size
 
@@ -56,6 +60,9 @@ DEFAULT = ("keep", "checkpoint", "ours:checkpoint", "ours:halfway", "ours", "kee
 SETTLED = 8
 """Steps before the measured ones: two are recorded, and ranks take a plan two or three runs later than one GPU does."""
 PLAIN_SETTLED = 3
+_PR_SET_PDEATHSIG = 1
+_END_S = 20.0
+"""How long a way's processes have to end by themselves once its time is over."""
 _WORKER = "_GRAPHOFFLOAD_BENCH_RANKS"
 _SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast stays off: it is not a benchmark's to use on a host whose GPUs are shared."""
@@ -88,7 +95,11 @@ def start(given: argparse.Namespace) -> int:
     if not given.tiny and torch.cuda.device_count() < given.ranks:
         raise ConfigError(f"--ranks {given.ranks}: this machine has {torch.cuda.device_count()} GPUs; --tiny runs on a CPU.")
     given.out.mkdir(parents=True, exist_ok=True)
-    return max([_measured(way, given) for way in given.ways])
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    try:
+        return max([_measured(way, given) for way in given.ways])
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check(name: str) -> None:
@@ -142,10 +153,11 @@ def _launch(way: str, names: list[str], given: argparse.Namespace, limit_s: floa
     except subprocess.TimeoutExpired:
         print(f"{way}: ended after --limit-s", flush=True)
         process.terminate()  # torchrun ends its own processes then
-        try:
-            process.wait(20.0)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+    finally:  # also where this process is ended: ranks that live on would hold the GPUs, and spin in a collective
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _read(path: Path) -> list[Row]:
@@ -199,19 +211,23 @@ def _table(way: str, rows: list[Row]) -> str:
 
 @dataclass(frozen=True)
 class _Step:
-    """A measured step. host_seconds: until its last launch. device, host: how often memory was taken from the system in it."""
+    """A measured step. host_seconds: until its last launch. counts: by how much these rose in it."""
 
     seconds: float
     host_seconds: float
     loss: float | None
-    device: int
-    host: int
+    counts: Counter[str]
 
 
-def _allocated(device: torch.device) -> tuple[int, int]:
-    """How often the device's allocator and the pool of host memory have asked the system for memory."""
+def _counts(device: torch.device) -> Counter[str]:
+    """How often the device's allocator and the pool of host memory have asked the system for memory; bytes that the pool gave
+    back, and bytes copied to the host and from it."""
     taken = torch.cuda.memory_stats(device).get("num_device_alloc", 0) if device.type == "cuda" else 0
-    return int(taken), host_memory().allocations
+    host, moved = host_memory(), stats()
+    return Counter(
+        device=int(taken), host=host.allocations, returned_bytes=host.returned_bytes, d2h_bytes=moved["d2h_bytes"],
+        h2d_bytes=moved["h2d_bytes"],
+    )  # fmt: skip
 
 
 class _Rank:
@@ -247,7 +263,7 @@ class _Rank:
         own: Row = {"peak_GB": peak / 1e9, "times_s": [step.seconds for step in steps], "compile_s": self.begun_s}
         own |= {"loss": steps[-1].loss, "worst_grad": self._error(share)}
         own |= {"host_ms": 1e3 * statistics.median(step.host_seconds for step in steps)}
-        own |= {"allocations": {"device": sum(step.device for step in steps), "host": sum(step.host for step in steps)}}
+        own |= {"counts": {field: sum(step.counts[field] for step in steps) for field in _counts(self.device)}}
         if name.startswith("ours"):
             own |= _planned()
         everybody: list[Row] = [{} for _ in range(dist.get_world_size())]
@@ -263,7 +279,7 @@ class _Rank:
             self._wait()
             dist.barrier()
             self._wait()
-            before, began = _allocated(self.device), time.perf_counter()
+            before, began = _counts(self.device), time.perf_counter()
             loss = share.run()
             for optimizer in optimizers:
                 optimizer.step()
@@ -273,8 +289,7 @@ class _Rank:
             if index == 0:
                 self.begun_s = seconds
             if index >= settled:
-                made = [now - earlier for earlier, now in zip(before, _allocated(self.device), strict=True)]
-                yield _Step(seconds, launched - began, None if loss is None else float(loss), *made)
+                yield _Step(seconds, launched - began, None if loss is None else float(loss), _counts(self.device) - before)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -323,6 +338,8 @@ class _Rank:
 def _work(given: argparse.Namespace) -> int:
     """All variants of a way, one after another, until one fails."""
     (way,) = given.ways
+    with contextlib.suppress(OSError, AttributeError):  # ends with its launcher, on Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     rank = _Rank(way, given)
     again = any("ms" in row for row in _read(rank.rows))
     for index, name in enumerate(given.variants):
@@ -373,7 +390,7 @@ def _joined(name: str, ranks: list[Row]) -> Row:
         found = [own[field] for own in ranks if own.get(field) is not None]
         row |= {field: max(found)} if found else {}
     row |= {f"{field}s": [own[field] for own in ranks] for field in ("peak_GB", "predicted_GB") if field in ranks[0]}
-    row |= {"allocations": [own.get("allocations") for own in ranks]}
+    row |= {"counts": [own.get("counts") for own in ranks]}
     return {**row, "losses": [own["loss"] for own in ranks], "times_s": times}
 
 

@@ -82,9 +82,9 @@ class OffloadReport:
 
     @property
     def _running(self) -> list[Plan]:
-        """The plans without variants that ran before their graph's step was planned."""
+        """The plans without those that a graph ran by before its step was planned."""
         stepped = {plan.graph for plan in self.plans if plan.variant and not plan.part}
-        return [plan for plan in self.plans if not (plan.variant and plan.part and plan.graph in stepped)]
+        return [plan for plan in self.plans if plan.graph not in stepped or (plan.variant and not plan.part)]
 
     @property
     def predicted_peak_bytes(self) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +81,28 @@ def test_a_variant_that_fails_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixt
     assert rows[2]["worst_grad"] == 0.0
     assert not list(tmp_path.glob("*.failed-*"))
     assert json.dumps("ours")[1:-1] in capfd.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_ranks_end_with_the_tool(tmp_path: Path) -> None:
+    """One that lives on holds a GPU, and slows down whatever is measured next."""
+    command = [sys.executable, "-m", "graphoffload", "bench", "ranks", "alone", "--tiny", "--ranks", "2", "--variants", "keep"]
+    tool = subprocess.Popen([*command, "--steps", "1000000", "--out", str(tmp_path)])
+
+    def living() -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                found.append(path.read_bytes().replace(b"\0", b" ").decode())
+        return [line for line in found if str(tmp_path) in line]
+
+    deadline = time.monotonic() + 120.0
+    while len(living()) < 4 and time.monotonic() < deadline:  # the tool, its launcher, and a process for each rank
+        time.sleep(0.2)
+    assert len(living()) == 4
+    time.sleep(5.0)
+    tool.terminate()
+    tool.wait(30.0)
+    time.sleep(1.0)
+    assert living() == []

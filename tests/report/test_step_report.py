@@ -128,10 +128,11 @@ def test_variants_of_a_step_say_its_numbers_once() -> None:
     of_step, alone = prediction(80, 60, 1.1, 1.05), prediction(20, 10, 2.0, 1.5)
     other = Plan(key="other", graph="graph1", prediction=alone, decisions=(Decision("b", "recompute", "r"),))
     first = variant("smallest", replace(alone, predicted_time_s=9.0), part=True)
-    report = OffloadReport(plans=(first, other, variant("light", of_step), variant("third", of_step)))
+    whole = replace(first, key="whole", variant="", prediction=replace(alone, predicted_peak_bytes=70, reserve_bytes=5))
+    report = OffloadReport(plans=(whole, first, other, variant("light", of_step), variant("third", of_step)))
     assert report.predicted_slowdown == (1.1 + 2.0) / 2.0 - 1.0
     assert report.lower_bound_slowdown == (1.05 + 1.5) / 2.0 - 1.0
-    assert (report.predicted_peak_bytes, report.keep_peak_bytes) == (60, 80)
+    assert (report.predicted_peak_bytes, report.keep_peak_bytes, report.reserve_bytes) == (60, 80, 0)
     text = str(report)
     assert text.count("line Prediction") == 1
     assert "variant smallest" not in text, "it ran before the step was planned"
