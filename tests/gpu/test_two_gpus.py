@@ -130,7 +130,8 @@ def test_copies_ran_beside_compute(outcome: Outcome, how: str) -> None:
     """Of each rank, in both directions, from page-locked memory; NCCL's kernels do not count as compute.
 
     Only some of it: a block's copies take longer than its products. Block by block from graph to graph, as by default: DDP cuts
-    blocks into graphs that end at what they offload, so that within one of them a copy has 0.03 ms of gelu beside it.
+    blocks into graphs that end at what they offload, so that within one of them a copy has 0.03 ms of gelu beside it. Reloads
+    of a block begin after the last one of the block behind it, whose products are nearly done by then: 3 % under FSDP2.
     """
     if outcome.inner != "aot_eager":
         pytest.skip("profiled under aot_eager alone")
@@ -140,7 +141,7 @@ def test_copies_ran_beside_compute(outcome: Outcome, how: str) -> None:
         print(f"rank {rank}, {how}: {got}")
         assert got["pageable"] == 0, (rank, got)
         assert got["d2h_beside_ms"] >= 0.05 * got["d2h_ms"] > 0, (rank, got)
-        assert got["h2d_beside_ms"] >= 0.05 * got["h2d_ms"] > 0, (rank, got)
+        assert got["h2d_beside_ms"] >= 0.02 * got["h2d_ms"] > 0, (rank, got)
 
 
 def test_a_long_run_under_fsdp2(tmp_path: Path) -> None:
