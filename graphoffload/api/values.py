@@ -13,6 +13,7 @@ differ in their last bits from a GPU's, and random numbers differ from those of 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from graphoffload.torch_internals.pytrees import tree_flatten, tree_map, tree_un
 from graphoffload.torch_internals.storages import identity
 
 _MOST_BYTES = 64 << 20  # of one operation's results; more is an activation
+_DEEPEST = 3  # objects in objects that a parameter carries
 _NAMESPACES = ("aten", "prims")
 _NOTHING: Any = object()
 _CPU = torch.device("cpu")
@@ -67,10 +69,22 @@ class Values:
         if isinstance(real, torch.nn.Parameter):
             made = torch.nn.Parameter(made.detach(), requires_grad=real.requires_grad)
         if type(real) not in (Tensor, torch.nn.Parameter):
-            made.__dict__.update({**vars(real), **vars(made)})  # bitsandbytes: how a weight is quantized
+            carried = {name: self._carried(value) for name, value in vars(real).items()}
+            made.__dict__.update({**carried, **vars(made)})
         plain = type(real) in (Tensor, torch.nn.Parameter) and real.layout is torch.strided and real.device.type != "meta"
         if plain and (self.everything or (not isinstance(real, torch.nn.Parameter) and _nbytes(real) <= _MOST_BYTES)):
             self._known[made] = lambda: self._taken(real)
+        return made
+
+    def _carried(self, value: Any, depth: int = 0) -> Any:
+        """What a parameter of a class of its own has beside its values, such as bitsandbytes' state of a quantized weight, with
+        fake tensors for those inside."""
+        if isinstance(value, Tensor):
+            return self._faked(value)
+        if depth > _DEEPEST or not any(isinstance(each, Tensor) for each in getattr(value, "__dict__", {}).values()):
+            return value
+        made = copy.copy(value)
+        made.__dict__.update({name: self._carried(each, depth + 1) for name, each in vars(value).items()})
         return made
 
     def _empty(self, like: Tensor, device: Any) -> Tensor:

@@ -164,29 +164,39 @@ def test_a_place_is_the_users_wherever_in_the_package_the_error_was_raised() -> 
     assert explanation._place(raised.value).startswith("test_values.py:")
 
 
+class How:
+    """How a weight is to be read."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+
 class Quantized(nn.Parameter):
     """A weight of bytes and, beside it, how they are to be read, as bitsandbytes' Params4bit has it."""
 
-    scale: Tensor
+    how: How
 
 
 class Adapted(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.base = Quantized(torch.randint(-127, 127, (width, width), dtype=torch.int8), requires_grad=False)
-        self.base.scale = torch.rand(width, 1)
+        self.base.how = How(torch.rand(width, 1))
         self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.base.float() * self.base.scale
+        weight = self.base.float() * self.base.how.scale
         return torch.tanh(x @ weight + self.up(self.down(x)))
 
 
-def test_what_a_parameter_carries_is_there() -> None:
-    """A class of parameters with attributes of its own is planned as training compiles it."""
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_parameter_carries_is_there(device: str) -> None:
+    """A class of parameters with attributes of its own is planned as training compiles it, also without values."""
     model, x = nn.Sequential(Adapted(32), Adapted(32)), torch.randn(64, 32)
     options: dict[str, Any] = {"hardware": "h200-sxm", "policy": "offload", "min_tensor_bytes": 1, "inner": "aot_eager"}
-    report = graphoffload.explain(model, **options)(x)
+    with torch.device(device):
+        shown = nn.Sequential(Adapted(32), Adapted(32))
+    report = graphoffload.explain(shown, **options)(x.to(device))
     registry.forget()
     graphoffload.reset_stats()
     torch.compile(model, backend=graphoffload.OffloadBackend(**options))(x).sum().backward()
