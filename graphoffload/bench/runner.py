@@ -324,7 +324,7 @@ class Runner:
 
     def _measure_ours(self, row: Row, session: Session) -> None:
         if row.ours["per_step"].get("d2h_bytes"):
-            row.ours["twin_error"], row.ours["twin_noise"] = twin_error(session, self.reference) or (None, None)
+            row.ours["twin_error"], row.ours["twin_noise"] = twin_error(session) or (None, None)
         if self.options.trace and self.device.type == "cuda":
             self._trace(row, session)
 

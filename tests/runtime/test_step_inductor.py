@@ -1,0 +1,103 @@
+"""The predicted peak of a step under Inductor against what its code allocates: one microbatch, and several in flight.
+
+Inductor's code asks C++ for its buffers, which no mode sees. Here it asks torch, so that each buffer counts until the code
+frees it. Kernels compute nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lazy import clean_slate, once
+from torch import Tensor, nn
+from torch._C._dynamo import guards
+from torch._inductor import config, ir
+
+import graphoffload
+from tests.runtime.stepping import OPTIONS, PLENTY
+from tests.runtime.test_step_flight import BLOCKS, Stage, one_forward_one_backward, plan_of, step
+from tests.runtime.test_step_truth import Counter
+
+__all__ = ["clean_slate", "once"]
+
+WIDTH, ROWS, SETTLED = 128, 512, 6
+CLOSE = 0.0005  # of the peak: single numbers
+
+
+class Gelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.RMSNorm(WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def allocated(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    """A buffer of Inductor's code."""
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+@pytest.fixture
+def counter(kernels_that_do_nothing: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
+    """Bytes are those that live; code is made as for a GPU, and not taken from a cache."""
+    monkeypatch.setattr(ir, "is_cpu", lambda _: False)
+    monkeypatch.setattr(guards, "_empty_strided_cpu", allocated)
+    gc.collect()
+    counter = Counter()
+    caches = config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False)
+    with caches[0], caches[1], counter.counting():
+        yield counter
+
+
+def peaks(counter: Counter, block: type[nn.Module], budget: int, in_flight: int) -> tuple[int, int]:
+    """(predicted, counted) of a step under this budget."""
+    torch._dynamo.reset()
+    gc.collect()
+    module = Stage()
+    module.layers = nn.ModuleList(block() for _ in range(BLOCKS))
+    options = {**OPTIONS, "inner": "inductor", "device_budget": budget}
+    for layer in module.layers:
+        layer.compile(backend=graphoffload.OffloadBackend(**options), dynamic=False)
+    for _ in range(SETTLED):
+        step(module, one_forward_one_backward, in_flight)
+    module.zero_grad()
+    counter.peak_bytes = counter.now()
+    one_forward_one_backward(module, in_flight)
+    plan = plan_of()
+    assert plan.solution.in_flight == in_flight
+    return plan.solution.timeline.peak_bytes, counter.peak_bytes
+
+
+@pytest.mark.parametrize("block", [Gelu, pytest.param(Gated, marks=pytest.mark.long)])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_peaks_under_inductor(
+    block: type[nn.Module], in_flight: int, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.runtime.test_step_flight.WIDTH", WIDTH)
+    monkeypatch.setattr("tests.runtime.test_step_flight.ROWS", ROWS)
+    keep, counted = peaks(counter, block, PLENTY, in_flight)
+    assert keep == pytest.approx(counted, rel=CLOSE)
+    graphoffload.reset_stats()
+    for share in (0.8, 0.65):
+        budget = int(share * keep)
+        predicted, counted = peaks(counter, block, budget, in_flight)
+        assert predicted == pytest.approx(counted, rel=CLOSE), share
+        assert counted <= budget * (1 + CLOSE)
+    assert graphoffload.stats()["offloads"] > 0
