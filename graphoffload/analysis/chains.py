@@ -10,7 +10,7 @@ is refused if running one of its operations again could give another value or ha
     inputs that may have changed       forward writes to them, or the caller may (callers.py)
     discrete decisions                 other last bits of a float may turn them (decisions.py)
     collectives                        the other ranks run them once (collectives.py)
-    operations that write to their arguments, custom operations: their effects are unknown
+    operations that write to their arguments, and custom operations: their effects are unknown, but for those of LIBRARIES
 
 Checkmate (Jain et al., MLSys 2020) lets every value be recomputed at any step. A chain here runs once, in backward, and ends at
 values that this plan saves.
@@ -35,8 +35,13 @@ from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.torch_internals.collectives import is_collective
 from graphoffload.torch_internals.operators import OpOverload, schema_of
 from graphoffload.torch_internals.partitioning import mutated_inputs
+from graphoffload.torch_internals.pytrees import tree_leaves
 
 _PURE_NAMESPACES = ("aten", "prims", "inductor_prims")
+LIBRARIES = frozenset({"bitsandbytes", "torchao"})
+"""Namespaces whose operations follow from their arguments alone, where their schema writes to none of them. A result that is no
+float is a decision, and refused."""
+_ATTENTION_LIBRARIES = frozenset({"flash_attn", "flash_attn_3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +161,24 @@ def _refusal(node: Node) -> str:
         return Refusal.UNKNOWN_EFFECTS.because(target=getattr(target, "__name__", target))
     if is_collective(target):
         return Refusal.COLLECTIVE_AGAIN.because(target=target)
-    if target.namespace not in _PURE_NAMESPACES:
+    attention = target.namespace in _ATTENTION_LIBRARIES
+    if target.namespace not in _PURE_NAMESPACES and not attention and not _of_a_library(node, target):
         return Refusal.UNKNOWN_EFFECTS.because(target=target)
     if schema_of(target).is_mutable:
         return Refusal.WRITES.because(target=target)
     if "batch_norm" in str(target):
         return Refusal.UPDATES_STATISTICS.because(target=target)
-    if "attention" in str(target):
+    if attention or "attention" in str(target):
         return Refusal.ATTENTION.because(target=target)
     if torch.Tag.nondeterministic_seeded in target.tags:
         return Refusal.RANDOM.because(target=target)
     return ""
+
+
+def _of_a_library(node: Node, target: OpOverload) -> bool:
+    """Whether a custom operation is known to give the same floats again, and nothing else."""
+    results = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    return target.namespace in LIBRARIES and all(value.is_floating_point() for value in results)
 
 
 def may_run_again(node: Node) -> bool:

@@ -19,6 +19,7 @@ slower rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 _ATTENTION_FORWARD = 0.91
 _ATTENTION_BACKWARD = 0.75
 _ATTENTION_WITH_MASK = 0.54
+_FLASH = "flash_attn"  # how the names of the flash-attn packages' operations begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,7 @@ def sent_bytes(node: Operation) -> int:
 
 def _share_of_matmul(node: Operation) -> float:
     """The share of a matrix product's rate that an operation achieves."""
-    if "attention" not in str(node.target):
+    if "attention" not in str(node.target) and not str(node.target).startswith(_FLASH):
         return 1.0
     share = _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION_FORWARD
     return share * _ATTENTION_WITH_MASK if argument_of(node, ("attn_mask", "attn_bias")) is not None else share
@@ -272,6 +274,10 @@ def _flops(node: Operation) -> int:
         return _attention_flops(node)
     if "_grouped_mm" in str(target):
         return _grouped_flops(node)
+    if str(target).startswith(_FLASH):
+        return _flash_flops(node)
+    if "gemm_4bit" in str(target):
+        return 2 * example_numel(node.args[0]) * size_hint(node.value.shape[-1], unknown=0)
     if packet not in flop_registry:
         return 0
     try:
@@ -294,6 +300,23 @@ def _attention_flops(node: Operation) -> int:
     columns = size_hint(key.shape[2], unknown=0)
     flops = (10 if backward else 4) * batch * heads * rows * columns * width
     return int(flops // 2 if argument_of(node, ("is_causal",)) is True else flops)
+
+
+def _flash_flops(node: Operation) -> int:
+    """FLOPs of flash-attn's operations, whose heads come after the rows; packed sequences have no batch."""
+    backward = "backward" in str(node.target)
+    values = [value for value in node.args[backward : backward + 2] if _is_dense(value)]
+    if len(values) < 2:
+        return 0
+    query, key = values
+    columns = size_hint(key.shape[1], unknown=0) if key.dim() == 4 else argument_of(node, ("max_seqlen_k",))
+    flops = (10 if backward else 4) * example_numel(query) * (columns if isinstance(columns, int) else 0)
+    return flops // 2 if argument_of(node, ("causal", "is_causal")) is True else flops
+
+
+def example_numel(value: torch.Tensor) -> int:
+    """Elements; of a symbolic size, what it was when the graph was traced."""
+    return math.prod(size_hint(size, unknown=0) for size in value.shape)
 
 
 def _grouped_flops(node: Operation) -> int:
