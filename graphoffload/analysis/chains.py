@@ -41,6 +41,8 @@ _PURE_NAMESPACES = ("aten", "prims", "inductor_prims")
 LIBRARIES = frozenset({"bitsandbytes", "torchao"})
 """Namespaces whose operations follow from their arguments alone, where their schema writes to none of them. A result that is no
 float is a decision, and refused."""
+_TRITON = "triton_kernel_wrapper_functional"
+"""A kernel of the user's, which writes to copies alone. A result that is no float is a decision here too."""
 _ATTENTION_LIBRARIES = frozenset({"flash_attn", "flash_attn_3"})
 
 
@@ -154,15 +156,18 @@ def _decides_again(nodes: Collection[Node], own: str, facts: _ForwardFacts, fixe
 
 
 def _refusal(node: Node) -> str:
-    target = node.target
-    if target is operator.getitem or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+    target, results = node.target, _results(node)
+    if target is operator.getitem or not results:
         return ""
     if not isinstance(target, OpOverload):
-        return Refusal.UNKNOWN_EFFECTS.because(target=getattr(target, "__name__", target))
+        name = getattr(target, "__name__", target)
+        repeats = name == _TRITON and all(value.is_floating_point() for value in results)
+        return "" if repeats else Refusal.UNKNOWN_EFFECTS.because(target=name)
     if is_collective(target):
         return Refusal.COLLECTIVE_AGAIN.because(target=target)
     attention = target.namespace in _ATTENTION_LIBRARIES
-    if target.namespace not in _PURE_NAMESPACES and not attention and not _of_a_library(node, target):
+    known = target.namespace in LIBRARIES and all(value.is_floating_point() for value in results)
+    if target.namespace not in _PURE_NAMESPACES and not attention and not known:
         return Refusal.UNKNOWN_EFFECTS.because(target=target)
     if schema_of(target).is_mutable:
         return Refusal.WRITES.because(target=target)
@@ -175,10 +180,9 @@ def _refusal(node: Node) -> str:
     return ""
 
 
-def _of_a_library(node: Node, target: OpOverload) -> bool:
-    """Whether a custom operation is known to give the same floats again, and nothing else."""
-    results = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
-    return target.namespace in LIBRARIES and all(value.is_floating_point() for value in results)
+def _results(node: Node) -> list[torch.Tensor]:
+    """The tensors that an operation gives."""
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
 
 
 def may_run_again(node: Node) -> bool:

@@ -116,6 +116,16 @@ def test_a_product_with_packed_weights_costs_its_flops() -> None:
     assert work_of(operation, 1).flops == 2 * 2 * 64 * WIDTH * 16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.bool])
+def test_a_kernel_of_the_users_own(dtype: torch.dtype) -> None:
+    """Functional: it writes to copies. Floats repeat; whole numbers are a decision."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+
+    node = torch.fx.Graph().call_function(triton_kernel_wrapper_functional, ())
+    node.meta["val"] = {"out": torch.empty(4, dtype=dtype, device="meta"), "other": torch.empty(4, device="meta")}
+    assert chains.may_run_again(node) == dtype.is_floating_point
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash_attn defines its operations itself")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
