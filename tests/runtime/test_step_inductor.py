@@ -21,21 +21,12 @@ from torch._inductor import config, ir
 import graphoffload
 from tests.runtime.stepping import OPTIONS, PLENTY
 from tests.runtime.test_step_flight import BLOCKS, Stage, one_forward_one_backward, plan_of, step
-from tests.runtime.test_step_truth import Counter
+from tests.runtime.test_step_truth import WIDTH, Block, Counter
 
 __all__ = ["clean_slate", "once"]
 
-WIDTH, ROWS, SETTLED = 128, 512, 6
+ROWS, SETTLED = 512, 6
 CLOSE = 0.0005  # of the peak: single numbers
-
-
-class Gelu(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Gated(nn.Module):
@@ -85,12 +76,11 @@ def peaks(counter: Counter, block: type[nn.Module], budget: int, in_flight: int)
     return plan.solution.timeline.peak_bytes, counter.peak_bytes
 
 
-@pytest.mark.parametrize("block", [Gelu, pytest.param(Gated, marks=pytest.mark.long)])
+@pytest.mark.parametrize("block", [Block, pytest.param(Gated, marks=pytest.mark.long)])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_peaks_under_inductor(
     block: type[nn.Module], in_flight: int, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.runtime.test_step_flight.WIDTH", WIDTH)
     monkeypatch.setattr("tests.runtime.test_step_flight.ROWS", ROWS)
     keep, counted = peaks(counter, block, PLENTY, in_flight)
     assert keep == pytest.approx(counted, rel=CLOSE)
