@@ -25,7 +25,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from graphoffload.api.eager_work import EagerWork
 from graphoffload.api.live_bytes import LiveBytes
 from graphoffload.torch_internals.dynamo import is_tracing
-from graphoffload.torch_internals.fake_tensors import UNKNOWN, FakeTensor, FakeTensorMode, numbers_read_by
+from graphoffload.torch_internals.fake_tensors import (
+    UNKNOWN,
+    FakeTensor,
+    FakeTensorMode,
+    flex_attention_on_any_device,
+    numbers_read_by,
+)
 from graphoffload.torch_internals.operators import OpOverload, schema_of
 from graphoffload.torch_internals.pytrees import tree_flatten, tree_map, tree_unflatten
 from graphoffload.torch_internals.storages import identity
@@ -103,7 +109,7 @@ class Values:
             real = self._value(fake)
             return getattr(Tensor, name)(fake if real is _NOTHING else real)
 
-        with numbers_read_by(read), self.mode:
+        with numbers_read_by(read), flex_attention_on_any_device(), self.mode:
             yield
 
     def _taken(self, real: Tensor) -> Tensor:

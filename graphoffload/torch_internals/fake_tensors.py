@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphoffload.torch_internals.patching import replaced
 
-__all__ = ["UNKNOWN", "FakeTensor", "FakeTensorMode", "numbers_read_by", "outside_all_modes", "outside_fake_mode"]
+__all__ = [
+    "UNKNOWN", "FakeTensor", "FakeTensorMode", "flex_attention_on_any_device", "numbers_read_by", "outside_all_modes",
+    "outside_fake_mode",
+]  # fmt: skip
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 """What torch raises where fake tensors are asked for what they do not know. Without it: explain() stops at the first
@@ -33,6 +37,18 @@ def outside_all_modes() -> Iterator[None]:
     """A context in which tensors are real and no other mode sees an operation either. Without it: measuring a device while a
     graph is traced would time Python."""
     with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def flex_attention_on_any_device() -> Iterator[None]:
+    """A context in which FlexAttention does not ask whether its device has a backward: nothing is computed with fake tensors.
+    Without it: explain() of such a model on a machine without a GPU stops there."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    if not hasattr(module, "_validate_device"):
+        yield
+        return
+    with replaced(module, _validate_device=lambda *_: None):
         yield
 
 

@@ -203,3 +203,27 @@ def test_what_a_parameter_carries_is_there(device: str) -> None:
     (plan,) = graphoffload.last_plans()
     assert report.plans[0].saved == plan.saved
     assert report.offloaded_bytes == graphoffload.stats()["d2h_bytes"] > 0
+
+
+class Flexible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.into(x).chunk(3, -1))
+        return self.out(flex_attention(q, k, v, block_mask=mask).transpose(1, 2).flatten(-2))  # type: ignore[union-attr]
+
+
+def test_flex_attention_is_planned_without_a_gpu() -> None:
+    """On a CPU it has no backward, and says so before anything is compiled; a plan for a GPU needs none there."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+    model, x = Flexible(), torch.randn(2, 256, 64)
+    report = graphoffload.explain(model, policy="offload", hardware="h200-sxm", min_tensor_bytes=1)(x, mask)
+    assert report.offloaded_bytes >= 4 * x.nbytes, "the input's product, and what attention gave"
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        torch.compile(model, backend="eager")(x, mask)
