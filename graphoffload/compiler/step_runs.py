@@ -92,7 +92,7 @@ def next_run(graph: Dispatched) -> StepRun:
     step = () if known is None else known.sequence
     flying = sum(run.step == step for run in STEPS.alive.get(device, ()))
     may = known is None or (known.takes_off(flying) and not known.fixed)
-    if known is not None and not known.flies and latest is not None and latest.streams is not None:
+    if known is not None and may and not known.flies and latest is not None and latest.streams is not None:
         known.rise.begin(latest.streams.allocated_bytes()[0], OPTIMIZERS.steps)
     _PLANNER.steps = OPTIMIZERS.steps
     if known is not None and may and not flying:
