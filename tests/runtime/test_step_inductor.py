@@ -77,7 +77,7 @@ def peaks(counter: Counter, block: type[nn.Module], budget: int, in_flight: int)
 
 
 @pytest.mark.parametrize("block", [Block, pytest.param(Gated, marks=pytest.mark.long)])
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_peaks_under_inductor(
     block: type[nn.Module], in_flight: int, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
