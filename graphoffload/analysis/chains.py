@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphoffload.analysis.callers import CallersMemory, foreign, is_view
-from graphoffload.analysis.costs import argument_of
+from graphoffload.analysis.costs import FLASH, argument_of
 from graphoffload.analysis.decisions import decided_on, depends_on_bits, is_input, repeated_decisions, trace_of, used_by_forward
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake, group_by_storage, storage_id
@@ -43,7 +43,6 @@ LIBRARIES = frozenset({"bitsandbytes", "torchao"})
 float is a decision, and refused."""
 _TRITON = "triton_kernel_wrapper_functional"
 """A kernel of the user's, which writes to copies alone. A result that is no float is a decision here too."""
-_ATTENTION_LIBRARIES = frozenset({"flash_attn", "flash_attn_3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,7 @@ def _refusal(node: Node) -> str:
         return "" if repeats else Refusal.UNKNOWN_EFFECTS.because(target=name)
     if is_collective(target):
         return Refusal.COLLECTIVE_AGAIN.because(target=target)
-    attention = target.namespace in _ATTENTION_LIBRARIES
+    attention = target.namespace in FLASH
     known = target.namespace in LIBRARIES and all(value.is_floating_point() for value in results)
     if target.namespace not in _PURE_NAMESPACES and not attention and not known:
         return Refusal.UNKNOWN_EFFECTS.because(target=target)

@@ -19,7 +19,6 @@ slower rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +57,8 @@ from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 _ATTENTION_FORWARD = 0.91
 _ATTENTION_BACKWARD = 0.75
 _ATTENTION_WITH_MASK = 0.54
-_FLASH = "flash_attn"  # how the names of the flash-attn packages' operations begin
+FLASH = frozenset({"flash_attn", "flash_attn_3"})
+"""Namespaces of the flash-attn packages: all their operations are attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def sent_bytes(node: Operation) -> int:
 
 def _share_of_matmul(node: Operation) -> float:
     """The share of a matrix product's rate that an operation achieves."""
-    if "attention" not in str(node.target) and not str(node.target).startswith(_FLASH):
+    if "attention" not in str(node.target) and getattr(node.target, "namespace", "") not in FLASH:
         return 1.0
     share = _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION_FORWARD
     return share * _ATTENTION_WITH_MASK if argument_of(node, ("attn_mask", "attn_bias")) is not None else share
@@ -274,10 +274,10 @@ def _flops(node: Operation) -> int:
         return _attention_flops(node)
     if "_grouped_mm" in str(target):
         return _grouped_flops(node)
-    if str(target).startswith(_FLASH):
+    if getattr(target, "namespace", "") in FLASH:
         return _flash_flops(node)
     if "gemm_4bit" in str(target):
-        return 2 * example_numel(node.args[0]) * size_hint(node.value.shape[-1], unknown=0)
+        return 2 * size_hint(node.args[0].numel(), unknown=0) * size_hint(node.value.shape[-1], unknown=0)
     if packet not in flop_registry:
         return 0
     try:
@@ -310,13 +310,8 @@ def _flash_flops(node: Operation) -> int:
         return 0
     query, key = values
     columns = size_hint(key.shape[1], unknown=0) if key.dim() == 4 else argument_of(node, ("max_seqlen_k",))
-    flops = (10 if backward else 4) * example_numel(query) * (columns if isinstance(columns, int) else 0)
+    flops = (10 if backward else 4) * size_hint(query.numel(), unknown=0) * (columns if isinstance(columns, int) else 0)
     return flops // 2 if argument_of(node, ("causal", "is_causal")) is True else flops
-
-
-def example_numel(value: torch.Tensor) -> int:
-    """Elements; of a symbolic size, what it was when the graph was traced."""
-    return math.prod(size_hint(size, unknown=0) for size in value.shape)
 
 
 def _grouped_flops(node: Operation) -> int:
