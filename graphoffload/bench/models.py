@@ -102,13 +102,26 @@ def _hf_qwen(s: Sizes, device: torch.device) -> Workload:
     return _hf_decoder(Qwen3Config, Qwen3ForCausalLM, s, device, head_dim=s["dim"] // s["heads"])
 
 
-def _hf_decoder(make: Any, model: Any, s: Sizes, device: torch.device, **more: int) -> Workload:
-    """A decoder of Transformers by its configuration's class, which takes more keywords than its type says, and its own."""
-    config = make(
+def transformers_llama(s: Sizes) -> nn.Module:
+    """LlamaForCausalLM of these sizes, on the device that is current."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    module: nn.Module = LlamaForCausalLM(_hf_config(LlamaConfig, s))
+    return module
+
+
+def _hf_config(make: Any, s: Sizes, **more: int) -> Any:
+    """A configuration by its class, which takes more keywords than its type says."""
+    return make(
         vocab_size=s["vocab"], hidden_size=s["dim"], intermediate_size=s["hidden"], num_hidden_layers=s["layers"],
         num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], max_position_embeddings=s["tokens"],
         tie_word_embeddings=bool(s.get("tied")), use_cache=False, attn_implementation="sdpa", **more,
     )  # fmt: skip
+
+
+def _hf_decoder(make: Any, model: Any, s: Sizes, device: torch.device, **more: int) -> Workload:
+    """A decoder of Transformers by its configuration's class and its own."""
+    config = _hf_config(make, s, **more)
     ids = _ids(s["batch"], s["tokens"], s["vocab"], device)
     return Workload(
         "", model(config), {"input_ids": ids, "labels": ids}, s, blocks=("model.layers",), hugging_face=True,

@@ -7,6 +7,9 @@
     cp          context parallel: each rank has a part of every sequence, attention passes keys and values around; fully_shard
     pp          a pipeline: each rank has a part of the blocks, microbatches of one sequence by 1F1B
     alone       each rank trains a model of its own: what DistributedDataParallel is compared with
+    accelerate  its FSDP2 plugin and regional compilation, a Llama of Transformers, graphoffload by its switch; checkpointed
+                is activation_checkpointing=True of the plugin
+    accelerate_offload    the same, and checkpointed means that the inputs of blocks are offloaded by accelerate as well
 
 Blocks are compiled one by one unless the way says otherwise; embedding, head and loss are eager. A learning rate of 0 leaves
 the weights as they are, to the bit, so that each step's gradients can be compared with keep-all's.
@@ -15,7 +18,7 @@ the weights as they are, to the bit, so that each step's gradients can be compar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from graphoffload.bench.models import Sizes
+from graphoffload.bench.models import Sizes, transformers_llama
 from graphoffload.bench.nets import LlamaStack, RMSNorm
 from graphoffload.bench.variants import Checkpointed
+from graphoffload.integrations.switch import install, uninstall
 from graphoffload.torch_internals import dynamo
 
 LOW = torch.bfloat16
@@ -36,10 +40,11 @@ LOW = torch.bfloat16
 
 @dataclass(frozen=True)
 class Compiling:
-    """How the blocks of a model are compiled, and whether each of them is checkpointed."""
+    """How the blocks of a model are compiled, and whether each of them is checkpointed; options: ours, None for plain torch."""
 
     backend: Any
     checkpointed: bool = False
+    options: Mapping[str, Any] | None = None
 
     def blocks(self, layers: nn.ModuleList, *, around: bool = False) -> None:
         """One by one, in place; checkpointed inside what is compiled, or `around` it, where parameters are DTensors."""
@@ -230,9 +235,57 @@ def pp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     return Share([stage], run)
 
 
+def accelerate(sizes: Sizes, device: torch.device, compiling: Compiling, *, offload: bool = False) -> Share:
+    """Blocks compiled and sharded by accelerate, graphoffload turned on by install()."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if compiling.options is not None:
+        install(**compiling.options)
+    sharding = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        activation_checkpointing=compiling.checkpointed, activation_checkpointing_offload=compiling.checkpointed and offload,
+    )  # fmt: skip
+    regional = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True, dynamic=False)
+    trainer: Any = Accelerator(
+        mixed_precision="bf16", cpu=device.type == "cpu", fsdp_plugin=sharding, dynamo_plugin=regional
+    )
+    torch.manual_seed(0)
+    with device:
+        made = transformers_llama(sizes)
+    model, _ = trainer.prepare(made, torch.optim.SGD(made.parameters()))  # it asks for an optimizer; the bench has its own
+    ids = _ids(sizes, device, own=True)
+
+    def run() -> Tensor:
+        with trainer.autocast():
+            loss = model(input_ids=ids, labels=ids).loss
+        trainer.backward(loss)
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return Share([model], run, _uninstalled)
+
+
+def accelerate_offload(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """Blocks compiled and sharded by accelerate, which offloads the inputs of checkpointed blocks."""
+    return accelerate(sizes, device, compiling, offload=True)
+
+
+@contextlib.contextmanager
+def _uninstalled() -> Iterator[None]:
+    """graphoffload is on for what is compiled until this ends, and no longer."""
+    try:
+        yield
+    finally:
+        uninstall()
+
+
 WAYS: dict[str, Callable[[Sizes, torch.device, Compiling], Share]] = {
-    way.__name__: way for way in (fsdp2, ddp, ddp_whole, tp, cp, pp, alone)
+    way.__name__: way for way in (fsdp2, ddp, ddp_whole, tp, cp, pp, alone, accelerate, accelerate_offload)
 }
+_SMALL = {"layers": 24, "dim": 2048, "hidden": 8192, "heads": 32, "kv_heads": 8, "vocab": 32000, "batch": 2, "tokens": 8192}
 _BASE = {"layers": 8, "dim": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000, "batch": 4, "tokens": 4096}
 REAL: dict[str, Sizes] = {
     "fsdp2": {**_BASE, "layers": 16, "vocab": 128256, "batch": 2, "tokens": 8192},
@@ -242,6 +295,8 @@ REAL: dict[str, Sizes] = {
     "tp": {**_BASE, "tokens": 8192},
     "cp": {**_BASE, "kv_heads": 32, "batch": 1, "tokens": 65536},
     "pp": {**_BASE, "layers": 16, "batch": 8, "tokens": 8192},
+    "accelerate": _SMALL,
+    "accelerate_offload": _SMALL,
 }
 """On two GPUs of 139.8 GiB keep-all fits, and takes more than half of one."""
 TINY: Sizes = {"layers": 4, "dim": 64, "hidden": 128, "heads": 4, "kv_heads": 2, "vocab": 256, "batch": 4, "tokens": 32}

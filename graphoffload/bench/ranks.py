@@ -316,7 +316,7 @@ class _Rank:
         options: Row = {"device_budget": f"{self._budget(budget)}B"} if budget else {}
         if self.given.tiny:
             options |= {"hardware": "h200-sxm", "min_tensor_bytes": 1}
-        return Compiling(OffloadBackend(**options))
+        return Compiling(OffloadBackend(**options), options=options)
 
     def _budget(self, text: str) -> int:
         if text not in ("checkpoint", "halfway"):
