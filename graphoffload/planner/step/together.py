@@ -1,11 +1,14 @@
 """One plan for several ranks: what each of them tells, the problem that is made of it, and the decision that all follow.
 
-    RankFacts of rank 0, 1, ... ──▶ merged(): the slowest times, the least room ──▶ plan_step ──▶ Decision ──▶ follow_step
+    RankFacts of rank 0, 1, ... ──▶ merged(): the slowest kernels, the least room ──▶ plan_step ──▶ Decision ──▶ follow_step
                                              on one rank                                          on every rank
 
 What a rank has left is its *room*: its budget less its reserve, less what is outside the graphs. A rank with 4 GiB more memory
 and 2 GiB more outside has 2 GiB more room. So the merged problem has the least budget of all ranks, and at each call as much
 outside as the rank with the least room there has beside that budget.
+
+A gap's time is the shortest of all ranks. A rank that comes early to a collective waits there for the others, and measures that
+as well; the one that comes last does not. In a recorded run one rank may be late at each call, since it page-locks memory.
 
 One rank solves, and the others take its decision. Plans would differ otherwise: the planner is deterministic, and its input is
 not the same, since every rank measures its own kernels, and which activations a variant computes again follows from these
@@ -150,7 +153,7 @@ def _merged_facts(facts: StepFacts, ranks: Sequence[RankFacts], more: Sequence[i
     def gap(call: int, half: int) -> Gap:
         told = [(rank.gaps[call][half], extra) for rank, extra in zip(ranks, more, strict=True)]
         peaks = [peak - extra for (_, peak), extra in told if peak]
-        return Gap(max(seconds for (seconds, _), _ in told), max(0, *peaks) if peaks else 0)
+        return Gap(min(seconds for (seconds, _), _ in told), max(0, *peaks) if peaks else 0)
 
     calls = tuple(
         replace(
@@ -222,7 +225,7 @@ class Decision:
     Attributes:
         recipes: the variants of each graph. chosen: of them, the one of each call.
         offloads: by call, activations that the plan offloads. calls, reload_steps: as StepSolution.
-        solver: who proposed it.
+        solver: who proposed it. gaps_s: by call, of the gaps before its forward and its backward, as they were planned with.
     """
 
     recipes: tuple[tuple[Recipe, ...], ...]
@@ -231,6 +234,7 @@ class Decision:
     calls: tuple[CallSchedule, ...]
     reload_steps: Mapping[tuple[int, int], Mapping[str, int]]
     solver: str
+    gaps_s: tuple[tuple[float, float], ...]
 
     def to_json(self) -> dict[str, Any]:
         """For the other ranks."""
@@ -248,6 +252,7 @@ class Decision:
             ],
             "reload_steps": [[*key, dict(steps)] for key, steps in self.reload_steps.items()],
             "solver": self.solver,
+            "gaps_s": [list(both) for both in self.gaps_s],
         }
 
     @classmethod
@@ -266,7 +271,8 @@ class Decision:
             )
             for call in data["calls"]
         )
-        return cls(recipes, chosen, _tuples(data["offloads"]), calls, MappingProxyType(steps), data["solver"])
+        offloads, gaps_s = _tuples(data["offloads"]), _tuples(data["gaps_s"])
+        return cls(recipes, chosen, offloads, calls, MappingProxyType(steps), data["solver"], gaps_s)
 
 
 def _recipe_to_json(recipe: Recipe) -> dict[str, Any]:
@@ -283,18 +289,29 @@ def decision_of(facts: StepFacts, solution: StepSolution, recipes: Sequence[Sequ
     """A solution in terms of names, for ranks that have programs of their own."""
     offloads = offloads_of(facts, solution)
     found = tuple(tuple(each) for each in recipes)
-    return Decision(found, solution.chosen, offloads, solution.calls, solution.reload_steps, solution.solver)
+    gaps_s = tuple((call.before_forward.time_s, call.before_backward.time_s) for call in facts.calls)
+    return Decision(found, solution.chosen, offloads, solution.calls, solution.reload_steps, solution.solver, gaps_s)
 
 
 def followed(problem: StepProblem, decision: Decision) -> StepSolution:
-    """What a decision comes to on a rank, whose problem this is.
+    """What a decision comes to on a rank, whose problem this is. Gaps are as long as the ranks agreed.
 
     Raises:
         PlanError: it names what this rank's step does not have.
     """
+    facts = problem.facts
+    if len(decision.gaps_s) == len(facts.calls):  # else it is for another step, and refused below
+        calls = tuple(_with_gaps(call, *both) for call, both in zip(facts.calls, decision.gaps_s, strict=True))
+        problem = replace(problem, facts=replace(facts, calls=calls))
     return follow_flight(
         problem, decision.chosen, decision.calls, decision.reload_steps, decision.offloads, decision.solver
     )
+
+
+def _with_gaps(call: CallFacts, forward_s: float, backward_s: float) -> CallFacts:
+    """The call with gaps of these times; their peaks are its own."""
+    before_forward = replace(call.before_forward, time_s=forward_s)
+    return replace(call, before_forward=before_forward, before_backward=replace(call.before_backward, time_s=backward_s))
 
 
 def with_variants(facts: StepFacts, families: Sequence[Sequence[Variant]], bounds: Sequence[Program]) -> StepFacts:
