@@ -24,7 +24,10 @@ from graphoffload.torch_internals import allocator
 
 
 def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limits) -> StepFacts:
-    """What the recorded runs say of the step: bytes outside and gaps of the last one, and the peaks of gaps of any of them.
+    """What the recorded runs say of the step: bytes outside of the last one, the shortest gaps and their highest peaks of any.
+
+    A gap between two calls is no shorter than its work. It is longer where the host or another rank is late, as when something
+    compiles or memory is page-locked, which happens once.
 
     A call's inputs that other graphs computed are outside where they were measured. They are activations of the call from the
     end of its forward to its backward, so they come off what is outside there, unless they were on the host; and those of other
@@ -145,6 +148,12 @@ class _Record:
             return max(0, first.allocated_bytes + allocator.most(self.changes[low:high]) - level)
         return last.peak_bytes - level if last.peak_bytes > first.peak_bytes else 0
 
+    def seconds(self, start: tuple[str, int], end: tuple[str, int]) -> float:
+        """What the compute stream took from one moment to the other, idle or not."""
+        first, last = self.at(*start).event, self.at(*end).event
+        last.synchronize()
+        return max(0.0, float(first.elapsed_time(last)) / 1e3)
+
     def host_s(self) -> float:
         """What the host took to issue the forwards and backwards; 0.0 where it computes them itself."""
         return sum(
@@ -166,7 +175,6 @@ def _gap(records: Sequence[_Record], start: tuple[str, int] | None, end: tuple[s
     first, last = records[-1].at(*start), records[-1].at(*end)
     if first.event is None or last.event is None:
         return Gap()
-    last.event.synchronize()
     level = max(_outside(first, limits), _outside(last, limits))
     above = max(record.above_bytes(start, end) for record in records)
-    return Gap(time_s=max(0.0, first.event.elapsed_time(last.event) / 1e3), outside_peak_bytes=level + above)
+    return Gap(time_s=min(record.seconds(start, end) for record in records), outside_peak_bytes=level + above)
