@@ -18,6 +18,7 @@ from graphoffload.compiler.step_plan import Asked
 from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.errors import BudgetExceededWarning
 from graphoffload.facts.goals import MeetBudget
+from graphoffload.runtime.hooks import twin_copies
 from graphoffload.torch_internals import autograd
 from tests.runtime import stepping
 from tests.runtime.stepping import Model, assert_equal, batch, budget_at, compiled, fresh, kept, loss_of, plan_now, step
@@ -152,6 +153,19 @@ def test_two_microbatches_at_once_are_no_peak_of_the_step(trained: Any, lazy: La
         for _ in range(QUIET):
             assert_equal(step(model, batch()), expected)
     assert plan_now() is before
+
+
+def test_a_twin_with_clones_on_the_device_is_not_judged(trained: Any, lazy: LazyStreams) -> None:
+    """It takes more than its plan, and says nothing of the plan."""
+    model, expected = trained
+    before, budget = plan_now(), budget_at(0.5)
+    with twin_copies():
+        assert not run(model, lazy, 2 * budget, expected)
+    lazy.allocated = 0, 0
+    assert not run(model, lazy, budget, expected)
+    assert plan_now() is before
+    (text,) = run(model, lazy, budget + budget // 10, expected)
+    assert "was exceeded by" in text
 
 
 def test_memory_outside_that_leaves_too_little(trained: Any, lazy: LazyStreams) -> None:

@@ -207,7 +207,7 @@ class StepRun:
         """The backward of a call is issued."""
         call.ended = True
         self.ended.append(call.index)
-        if call.index == 0 and self.streams is not None:
+        if call.index == 0 and self.streams is not None and not ACTIVE.twin:  # a twin's clones are in no plan
             self.peak_bytes = self.streams.allocated_bytes()[1]
         if self.recording:
             self._mark("backward end", call)
