@@ -24,10 +24,13 @@ def our_stats() -> dict[str, float]:
 
 
 def our_plans() -> list[dict[str, Any]]:
-    """What the variant's plans say, without their tables."""
+    """What the variant's plans say, without their tables, and without those that a graph ran by before its step was planned."""
+    plans = registry.last_plans()
+    stepped = {plan.graph for plan in plans if plan.variant and not plan.part}
     return [
         {
             "graph": plan.graph,
+            "variant": plan.variant,
             "summary": plan.summary,
             "notes": list(plan.notes),
             "offloaded_bytes": plan.offloaded_bytes,
@@ -38,7 +41,8 @@ def our_plans() -> list[dict[str, Any]]:
             "predicted_slowdown": plan.prediction.predicted_slowdown,
             "lower_bound_slowdown": plan.prediction.lower_bound_slowdown,
         }
-        for plan in registry.last_plans()
+        for plan in plans
+        if plan.graph not in stepped or (plan.variant and not plan.part)
     ]
 
 

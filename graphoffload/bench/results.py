@@ -27,7 +27,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,7 @@ def row_record(row: Row, baseline: str = "keep-all") -> dict[str, Any]:
     """One variant as a result file has it; `baseline` is the one that the others' ratios are to."""
     plans = row.ours.get("plans") or []
     low, high = row.ratio_interval or (None, None)
+    predictions = _predictions(plans)
     bounds = [plan["lower_bound_slowdown"] for plan in plans]
     predicted = [plan["predicted_slowdown"] for plan in plans]
     is_keep = row.variant == baseline and bool(row.samples)
@@ -235,8 +236,8 @@ def row_record(row: Row, baseline: str = "keep-all") -> dict[str, Any]:
         "peak_bytes": row.peak_bytes,
         "total_bytes": row.total_bytes,
         "predicted_peak_bytes": row.predicted_peak_bytes,
-        "predicted_ms": sum(plan["prediction"]["predicted_time_s"] for plan in plans) * 1e3 or None,
-        "predicted_ratio": 1.0 + predicted[0] if len(predicted) == 1 and predicted[0] is not None else None,
+        "predicted_ms": sum(prediction["predicted_time_s"] for prediction in predictions) * 1e3 or None,
+        "predicted_ratio": 1.0 + predicted[0] if len(predictions) == 1 and predicted[0] is not None else None,
         "bound_ratio": 1.0 + max(bounds) if bounds and None not in bounds else None,
         "gradient_error": row.gradient_error,
         "twin_error": row.ours.get("twin_error"),
@@ -245,6 +246,15 @@ def row_record(row: Row, baseline: str = "keep-all") -> dict[str, Any]:
         "recomputed_bytes": sum(plan["recomputed_bytes"] for plan in plans),
         "pinned_bytes": row.pinned_bytes,
     }
+
+
+def _predictions(plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One of each graph that is planned alone, and one of each step: the variants of its graphs have it in common."""
+    found = [plan["prediction"] for plan in plans if not plan.get("variant")]
+    for plan in plans:
+        if plan.get("variant") and plan["prediction"] not in found:
+            found.append(plan["prediction"])
+    return found
 
 
 # What is there

@@ -118,6 +118,16 @@ def test_a_run_becomes_a_result() -> None:
     assert result.facts["eager_noise"] == 0.04
 
 
+def test_a_step_is_predicted_once() -> None:
+    """Its variants have one prediction in common; graphs that are planned alone have one each."""
+    content = run_content()
+    (plan,) = content["rows"][1]["ours"]["plans"]
+    for variants, expected_ms, ratio in ((("keep", "blocks"), 9.0, 1.02), (("", ""), 18.0, None)):
+        content["rows"][1]["ours"]["plans"] = [{**plan, "variant": variant} for variant in variants]
+        row = of_run(content).rows[1]
+        assert (row["predicted_ms"], row["predicted_ratio"]) == (expected_ms, ratio)
+
+
 def test_export_and_load(tmp_path: Path) -> None:
     """Two processes of one subject are two files; what is no run is passed over; the commit can be given."""
     write_run(tmp_path / "out" / "0-small")

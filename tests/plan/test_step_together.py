@@ -164,7 +164,7 @@ def test_the_plan_of_the_merged_problem_holds_on_each_rank() -> None:
 
 
 def test_gaps_of_any_rank() -> None:
-    """The shortest, since a rank that waits for another one measures the wait, and the highest peak; one without any has none."""
+    """The shortest, since a rank that waits for another measures the wait, and the highest peak; one without any has none."""
     facts = llama(2)
     plain = StepProblem(facts, H200, MeetBudget(40 * GB))
     own = facts.calls[0].before_backward
