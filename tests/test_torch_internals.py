@@ -20,6 +20,8 @@ RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 NOT_TORCHS = {
     "os._exit": "ends a benchmark's process whose CUDA context is lost, without its destructors",
     "module._gradient_checkpointing_func": "transformers' own attribute, which it gives no other way to set",
+    "AcceleratorState._reset_state": "accelerate's own: a benchmark makes a second Accelerator in one process",
+    "GradientState._reset_state": "likewise",
 }
 FRAMES = {"f_back", "f_code", "f_globals", "f_lineno", "f_locals", "tb_frame", "_getframe", "currentframe", "walk_stack"}
 READ_BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter"}

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from graphoffload import bench
 from graphoffload.bench.cli import add_tools, completed
-from graphoffload.cli import estimate, explain, hardware, run
+from graphoffload.cli import estimate, explain, hardware, replay, run
 from graphoffload.cli.output import DONE, FAILED, OVER_BUDGET, CommandError
 from graphoffload.errors import BudgetError, GraphOffloadError
 from graphoffload.log import log
@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "hardware": (hardware, "what a GPU and its link can do"),
     "explain": (explain, "plan a model without training"),
     "estimate": (estimate, "what training a model takes on GPUs that are not here"),
+    "replay": (replay, "plan a step again from its dump"),
     "run": (run, "a script or a command as it is, planned"),
 }
 _LOUD = ("bench", "run")  # the commands that are told each compile

@@ -16,6 +16,7 @@ import torch
 from graphoffload.compiler.compile_variant import Compiled, Graph
 from graphoffload.compiler.dispatch import Family
 from graphoffload.compiler.link import hardware_of
+from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal
 from graphoffload.facts.recipe import Recipe
 from graphoffload.log import log
@@ -24,6 +25,7 @@ from graphoffload.planner.step.facts import StepFacts, StepProblem
 from graphoffload.planner.step.flight import plan_flight
 from graphoffload.planner.step.solve import StepSolution
 from graphoffload.planner.step.together import Decision, followed
+from graphoffload.report.dump import write_step_dump
 from graphoffload.report.step_line import line_of_step, slow_host
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import POOL
@@ -90,6 +92,20 @@ def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) ->
     return StepProblem(facts, hardware, asked.goal, reserve, asked.host_budget_bytes, Patience("step"), asked.or_least)
 
 
+def solution_of(problem: StepProblem, dump_dir: str | None) -> StepSolution:
+    """The plan of a step. A step that has none leaves its dump, where dumps are asked for.
+
+    Raises:
+        BudgetError: no plan meets the budget, and the least one is not as good.
+    """
+    try:
+        return plan_flight(problem)
+    except BudgetError as error:
+        if dump_dir:
+            write_step_dump(dump_dir, problem, None, str(error))
+        raise
+
+
 def make_step_plan(
     sequence: tuple[int, ...],
     graphs: Sequence[GraphOfStep],
@@ -113,7 +129,8 @@ def make_step_plan(
     begun = time.perf_counter()
     problem = problem_of(graphs, facts, asked)
     hardware = problem.hardware
-    solution = plan_flight(problem) if decision is None else followed(problem, decision)
+    dump_dir = graphs[0].graph.config.dump_dir
+    solution = solution_of(problem, dump_dir) if decision is None else followed(problem, decision)
     planned_s = time.perf_counter() - begun
     if runs:
         _prepare_host(solution, graphs)
@@ -125,6 +142,8 @@ def make_step_plan(
     hints = dict.fromkeys(compiled.plan.hint for compiled, _, _ in calls if compiled.plan is not None)
     summary = "; ".join(filter(None, (line, slow_host(facts), *hints)))
     plan = StepPlan(sequence, calls, solution, summary)
+    if dump_dir:
+        write_step_dump(dump_dir, problem, solution, summary)
     _tell(plan, asked.reserve_bytes)
     log.info("the step was planned in %.1f s, and planned and compiled in %.1f s", planned_s, time.perf_counter() - begun)
     return plan

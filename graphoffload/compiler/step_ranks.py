@@ -17,13 +17,13 @@ from graphoffload.compiler.cache_key import structure_key
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.compiler.ranks import Peers, StoreFailed, options_of
 from graphoffload.compiler.rounds import Rounds, Solve
-from graphoffload.compiler.step_plan import Asked, StepPlan, problem_of
+from graphoffload.compiler.step_plan import Asked, StepPlan, problem_of, solution_of
 from graphoffload.errors import BudgetError, PlanError
 from graphoffload.log import log
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts
-from graphoffload.planner.step.flight import plan_flight
 from graphoffload.planner.step.together import Decision, RankFacts, decision_of, facts_of_rank, merged, with_variants
+from graphoffload.report.dump import write_step_dump
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,18 @@ def solved(found: Solve, proposal: Proposal, graphs: Sequence[Dispatched], peers
         for each, host in zip(told, hosts, strict=True)
     ]
     local = {str(rank): hosts.count(each["host"]) for rank, each in found.told.items()}
+    dump_dir = graphs[0].graph.config.dump_dir
     who: dict[str, Any] = {"rank": peers.rank, "ranks": sorted(found.told), "local": local}
     try:
         problem = merged(problem_of(graphs, proposal.facts, proposal.asked), shared)
-        solution = plan_flight(problem)
+        solution = solution_of(problem, dump_dir)
         decision = decision_of(problem.facts, solution, [graph.family.recipes for graph in graphs])
     except BudgetError as error:
         return {**who, "refused": str(error), "least_bytes": error.least_bytes}
     except PlanError as error:
         return {**who, "failed": str(error)}
+    if dump_dir:
+        write_step_dump(dump_dir, problem, solution, f"of {ranks.ranks_text(who['ranks'])} together, planned by this one")
     log.info("the plan of %s was made here", ranks.ranks_text(who["ranks"]))
     return {**who, "decision": decision.to_json()}
 

@@ -6,6 +6,7 @@
     <graph>.<key>.joint.svg, .before.svg, .after.svg     colored by decision
     <graph>.<key>.plan.json, .plan.txt    the plan, and its table
     <graph>.<key>.html                    lanes, memory and the table as one page, where plotly is installed
+    step.<key>.problem.json, .txt         what a step of several graphs was planned with, for `replay`; and as a table
 
 With several processes every name carries ".rank<N>". A file appears whole or not at all (written under another name, then
 renamed), so ranks and compile workers can share a folder. A dump is an aid: a graph that cannot be printed or drawn leaves a
@@ -14,6 +15,7 @@ file that says so and never stops the compilation. Only a folder that cannot be 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -28,11 +30,15 @@ from graphoffload.errors import ConfigError
 from graphoffload.facts.plan import Plan
 from graphoffload.log import say
 from graphoffload.planner.predicted import Predicted
+from graphoffload.planner.step.facts import StepProblem
+from graphoffload.planner.step.solve import StepSolution
+from graphoffload.planner.step.stored import to_json
 from graphoffload.report.graph_picture import drawn_nodes, drawn_pair, graph_svg
 from graphoffload.report.page.content import content_of, shown_plan
 from graphoffload.report.page.html import can_draw, page_html
 from graphoffload.report.step_picture import StepPicture, picture_of, trace_json
 from graphoffload.report.step_svg import timeline_svg
+from graphoffload.report.step_table import problem_table
 from graphoffload.report.svg import element, page
 from graphoffload.report.table import plan_table
 
@@ -84,9 +90,33 @@ def write_dump(
             texts["html"] = partial(_page, plan, predicted)
         else:
             _say_no_page()
-    return _write_all(
-        Path(folder).expanduser(), _stem(plan), texts, f"dump_dir={str(folder)!r}", "unset dump_dir and GRAPHOFFLOAD_DUMP_DIR"
-    )
+    return _write_all(Path(folder).expanduser(), _stem(plan), texts, *_asked_by(folder))
+
+
+def write_step_dump(folder: str | Path, problem: StepProblem, solution: StepSolution | None, line: str) -> list[Path]:
+    """Write what a step was planned with into `folder`: as JSON for `python -m graphoffload replay`, and as text.
+
+    Args:
+        folder: as in write_dump. solution: None where no plan was found. line: what was said of it.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    content = to_json(problem)
+    texts: dict[str, Callable[[], str]] = {
+        "problem.json": lambda: content,
+        "problem.txt": lambda: f"{line}\n\n{problem_table(problem, solution)}",
+    }
+    name = f"step.{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+    return _write_all(Path(folder).expanduser(), name, texts, *_asked_by(folder))
+
+
+def _asked_by(folder: str | Path) -> tuple[str, str]:
+    """What names the folder of a dump, and how to have none, for an error message."""
+    return f"dump_dir={str(folder)!r}", "unset dump_dir and GRAPHOFFLOAD_DUMP_DIR"
 
 
 def write_pictures(folder: str | Path, plan: Plan, predicted: Predicted | None) -> list[Path]:

@@ -16,7 +16,6 @@ Wrong when: memory outside rises and falls between two measurements other than i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from graphoffload.errors import PlanError
 from graphoffload.facts.goals import Goal
@@ -87,7 +86,8 @@ class CallFacts:
     before_backward: Gap = Gap()
 
 
-class Beside(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Beside:
     """A microbatch beside `others`, which had run their forward and not their backward: bytes outside, as in CallFacts, when
     the forward (or the backward) of each call started."""
 
