@@ -13,7 +13,6 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -81,9 +80,8 @@ def _types(kind: Any) -> dict[str, Any]:
 
 def _read(kind: Any, value: Any) -> Any:
     """A value of a type from JSON."""
-    if dataclasses.is_dataclass(kind):
-        make: Callable[..., Any] = kind
-        return make(**{name: _read(own, value[name]) for name, own in _types(kind).items() if name in value})
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return kind(**{name: _read(own, value[name]) for name, own in _types(kind).items() if name in value})
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _read(next(one for one in inner if one is not types.NoneType), value)
