@@ -12,6 +12,7 @@
     table.py      the table at the end of a call          figure.py     step time against memory, drawn
     where.py      where a step's memory and time go       op_cost.py    host time of the four ops
     overlap.py    what ran beside what, from a trace      plans.py      one plan made on two machines, compared
+    ranks.py      a model over several GPUs, rank.py its processes, parallel.py the ways
     midsize.py    one measurement that says much          soak.py       a long run with failures, and its books
 
 Nothing here is imported by the rest of graphoffload, `python -m graphoffload` apart.

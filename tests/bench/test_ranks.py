@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphoffload.bench import parallel, ranks, training
+from graphoffload.bench import parallel, rank, ranks, training
 from graphoffload.bench.parallel import Stage, llama
 from graphoffload.cli.command_line import main
 from graphoffload.errors import ConfigError
@@ -35,6 +35,8 @@ def test_names_that_are_known(name: str) -> None:
 def test_more_ranks_than_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ranks", "fsdp2", "--ranks", "99", "--out", str(tmp_path)]) != 0
     assert "--tiny runs on a CPU" in capsys.readouterr().err
+    assert main(["bench", "ranks", "fsdp2", "--tiny", "--trace", "--out", str(tmp_path)]) != 0
+    assert "--trace profiles GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["model", "first stage", "last stage"])
@@ -55,7 +57,7 @@ def test_one_row_of_all_ranks() -> None:
         {"peak_GB": 3.0, "times_s": [0.1, 0.3], "compile_s": 1.0, "loss": None, "worst_grad": None, "predicted_GB": 3.1},
         {"peak_GB": 2.0, "times_s": [0.2, 0.1], "compile_s": 2.0, "loss": 5.0, "worst_grad": 0.1, "predicted_GB": 2.1},
     ]
-    row = ranks._joined("ours", found)
+    row = rank._joined("ours", found)
     assert row["ms"] == pytest.approx(250.0)
     assert (row["peak_GB"], row["predicted_GB"], row["worst_grad"]) == (3.0, 3.1, 0.1)
     assert row["peak_GBs"] == [3.0, 2.0]
@@ -79,6 +81,7 @@ def test_a_variant_that_fails_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "BudgetError" in rows[1]["failed"]
     assert rows[2]["ms"] > 0
     assert rows[2]["worst_grad"] == 0.0
+    assert [len(row["settled_s"][0]) for row in (rows[0], rows[2])] == [rank.PLAIN_SETTLED, 4]
     assert not list(tmp_path.glob("*.failed-*"))
     assert json.dumps("ours")[1:-1] in capfd.readouterr().out
 
