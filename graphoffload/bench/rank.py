@@ -1,6 +1,6 @@
 """One process of `bench ranks`: it trains its part of a way under one variant after another, and writes rows (ranks.py).
 
-    _Rank.measure    settled steps ──▶ measured steps ──▶ with --trace, one more under torch's profiler ──▶ a row of all ranks
+    _Rank.measure    settled steps ──▶ measured steps ──▶ with --trace two more, the second profiled ──▶ a row of all ranks
 """
 
 from __future__ import annotations
@@ -111,11 +111,12 @@ class _Rank:
         with share.context():
             steps = list(self._steps(share, optimizers, self.given.settled if name.startswith("ours") else PLAIN_SETTLED))
             peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else self._peak_of_cpu(share, optimizers)
+            error = self._error(share)
             if self.given.trace:
-                overlap.profile(self._whole(share, optimizers), self._trace_path(name))
+                overlap.profile(self._alone(share, optimizers), self._trace_path(name))
         own: Row = {"peak_GB": peak / 1e9, "times_s": [step.seconds for step in steps], "compile_s": self.settled_s[0]}
         own |= {"settled_s": [round(seconds, 3) for seconds in self.settled_s]}
-        own |= {"loss": steps[-1].loss, "worst_grad": self._error(share)}
+        own |= {"loss": steps[-1].loss, "worst_grad": error}
         own |= {"host_ms": 1e3 * statistics.median(step.host_seconds for step in steps)}
         own |= {"counts": {field: sum(step.counts[field] for step in steps) for field in _counts(self.device)}}
         if name.startswith("ours"):
@@ -165,6 +166,15 @@ class _Rank:
             for optimizer in optimizers:
                 optimizer.step()
             return loss
+
+        return step
+
+    def _alone(self, share: Share, optimizers: Optimizers) -> Callable[[], None]:
+        """A step that begins without gradients, as the measured ones do."""
+
+        def step() -> None:
+            share.clear_gradients()
+            self._whole(share, optimizers)()
 
         return step
 

@@ -1,10 +1,11 @@
-"""Plan a step again from its dump, on any machine: the same figures, or those for another budget.
+"""Plan a step again from its dump, on any machine: the same plan, or one for another budget.
 
     GRAPHOFFLOAD_DUMP_DIR=dumps python train.py
     python -m graphoffload replay dumps/step.1f2e3d4c.problem.json
     python -m graphoffload replay dumps/step.1f2e3d4c.problem.json --device-budget 16GB --host-budget 64GiB
 
-A step of several graphs leaves a `*.problem.json` each time that it is planned. It has what the plan follows from: the time and
+A step of several graphs leaves a `*.problem.json` each time that it is planned. Where several ranks have one plan, each leaves
+what it measured, and the one that plans for all a `*.together.problem.json`. It has what the plan follows from: the time and
 the memory of each graph's variants, the calls in their order, what was allocated outside them, and the eager work between them.
 The same is there as text (`*.problem.txt`). Neither has code, names of files or values of tensors.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from graphoffload.cli.output import DONE, CommandError, print_lines
 from graphoffload.errors import ConfigError
-from graphoffload.facts.goals import MeetBudget, WithinSlowdown
+from graphoffload.facts.goals import UNMEASURABLE, MeetBudget, WithinSlowdown
 from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepProblem
@@ -46,8 +47,9 @@ def start(args: argparse.Namespace) -> int:
     facts = problem.facts
     solution = plan_flight(replace(problem, patience=Patience("step")))
     graphs = Counter(f"graph {call.graph}" for call in facts.calls)
-    budget = problem.goal.device_budget_bytes
-    line = line_of_step(solution, graphs, problem.reserve_bytes, budget, problem.hardware.memory_bytes)
+    budget = problem.goal.device_budget_bytes if isinstance(problem.goal, MeetBudget) else None
+    whole = problem.hardware.memory_bytes if problem.hardware.source != "cpu" else None
+    line = line_of_step(solution, graphs, problem.reserve_bytes - problem.taken_bytes, budget, whole)
     print_lines("; ".join(filter(None, (line, slow_host(facts)))), "", problem_table(problem, solution).rstrip())
     return DONE
 
@@ -66,7 +68,8 @@ def _read(path: Path) -> StepProblem:
 def _changed(problem: StepProblem, args: argparse.Namespace) -> StepProblem:
     """The problem with what was given on the command line."""
     if args.device_budget is not None:
-        problem = replace(problem, goal=MeetBudget(parse_size(args.device_budget, field="--device-budget")))
+        goal = MeetBudget(parse_size(args.device_budget, field="--device-budget"))
+        problem = replace(problem, goal=goal, or_least=False)
     if args.max_slowdown is not None:
         try:
             share = float(args.max_slowdown)
@@ -74,12 +77,15 @@ def _changed(problem: StepProblem, args: argparse.Namespace) -> StepProblem:
             share = -1.0
         if not 0.0 <= share < float("inf"):
             raise CommandError(f"--max-slowdown {args.max_slowdown}: give a share of the step's time, such as 0.02.")
-        problem = replace(problem, goal=WithinSlowdown(share))
+        problem = replace(problem, goal=WithinSlowdown(max(share, UNMEASURABLE), asked=share), or_least=False)
     if args.reserve is not None:
-        problem = replace(problem, reserve_bytes=parse_size(args.reserve, field="--reserve"))
+        problem = replace(problem, reserve_bytes=parse_size(args.reserve, field="--reserve"), taken_bytes=0)
     if args.host_budget is not None:
         limit = None if args.host_budget == "none" else parse_size(args.host_budget, field="--host-budget")
         problem = replace(problem, host_budget_bytes=limit)
     if args.hardware is not None:
-        problem = replace(problem, hardware=resolve_hardware(args.hardware))
+        if args.hardware == "measure":
+            raise CommandError("--hardware measure: give a named profile; the dump has the one that was measured.")
+        shared = problem.hardware.links_shared_by
+        problem = replace(problem, hardware=replace(resolve_hardware(args.hardware), links_shared_by=shared))
     return problem

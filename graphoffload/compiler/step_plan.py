@@ -56,6 +56,12 @@ class GraphOfStep(Protocol):
         """The graph by a recipe."""
 
 
+_OF_ONE_RANK = (
+    "What follows was measured by this rank. The plan was made for all ranks by one of them, whose *.together.problem.json has "
+    "what it was made for; replay of this rank's file plans for this rank alone."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What each call of a step runs, by its index; `summary`: its line."""
@@ -89,14 +95,16 @@ def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) ->
     """What the planner solves for a step on this device."""
     hardware = hardware_of(graphs[0].graph.config.hardware, str(graphs[0].device))
     reserve = asked.reserve_bytes + asked.taken_bytes
-    return StepProblem(facts, hardware, asked.goal, reserve, asked.host_budget_bytes, Patience("step"), asked.or_least)
+    return StepProblem(
+        facts, hardware, asked.goal, reserve, asked.host_budget_bytes, Patience("step"), asked.or_least, asked.taken_bytes
+    )
 
 
 def solution_of(problem: StepProblem, dump_dir: str | None) -> StepSolution:
     """The plan of a step. A step that has none leaves its dump, where dumps are asked for.
 
     Raises:
-        BudgetError: no plan meets the budget, and the least one is not as good.
+        BudgetError: no plan meets the budget, and the problem does not ask for the least one instead.
     """
     try:
         return plan_flight(problem)
@@ -143,7 +151,7 @@ def make_step_plan(
     summary = "; ".join(filter(None, (line, slow_host(facts), *hints)))
     plan = StepPlan(sequence, calls, solution, summary)
     if dump_dir:
-        write_step_dump(dump_dir, problem, solution, summary)
+        write_step_dump(dump_dir, problem, solution, summary if decision is None else f"{summary}\n{_OF_ONE_RANK}")
     _tell(plan, asked.reserve_bytes)
     log.info("the step was planned in %.1f s, and planned and compiled in %.1f s", planned_s, time.perf_counter() - begun)
     return plan

@@ -18,7 +18,7 @@ from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.compiler.ranks import Peers, StoreFailed, options_of
 from graphoffload.compiler.rounds import Rounds, Solve
 from graphoffload.compiler.step_plan import Asked, StepPlan, problem_of, solution_of
-from graphoffload.errors import BudgetError, PlanError
+from graphoffload.errors import BudgetError, ConfigError, PlanError
 from graphoffload.log import log
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts
@@ -105,7 +105,9 @@ def solved(found: Solve, proposal: Proposal, graphs: Sequence[Dispatched], peers
     except PlanError as error:
         return {**who, "failed": str(error)}
     if dump_dir:
-        write_step_dump(dump_dir, problem, solution, f"of {ranks.ranks_text(who['ranks'])} together, planned by this one")
+        with contextlib.suppress(ConfigError):  # the other ranks wait; each rank's own dump says that the folder is no good
+            line = f"{ranks.ranks_text(who['ranks'])}, planned by this one"
+            write_step_dump(dump_dir, problem, solution, line, together=True)
     log.info("the plan of %s was made here", ranks.ranks_text(who["ranks"]))
     return {**who, "decision": decision.to_json()}
 

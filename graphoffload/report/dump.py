@@ -7,6 +7,7 @@
     <graph>.<key>.plan.json, .plan.txt    the plan, and its table
     <graph>.<key>.html                    lanes, memory and the table as one page, where plotly is installed
     step.<key>.problem.json, .txt         what a step of several graphs was planned with, for `replay`; and as a table
+    step.<key>.together.problem.json      the same of several ranks, by the one that plans for all
 
 With several processes every name carries ".rank<N>". A file appears whole or not at all (written under another name, then
 renamed), so ranks and compile workers can share a folder. A dump is an aid: a graph that cannot be printed or drawn leaves a
@@ -93,11 +94,14 @@ def write_dump(
     return _write_all(Path(folder).expanduser(), _stem(plan), texts, *_asked_by(folder))
 
 
-def write_step_dump(folder: str | Path, problem: StepProblem, solution: StepSolution | None, line: str) -> list[Path]:
+def write_step_dump(
+    folder: str | Path, problem: StepProblem, solution: StepSolution | None, line: str, *, together: bool = False
+) -> list[Path]:
     """Write what a step was planned with into `folder`: as JSON for `python -m graphoffload replay`, and as text.
 
     Args:
-        folder: as in write_dump. solution: None where no plan was found. line: what was said of it.
+        folder: as in write_dump. solution: None where no plan was found. line: what was said of it. together: it is the
+            problem of several ranks.
 
     Returns:
         The files written.
@@ -105,10 +109,11 @@ def write_step_dump(folder: str | Path, problem: StepProblem, solution: StepSolu
     Raises:
         ConfigError: the folder cannot be made or written.
     """
-    content = to_json(problem)
+    content = _or_say_so(partial(to_json, problem))
+    kind = "together.problem" if together else "problem"
     texts: dict[str, Callable[[], str]] = {
-        "problem.json": lambda: content,
-        "problem.txt": lambda: f"{line}\n\n{problem_table(problem, solution)}",
+        f"{kind}.json": lambda: content,
+        f"{kind}.txt": lambda: f"{line}\n\n{problem_table(problem, solution)}",
     }
     name = f"step.{hashlib.sha256(content.encode()).hexdigest()[:8]}"
     return _write_all(Path(folder).expanduser(), name, texts, *_asked_by(folder))

@@ -9,6 +9,7 @@ begins, without what compiled graphs saved. *Gap* is the eager work before it; i
 
 from __future__ import annotations
 
+from graphoffload.facts.goals import Goal, KeepIfFits
 from graphoffload.planner.step.facts import CallFacts, StepProblem, Variant
 from graphoffload.planner.step.solve import StepSolution
 from graphoffload.units import format_bytes, unit_of
@@ -26,11 +27,15 @@ def _asked_lines(problem: StepProblem) -> list[str]:
     flight = f", {facts.in_flight} microbatches in flight" if facts.in_flight > 1 else ""
     rates = " and ".join(f"{hardware.copy_rate_bytes_per_s(way) / 1e9:.1f} GB/s" for way in ("d2h", "h2d"))
     return [
-        f"goal: {problem.goal}, {format_bytes(problem.reserve_bytes)} of it in reserve; host memory: {host}",
+        f"goal: {_goal_text(problem.goal)}; reserve: {format_bytes(problem.reserve_bytes)}; host memory: {host}",
         f"device: {hardware.name}, {rates} to the host and back",
-        f"step: {len(facts.calls)} calls of {len(facts.graphs)} graphs{flight}",
+        f"step: {len(facts.calls)} calls, {len(facts.graphs)} different graphs{flight}",
         f"as recorded: kernels {facts.ran_s * 1e3:.1f} ms, gaps {gaps * 1e3:.1f} ms, host {facts.host_s * 1e3:.1f} ms",
     ]
+
+
+def _goal_text(goal: Goal) -> str:
+    return "keep everything" if isinstance(goal, KeepIfFits) and goal.device_budget_bytes is None else str(goal)
 
 
 def _graph_lines(problem: StepProblem) -> list[str]:

@@ -9,11 +9,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from graphoffload.bench import page, together
+from graphoffload.bench import observed, page, together
 from graphoffload.bench.measure import Row, Sample
 from graphoffload.bench.results import Result, commit_of, export, gpu_name, load, newest_rows, of_run
 from graphoffload.cli.command_line import main
@@ -126,6 +127,20 @@ def test_a_step_is_predicted_once() -> None:
         content["rows"][1]["ours"]["plans"] = [{**plan, "variant": variant} for variant in variants]
         row = of_run(content).rows[1]
         assert (row["predicted_ms"], row["predicted_ratio"]) == (expected_ms, ratio)
+
+
+def test_plans_that_ran_no_more_are_none_of_a_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's own plan, once its step is planned; and a variant of an earlier plan of the step."""
+
+    def plan(graph: str, variant: str, *, part: bool = False) -> Any:
+        prediction = SimpleNamespace(__dataclass_fields__=(), predicted_slowdown=0.0, lower_bound_slowdown=0.0)
+        own: dict[str, Any] = {"offloaded_bytes": 0, "recomputed_bytes": 0, "transfers": (), "notes": (), "summary": ""}
+        own |= {"saved": SimpleNamespace(saved_bytes=0), "prediction": prediction}
+        return SimpleNamespace(graph=graph, variant=variant, part=part, **own)
+
+    plans = [plan("a", ""), plan("a", "light"), plan("a", "keep", part=True), plan("b", ""), plan("c", "keep", part=True)]
+    monkeypatch.setattr(observed.registry, "last_plans", lambda: plans)
+    assert [(found["graph"], found["variant"]) for found in observed.our_plans()] == [("a", "light"), ("b", ""), ("c", "keep")]
 
 
 def test_export_and_load(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy
 import pytest
 from hypothesis import given, settings
 
@@ -41,9 +42,16 @@ def test_it_is_planned_alike(goal: Goal) -> None:
 
 
 def test_a_field_that_is_not_there_has_its_default() -> None:
-    content = json.loads(to_json(StepProblem(llama(2), H200, MeetBudget(26 * GB))))
-    del content["facts"]["host_s"]
-    assert from_json(json.dumps(content)).facts.host_s == 0.0
+    content = json.loads(to_json(StepProblem(llama(2), H200, MeetBudget(26 * GB), or_least=True, taken_bytes=5)))
+    del content["facts"]["host_s"], content["or_least"], content["taken_bytes"]
+    found = from_json(json.dumps(content))
+    assert (found.facts.host_s, found.or_least, found.taken_bytes) == (0.0, False, 0)
+
+
+def test_numbers_of_numpy_in_a_profile() -> None:
+    hardware = dataclasses.replace(H200, d2h_bytes_per_s=numpy.float32(5e10), memory_bytes=numpy.int64(7))
+    found = from_json(to_json(StepProblem(llama(2), hardware, MeetBudget(26 * GB)))).hardware
+    assert (found.d2h_bytes_per_s, found.memory_bytes) == (float(numpy.float32(5e10)), 7)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +59,7 @@ def test_a_field_that_is_not_there_has_its_default() -> None:
     [
         ("", "no problem of a step"),
         ("[]", "no problem of a step"),
-        ('{"format": 99}', "format 99"),
+        ('{"format": 99}', "^the problem of a step has format 99; this version reads 1"),
         ('{"format": 1}', "goal"),
         ('{"format": 1, "goal": {"kind": "Fast"}, "facts": {}, "hardware": {}}', "no problem of a step"),
     ],

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphoffload.compiler import step_ranks
+from graphoffload.compiler.rounds import Solve
 from graphoffload.errors import BudgetError, PlanError
 from graphoffload.facts.goals import Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.recipe import EVERYTHING_KEPT, Recipe
@@ -19,6 +24,7 @@ from graphoffload.planner.step.events import moments_of, schedule_step
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem
 from graphoffload.planner.step.joint import join
 from graphoffload.planner.step.solve import plan_step
+from graphoffload.planner.step.stored import from_json
 from graphoffload.planner.step.together import (
     Decision,
     RankFacts,
@@ -214,8 +220,34 @@ def test_a_decision_for_another_step_is_refused() -> None:
     other = replace(facts, graphs=(tuple(replace(v, program=renamed) for v in facts.graphs[0]),))
     with pytest.raises(PlanError, match="does not fit this step"):
         followed(replace(problem, facts=other), decision)
+    with pytest.raises(PlanError, match="does not fit this step: it has 3 calls, and there are 4 here"):
+        followed(problem, replace(decision, gaps_s=decision.gaps_s[1:]))
     with pytest.raises(PlanError, match="calls and graphs"):
         merged(problem, [told(problem), told(replace(problem, facts=llama(2)))])
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_rank_that_solves_dumps_the_problem_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool) -> None:
+    """And tells its decision all the same where the folder cannot be written: the other ranks wait for it."""
+    facts = llama(4)
+    problem = StepProblem(facts, H200, MeetBudget(26 * GB), host_budget_bytes=50 * GB)
+    slow = replace(problem, facts=slowed(facts, 1.2))
+    monkeypatch.setattr(step_ranks, "problem_of", lambda *_: problem)
+    folder = tmp_path / "dumps"
+    if not writable:
+        folder.write_text("a file")
+    config = SimpleNamespace(dump_dir=str(folder))
+    graphs: Any = [
+        SimpleNamespace(graph=SimpleNamespace(config=config), family=SimpleNamespace(recipes=each)) for each in recipes(facts)
+    ]
+    found = Solve({at: {"facts": told(each).to_json(), "host": "a"} for at, each in enumerate((problem, slow))}, ())
+    proposal: Any = SimpleNamespace(facts=facts, asked=None)
+    peers: Any = SimpleNamespace(rank=0)
+    assert "decision" in step_ranks.solved(found, proposal, graphs, peers)
+    paths = list(tmp_path.glob("dumps/step.*.together.problem.json"))
+    assert len(paths) == writable
+    for path in paths:
+        assert from_json(path.read_text()) == merged(problem, [told(each) for each in (problem, slow)])
 
 
 def test_other_variants() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from graphoffload.api.introspect import explain
 from graphoffload.cli.command_line import main
 from graphoffload.cli.output import DONE, FAILED, OVER_BUDGET
 from graphoffload.errors import BudgetError
-from graphoffload.planner.step.stored import from_json
+from graphoffload.facts.goals import MeetBudget
+from graphoffload.planner.step.stored import from_json, to_json
+from graphoffload.report import dump
 from graphoffload.report.offload_report import OffloadReport
 from graphoffload.units import format_bytes
 
@@ -54,7 +57,7 @@ def test_the_text_has_the_line_and_every_call(dumped: tuple[OffloadReport, Path]
     report, path = dumped
     text = path.with_suffix("").with_suffix(".problem.txt").read_text()
     assert f"offloads {format_bytes(report.offloaded_bytes)}" in text.splitlines()[0]
-    assert f"step: {BLOCKS} calls of" in text
+    assert f"step: {BLOCKS} calls, 2 different graphs" in text
     rows = text[text.index(" call graph") :].splitlines()[1:]
     assert [int(row.split()[0]) for row in rows] == list(range(BLOCKS))
 
@@ -69,17 +72,42 @@ def test_it_is_planned_again_alike(dumped: tuple[OffloadReport, Path], capsys: p
 
 
 def test_with_other_goals(dumped: tuple[OffloadReport, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """More memory keeps everything; a slow link costs more; less than the least is refused with the least."""
+    """More memory keeps everything; less than the least is refused with the least."""
     report, path = dumped
-    more = str(2 * report.keep_peak_bytes)
-    assert main(["replay", str(path), "--device-budget", more, "--host-budget", "none"]) == DONE
+    assert main(["replay", str(path), "--device-budget", str(2 * report.keep_peak_bytes)]) == DONE
     assert "kept all" in capsys.readouterr().out
     assert main(["replay", str(path), "--max-slowdown", "0.5", "--reserve", "1KiB"]) == DONE
-    assert "goal: max_slowdown=0.5, 1.00 KiB of it in reserve" in capsys.readouterr().out
-    assert main(["replay", str(path), "--hardware", "l40s"]) == DONE
-    assert "device: l40s, " in capsys.readouterr().out
+    assert "goal: max_slowdown=0.5; reserve: 1.00 KiB" in capsys.readouterr().out
     assert main(["replay", str(path), "--device-budget", "1KiB"]) == OVER_BUDGET
     assert "The least feasible one found is" in capsys.readouterr().err
+
+
+def test_a_slow_link_and_a_small_host_cost_more(
+    dumped: tuple[OffloadReport, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(dumped[1])
+    slowdowns = []
+    for more in ([], ["--hardware", "l40s"], ["--host-budget", "4KiB"], ["--host-budget", "none"]):
+        assert main(["replay", path, *more]) == DONE
+        line, *_ = capsys.readouterr().out.splitlines()
+        slowdowns.append(float(line.partition("slowdown ")[2].partition(" %")[0]))
+    own, slow, small, unlimited = slowdowns
+    assert own < min(slow, small)
+    assert unlimited == own
+
+
+def test_a_plan_that_takes_least_is_for_the_budget_it_was_asked_for(
+    dumped: tuple[OffloadReport, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step that was planned again goes on by the least plan where nothing fits; another budget is met or refused."""
+    problem = from_json(dumped[1].read_text())
+    path = tmp_path / "least.problem.json"
+    path.write_text(to_json(replace(problem, goal=MeetBudget(1024), or_least=True, reserve_bytes=512, taken_bytes=512)))
+    assert main(["replay", str(path)]) == DONE
+    line, *_ = capsys.readouterr().out.splitlines()
+    assert "of 1.00 KiB" in line
+    assert "reserved" not in line, "nothing was asked to be left free"
+    assert main(["replay", str(path), "--device-budget", "2KiB"]) == OVER_BUDGET
 
 
 @pytest.mark.parametrize(
@@ -90,6 +118,7 @@ def test_with_other_goals(dumped: tuple[OffloadReport, Path], capsys: pytest.Cap
         (["{json}", "--max-slowdown", "fast"], "--max-slowdown fast: give a share"),
         (["{json}", "--device-budget", "much"], "--device-budget='much'"),
         (["{json}", "--hardware", "h201"], "unknown"),
+        (["{json}", "--hardware", "measure"], "a named profile"),
     ],
 )
 def test_what_cannot_be_planned_again(
@@ -99,6 +128,16 @@ def test_what_cannot_be_planned_again(
     names = {"json": path, "text": path.with_suffix("").with_suffix(".problem.txt")}
     assert main(["replay", *(text.format(**names) for text in arguments)]) == FAILED
     assert said in capsys.readouterr().err
+
+
+def test_a_problem_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(problem: object) -> str:
+        raise TypeError("no number")
+
+    monkeypatch.setattr(dump, "to_json", refuse)
+    assert planned(tmp_path).keep_peak_bytes > 0
+    (path,) = tmp_path.glob("step.*.problem.json")
+    assert "could not be printed: TypeError: no number" in path.read_text()
 
 
 def test_a_step_without_a_plan_leaves_its_problem(tmp_path: Path) -> None:

@@ -212,7 +212,8 @@ class StepProblem:
 
     Attributes:
         goal: KeepIfFits without bytes keeps everything; with bytes it is as MeetBudget.
-        reserve_bytes: come off a budget. host_budget_bytes: of offloaded tensors at one time; None: as many as there are.
+        reserve_bytes: come off a budget; taken_bytes: of them, what is left free since a step took more than predicted.
+        host_budget_bytes: of offloaded tensors at one time; None: as many as there are.
         patience: the clock of planning; None: as long as it takes.
         or_least: where no plan is within the budget, the one that takes least is the solution.
     """
@@ -224,3 +225,4 @@ class StepProblem:
     host_budget_bytes: int | None = None
     patience: Patience | None = None
     or_least: bool = False
+    taken_bytes: int = 0

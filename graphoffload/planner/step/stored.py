@@ -3,8 +3,8 @@
     StepProblem ──▶ {"format": 1, "facts": {...}, "hardware": {...}, "goal": {"kind": "MeetBudget", ...}, ...} ──▶ StepProblem
 
 Every dataclass of the facts is an object of its fields, whatever they are; a tuple is a list, and a set is a sorted one. Types
-say how a value is read back, so a field that is added later needs nothing here. One that is not in the file has its default.
-The clock of planning is not kept.
+say how a value is read back, so a field of the facts that is added later needs nothing here. One that is not in the file has
+its default. The clock of planning is not kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphoffload.planner.step.facts import StepFacts, StepProblem
 
 FORMAT = 1
 _GOALS = {goal.__name__: goal for goal in (KeepIfFits, MeetBudget, WithinSlowdown)}
-_PLAIN = ("reserve_bytes", "host_budget_bytes", "or_least")
+_PLAIN = ("reserve_bytes", "taken_bytes", "host_budget_bytes", "or_least")
 
 
 def to_json(problem: StepProblem) -> str:
@@ -31,11 +31,11 @@ def to_json(problem: StepProblem) -> str:
     content = {
         "format": FORMAT,
         "facts": _plain(problem.facts),
-        "hardware": json.loads(problem.hardware.to_json()),
+        "hardware": _plain(problem.hardware),
         "goal": {"kind": type(problem.goal).__name__, **_plain(problem.goal)},
         **{name: getattr(problem, name) for name in _PLAIN},
     }
-    return json.dumps(content)
+    return json.dumps(content, default=lambda number: number.item())  # numpy's, in a profile of the user's
 
 
 def from_json(text: str) -> StepProblem:
@@ -46,15 +46,18 @@ def from_json(text: str) -> StepProblem:
     """
     try:
         content = json.loads(text)
-        if content["format"] != FORMAT:
-            raise ConfigError(f"the problem of a step has format {content['format']}; this version reads {FORMAT}.")
+        found = content["format"]
+        if found != FORMAT:
+            raise ConfigError(f"the problem of a step has format {found}; this version reads {FORMAT}.")
         goal = dict(content["goal"])
         return StepProblem(
             facts=_read(StepFacts, content["facts"]),
             hardware=HardwareProfile.from_json(json.dumps(content["hardware"])),
             goal=_read(_GOALS[goal.pop("kind")], goal),
-            **{name: content[name] for name in _PLAIN},
+            **{name: content[name] for name in _PLAIN if name in content},
         )
+    except ConfigError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, PlanError) as error:
         said = f"{type(error).__name__}: {error}"
         raise ConfigError(f"no problem of a step ({said}); a dump has one as *.problem.json.") from None

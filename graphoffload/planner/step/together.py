@@ -300,9 +300,11 @@ def followed(problem: StepProblem, decision: Decision) -> StepSolution:
         PlanError: it names what this rank's step does not have.
     """
     facts = problem.facts
-    if len(decision.gaps_s) == len(facts.calls):  # else it is for another step, and refused below
-        calls = tuple(_with_gaps(call, *both) for call, both in zip(facts.calls, decision.gaps_s, strict=True))
-        problem = replace(problem, facts=replace(facts, calls=calls))
+    if len(decision.gaps_s) != len(facts.calls):
+        told = f"{len(decision.gaps_s)} calls, and there are {len(facts.calls)} here"
+        raise PlanError(f"the plan that another rank made does not fit this step: it has {told}.")
+    calls = tuple(_with_gaps(call, *both) for call, both in zip(facts.calls, decision.gaps_s, strict=True))
+    problem = replace(problem, facts=replace(facts, calls=calls))
     return follow_flight(
         problem, decision.chosen, decision.calls, decision.reload_steps, decision.offloads, decision.solver
     )
