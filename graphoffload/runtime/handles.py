@@ -136,9 +136,18 @@ class Entries:
             self._turns += turned
             self.reloaded = False
             self.sweep()
+            self._close_old()
         else:
             self.sweep(plan)
         return turned
+
+    def _close_old(self) -> None:
+        """Close entries of tickets that no backward has asked for in so many turns; no hook may be active ever again."""
+        if self._by_ticket:
+            with self._lock:
+                for queue in self._copied.values():
+                    while queue and self._is_old(queue[0]):
+                        self._close(queue.popleft())
 
     def _dropped(self) -> bool:
         """Whether the handle of the last offload has no owner any more."""

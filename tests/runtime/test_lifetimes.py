@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.runtime import ops
-from graphoffload.runtime.handles import ENTRIES
+from graphoffload.runtime.handles import ENTRIES, KEPT_TURNS
 from graphoffload.runtime.pinned import slabs
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.testing import ZOO, Result, assert_equal_bits, compiled, keep_all, observe, run_step, weighted_loss
@@ -288,6 +288,17 @@ def test_forwards_dropped_under_hooks_are_given_up() -> None:
     assert used[1] > used[0]
     assert used[-1] == used[-2] == used[-3]
     forget_copied_handles()
+
+
+def test_one_forward_dropped_under_hooks_is_given_up_without_them() -> None:
+    """Hooks that are never active again do not keep its memory for ever."""
+    module = offloading()
+    with torch.autograd.graph.save_on_cpu():
+        module(*arguments(0))  # no backward
+    assert in_use() > 0
+    for _ in range(KEPT_TURNS + 2):
+        step(module, 1)
+    assert in_use() == 0
 
 
 def test_inside_a_checkpoint() -> None:
