@@ -165,14 +165,16 @@ def examine(case: Case, way: str) -> Outcome:
             first = take(model, inputs)
             graphoffload.reset_stats()
             second = take(model, inputs, saved)
-            counters = ran_as = graphoffload.stats()
-            if ran_as["reloads"] + ran_as["dropped"] < ran_as["offloads"]:  # hooks hide that a forward was dropped
+            counters = graphoffload.stats()
+            left = graphoffload.host_memory().in_use_bytes  # which gives up what was dropped
+            ran_as = {**counters, "dropped": graphoffload.stats()["dropped"]}
+            if left:  # hooks hide for some steps that a forward was dropped
                 for _ in range(KEPT_TURNS + 2):
+                    graphoffload.host_memory()
                     graphoffload.reset_stats()
                     take(model, inputs)
-                    ran_as = graphoffload.stats()
-            left = graphoffload.host_memory().in_use_bytes
-            ran_as = {**ran_as, "dropped": graphoffload.stats()["dropped"]}
+                left = graphoffload.host_memory().in_use_bytes
+                ran_as = graphoffload.stats()
     except BudgetError as error:
         return {"outcome": "error", "why": brief(error), "budget": options.get("device_budget")}
     except Exception as error:
