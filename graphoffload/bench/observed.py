@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from graphoffload.bench.measure import Session
+from graphoffload.report.offload_report import running
 from graphoffload.runtime import registry, stats, twin_copies
 
 REPEATS = 3
@@ -25,8 +26,6 @@ def our_stats() -> dict[str, float]:
 
 def our_plans() -> list[dict[str, Any]]:
     """What the variant's plans say, without their tables, and without those that a graph ran by before its step was planned."""
-    plans = registry.last_plans()
-    stepped = {plan.graph for plan in plans if plan.variant and not plan.part}
     return [
         {
             "graph": plan.graph,
@@ -41,8 +40,7 @@ def our_plans() -> list[dict[str, Any]]:
             "predicted_slowdown": plan.prediction.predicted_slowdown,
             "lower_bound_slowdown": plan.prediction.lower_bound_slowdown,
         }
-        for plan in plans
-        if plan.graph not in stepped or (plan.variant and not plan.part)
+        for plan in running(registry.last_plans())
     ]
 
 

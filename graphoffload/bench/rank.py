@@ -58,7 +58,6 @@ def append(path: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-
 @dataclass(frozen=True)
 class _Step:
     """A measured step. host_seconds: until its last launch. counts: by how much these rose in it."""
@@ -114,7 +113,7 @@ class _Rank:
             error = self._error(share)
             if self.given.trace:
                 overlap.profile(self._alone(share, optimizers), self._trace_path(name))
-        own: Row = {"peak_GB": peak / 1e9, "times_s": [step.seconds for step in steps], "compile_s": self.settled_s[0]}
+        own: Row = {"peak_GB": peak / 1e9, "times_s": [step.seconds for step in steps], "compile_s": self.begun_s}
         own |= {"settled_s": [round(seconds, 3) for seconds in self.settled_s]}
         own |= {"loss": steps[-1].loss, "worst_grad": error}
         own |= {"host_ms": 1e3 * statistics.median(step.host_seconds for step in steps)}
@@ -140,6 +139,8 @@ class _Rank:
             launched = time.perf_counter()
             self._wait()
             seconds = time.perf_counter() - began
+            if index == 0:
+                self.begun_s = seconds
             if index < settled:
                 self.settled_s.append(seconds)
             else:
@@ -155,7 +156,6 @@ class _Rank:
         states = [state for optimizer in optimizers for state in optimizer.state.values()]
         between: list[Any] = [*share.parameters, *(value for state in states for value in state.values())]
         static = sum(_local(value).untyped_storage().nbytes() for value in between)
-
         return static + recorded_peak_bytes(self._whole(share, optimizers))
 
     def _whole(self, share: Share, optimizers: Optimizers) -> Callable[[], Tensor | None]:

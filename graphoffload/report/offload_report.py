@@ -38,6 +38,12 @@ _FORMAT = 1
 _RELAXED = 1e-6  # a plan that keeps all is faster than keep-all only where it relaxes checkpoint regions
 
 
+def running(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans without those that a graph ran by before its step was planned."""
+    stepped = {plan.graph for plan in plans if plan.variant and not plan.part}
+    return [plan for plan in plans if plan.graph not in stepped or (plan.variant and not plan.part)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Measurements of a real step. Bytes are absolute device bytes at the peak; times are one step; None if not measured."""
@@ -82,9 +88,7 @@ class OffloadReport:
 
     @property
     def _running(self) -> list[Plan]:
-        """The plans without those that a graph ran by before its step was planned."""
-        stepped = {plan.graph for plan in self.plans if plan.variant and not plan.part}
-        return [plan for plan in self.plans if plan.graph not in stepped or (plan.variant and not plan.part)]
+        return running(self.plans)
 
     @property
     def predicted_peak_bytes(self) -> int:
