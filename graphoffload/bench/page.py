@@ -259,36 +259,42 @@ def trained(source: Source, file: str) -> list[str]:
 
 
 def published(source: Source, name: str) -> list[str]:
-    """A named table: every process of it that was measured, its rows in its order, failures included.
+    """A named table: every subject of it that was measured, the rows of all its processes in their order, failures included.
 
     Raises:
         ConfigError: the table is not known, or no result file has any of it.
     """
     table = catalogue.find(name)
-    processes = {process.subject: process for process in table.parsed()}
-    measured = [process for subject, process in processes.items() if newest_rows(source.results, subject)]
+    processes: dict[str, list[Process]] = {}
+    for process in table.parsed():
+        processes.setdefault(process.subject, []).append(process)
+    measured = [subject for subject in processes if newest_rows(source.results, subject)]
     if not measured:
         raise ConfigError(f"no result file has a row of the table {name}; run: python -m graphoffload bench table {name}")
     lines = [f"{table.about}. Published: {table.source}.", ""]
-    for process in measured:
-        found = {row["variant"]: (row, result) for row, result in source.rows(process.subject)}
-        names = [name for name in ("keep-all", process.baseline, *process.variants, *process.baselines) if name in found]
-        rows = [found[name] for name in dict.fromkeys(names)]
-        lines += [*source.caption(rows), *_published_table(source, process, table, rows), ""]
+    for subject in measured:
+        found = {row["variant"]: (row, result) for row, result in source.rows(subject)}
+        names = ["keep-all"]
+        for process in processes[subject]:
+            names += [process.baseline, *process.variants, *process.baselines]
+        rows = [found[name] for name in dict.fromkeys(names) if name in found]
+        lines += [*source.caption(rows), *_published_table(source, processes[subject][0], table, rows), ""]
     return lines[:-1]
 
 
 def _published_table(source: Source, process: Process, table: catalogue.Table, rows: Rows) -> list[str]:
-    bases = dict.fromkeys(result.facts.get("baseline", "keep-all") for _, result in rows)
-    header = ["variant", "in all GB", "peak GB", "predicted GB", "steps", "step ms", f"x {' or '.join(bases)} [95 %]",
+    of = [result.facts.get("baseline", "keep-all") for _, result in rows]
+    usual = of[0]
+    header = ["variant", "in all GB", "peak GB", "predicted GB", "steps", "step ms", f"x {usual} [95 %]",
               "published", "gradient error", "file"]  # fmt: skip
     lines = []
-    for row, result in rows:
+    for (row, result), base in zip(rows, of, strict=True):
         figure = table.figure(process, row["variant"])
         said = [number(figure.ratio, ".3f")] * (figure.ratio is not None) + [figure.said] * bool(figure.said)
         lines.append([
             f"`{row['variant']}`", gb(row.get("total_bytes")), gb(row.get("peak_bytes")), gb(row.get("predicted_peak_bytes")),
-            number(row.get("steps"), "d"), number(row.get("step_ms"), ".1f"), _ratio(row), "; ".join(said) or "-",
+            number(row.get("steps"), "d"), number(row.get("step_ms"), ".1f"),
+            _ratio(row) + (f" of {base}" if base != usual and row.get("ratio") is not None else ""), "; ".join(said) or "-",
             number(row.get("gradient_error"), ".2g"), source.link(result),
         ])  # fmt: skip
     return _table(header, lines)

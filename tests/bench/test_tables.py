@@ -21,7 +21,7 @@ from graphoffload.bench.measure import Session
 from graphoffload.bench.models import build
 from graphoffload.bench.process import parse_process
 from graphoffload.bench.recipe import Recipe
-from graphoffload.bench.results import load, of_run
+from graphoffload.bench.results import Result, load, of_run
 from graphoffload.bench.run_options import Options
 from graphoffload.bench.runner import Runner
 from graphoffload.bench.variants import Eligible, apply, parse
@@ -456,6 +456,22 @@ def test_a_page_has_what_was_published_beside_what_was_measured(tmp_path: Path) 
     assert "| FAILED: X | - |" in "".join(lines)
     with pytest.raises(ConfigError, match="no result file has a row of the table memory-budget; run: python -m"):
         page.published(page.Source([measured], tmp_path, tmp_path), "memory-budget")
+
+
+def test_a_page_has_the_rows_of_all_processes_of_one_subject(tmp_path: Path) -> None:
+    """Each from the file that has it, and a ratio to another baseline than the first row's says so."""
+
+    def file(name: str, *variants: str, baseline: str = "keep-all") -> Result:
+        rows = tuple({"variant": text, "status": "ok", "steps": 5, "ratio": 1.25} for text in (baseline, *variants))
+        facts = {"baseline": baseline}
+        return Result("llama3-1b,precision=cast", "steps", "2026", "GPU", "2", "abc", "", rows, facts, path=tmp_path / name)
+
+    files = [file("a", "budget:0.9"), file("b", "budget:0.1"), file("c", "budget:0.2", baseline="checkpoint")]
+    lines = page.published(page.Source(files, tmp_path, tmp_path), "memory-budget")
+    shown = {line.split("|")[1].strip(): line for line in lines if line.startswith("| `")}
+    assert list(shown) == ["`keep-all`", "`budget:0.1`", "`checkpoint`", "`budget:0.2`", "`budget:0.9`"]
+    assert [name for name, line in shown.items() if "| 1.2500 of checkpoint |" in line] == ["`checkpoint`", "`budget:0.2`"]
+    assert "x keep-all [95 %]" in "".join(lines)
 
 
 @pytest.mark.usefixtures("quick")
