@@ -99,11 +99,13 @@ def _escaped(pattern: str) -> str:
 # Cells
 
 
-def _ratio(row: dict[str, Any]) -> str:
+def _ratio(row: dict[str, Any], of: str = "") -> str:
+    """`of`: the baseline, where it is not the column's."""
     if row.get("ratio") is None:
         return str(row["status"])
     low, high = row.get("ratio_low"), row.get("ratio_high")
     text: str = f"{row['ratio']:.4f}" + (f" [{low:.4f}-{high:.4f}]" if low is not None and high is not None else "")
+    text += f" of {of}" if of else ""
     return text if row["status"] == "ok" else f"{text}, {row['status']}"
 
 
@@ -283,18 +285,18 @@ def published(source: Source, name: str) -> list[str]:
 
 
 def _published_table(source: Source, process: Process, table: catalogue.Table, rows: Rows) -> list[str]:
-    of = [result.facts.get("baseline", "keep-all") for _, result in rows]
-    usual = of[0]
+    bases = [result.facts.get("baseline", "keep-all") for _, result in rows]
+    usual = bases[0]
     header = ["variant", "in all GB", "peak GB", "predicted GB", "steps", "step ms", f"x {usual} [95 %]",
               "published", "gradient error", "file"]  # fmt: skip
     lines = []
-    for (row, result), base in zip(rows, of, strict=True):
+    for (row, result), base in zip(rows, bases, strict=True):
         figure = table.figure(process, row["variant"])
         said = [number(figure.ratio, ".3f")] * (figure.ratio is not None) + [figure.said] * bool(figure.said)
         lines.append([
             f"`{row['variant']}`", gb(row.get("total_bytes")), gb(row.get("peak_bytes")), gb(row.get("predicted_peak_bytes")),
             number(row.get("steps"), "d"), number(row.get("step_ms"), ".1f"),
-            _ratio(row) + (f" of {base}" if base != usual and row.get("ratio") is not None else ""), "; ".join(said) or "-",
+            _ratio(row, "" if base == usual else base), "; ".join(said) or "-",
             number(row.get("gradient_error"), ".2g"), source.link(result),
         ])  # fmt: skip
     return _table(header, lines)
