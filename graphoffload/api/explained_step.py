@@ -243,7 +243,11 @@ class StepLook:
         base = min(min(call.forward_outside_bytes, call.backward_outside_bytes) for call in calls)
         families = [graph.family for graph in graphs]
         return StepFacts(
-            tuple(family.variants for family in families), tuple(calls), base, tuple(family.bound for family in families)
+            tuple(family.variants for family in families),
+            tuple(calls),
+            base,
+            tuple(family.bound for family in families),
+            copies_between=self.sharding is not None,
         )
 
     def _elsewhere(self, mark: _Mark, always_bytes: int) -> int:

@@ -20,7 +20,7 @@ from graphoffload.facts.limits import Limits
 from graphoffload.planner.step.facts import Beside, CallFacts, Gap, StepFacts
 from graphoffload.runtime.step.calls import StepCall, StepRun
 from graphoffload.runtime.step.schedule import Mark
-from graphoffload.torch_internals import allocator
+from graphoffload.torch_internals import allocator, fsdp
 
 
 def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limits) -> StepFacts:
@@ -70,6 +70,7 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
         beside_forward=_beside(records, "forward", limits, held),
         beside_backward=_beside(records, "backward", limits, held),
         host_s=min(record.host_s() for record in records),
+        copies_between=fsdp.copies_between_calls(),
     )
 
 

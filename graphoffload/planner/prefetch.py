@@ -14,7 +14,7 @@ peaks of some plans were one or two tensors above the predicted ones.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -42,13 +42,18 @@ def prefetch_reloads(program: Program, just_in_time: Timeline, again: Again, *, 
     """The timeline of the same actions with earlier reloads, at a peak of at most `limit_bytes` and without costing time."""
     if not just_in_time.schedule:
         return just_in_time
-    limit_bytes = _less_displaced(program, just_in_time, limit_bytes)
+    limit_bytes = less_displaced(program, just_in_time, limit_bytes)
+    places = (
+        _places(program, just_in_time, share * just_in_time.keep_time_s, limit_bytes) for share in PREFETCH_SHARES
+    )
+    return first_free(just_in_time, map(again, places), limit_bytes) or just_in_time
+
+
+def first_free(just_in_time: Timeline, found: Iterable[Timeline], limit_bytes: int) -> Timeline | None:
+    """The first that takes no more time, and no more memory than the limit or than what just in time takes."""
     highest = max(limit_bytes, just_in_time.peak_bytes)
-    for share in PREFETCH_SHARES:
-        found = again(_places(program, just_in_time, share * just_in_time.keep_time_s, limit_bytes))
-        if found.peak_bytes <= highest and found.time_s <= just_in_time.time_s * _FREE:
-            return found
-    return just_in_time
+    free = (one for one in found if one.peak_bytes <= highest and one.time_s <= just_in_time.time_s * _FREE)
+    return next(free, None)
 
 
 def release_later(program: Program, timeline: Timeline, *, limit_bytes: int) -> Timeline:
@@ -59,7 +64,7 @@ def release_later(program: Program, timeline: Timeline, *, limit_bytes: int) -> 
     """
     if not timeline.schedule:
         return timeline
-    limit_bytes = _less_displaced(program, timeline, limit_bytes)
+    limit_bytes = less_displaced(program, timeline, limit_bytes)
     memory = np.array(timeline.memory, dtype=np.int64)
     forward_ends_s = timeline.ends_s[: timeline.forward_steps]
     later: dict[int, int] = {}
@@ -79,7 +84,7 @@ def release_later(program: Program, timeline: Timeline, *, limit_bytes: int) -> 
     )
 
 
-def _less_displaced(program: Program, timeline: Timeline, limit_bytes: int) -> int:
+def less_displaced(program: Program, timeline: Timeline, limit_bytes: int) -> int:
     """The limit, less room for what a compiler runs a few kernels before its place."""
     return limit_bytes - _DISPLACED * max(program.candidates[item.candidate].nbytes for item in timeline.schedule)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 import graphoffload
 from graphoffload.compiler import dispatch, step_again, step_planning
+from graphoffload.compiler.dispatch import Dispatched
+from graphoffload.compiler.step_facts import facts_of
+from graphoffload.facts.limits import Limits
+from graphoffload.planner.step.facts import StepFacts
 from graphoffload.runtime.pinned.pool import POOL, HostPool
+from graphoffload.runtime.step.calls import StepRun
 from graphoffload.testing.lazy_streams import LazyStreams
 from graphoffload.torch_internals import allocator, storages
 from graphoffload.torch_internals.dynamo import is_tracing
@@ -213,6 +218,21 @@ def test_the_peak_of_a_step_that_keeps_everything(way: str, counter: Counter) ->
     counted = train(build(way, PLENTY), counter)
     assert counted > 4 * parameter_bytes(), "gradients or activations beside parameters and optimizer state"
     assert predicted() == pytest.approx(counted, rel=CLOSE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_a_step_under_fsdp2_has_copies_between_its_calls(
+    way: str, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[StepFacts] = []
+
+    def see(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limits) -> StepFacts:
+        seen.append(facts_of(runs, graphs, limits))
+        return seen[-1]
+
+    monkeypatch.setattr(step_planning, "facts_of", see)
+    train(build(way, PLENTY), counter)
+    assert {facts.copies_between for facts in seen} == {way == "fsdp2"}
 
 
 @pytest.mark.parametrize(("way", "share"), [("plain", 0.9), ("plain", 0.8), ("plain", 0.7), ("fsdp2", 0.95), ("fsdp2", 0.87)])

@@ -100,7 +100,15 @@ def schedule_step(
         )
         for call, fact in enumerate(facts.calls)
     )
-    return StepSchedule(calls, reload_steps, Moments(copies, counts, release, reloads))
+    return StepSchedule(calls, reload_steps, Moments(copies, counts, release, reloads, _drains(facts, chosen, joined)))
+
+
+def _drains(facts: StepFacts, chosen: Sequence[int], joined: Joined) -> tuple[int, ...]:
+    """Where each call's backward ends, if the code after it copies as well."""
+    if not facts.copies_between:
+        return ()
+    ends = (len(facts.variant(call, chosen[call]).program.backward) for call in range(len(facts.calls)))
+    return tuple(sorted(start + end for start, end in zip(joined.backward_start, ends, strict=True)))
 
 
 def _offloaded(facts: StepFacts, joined: Joined, planned: Sequence[Scheduled]) -> list[list[str]]:
@@ -288,4 +296,5 @@ def moments_of(
     ]
     if sorted(index for _, index in reloads) != sorted(copies):
         raise KeyError("a copy that does not come back")
-    return Moments(copies, tuple(counts), _released(joined, copies, counts), tuple(reloads))
+    released = _released(joined, copies, counts)
+    return Moments(copies, tuple(counts), released, tuple(reloads), _drains(facts, chosen, joined))

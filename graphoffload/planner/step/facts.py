@@ -109,6 +109,8 @@ class StepFacts:
             they saved is in no bytes outside. beside_forward, beside_backward: what was seen of each microbatch of a step;
             gradients come between the first and the last. Empty: all run beside all others.
         host_s: what the host took to issue the calls, in the run that was measured; 0.0: not known.
+        copies_between: code between the backwards of two calls copies to the device on the compute stream. Such a copy waits
+            for all reloads that have started, and compute waits for it (decision 38).
     """
 
     graphs: tuple[tuple[Variant, ...], ...]
@@ -119,6 +121,7 @@ class StepFacts:
     beside_forward: tuple[Beside, ...] = ()
     beside_backward: tuple[Beside, ...] = ()
     host_s: float = 0.0
+    copies_between: bool = False
 
     def __post_init__(self) -> None:
         """Refuse indices that point at nothing."""

@@ -28,12 +28,14 @@ class Moments:
         settle: (position, how many of `copies` compute waits for there), by position.
         release: for each of `copies`, the last forward step at which its source is allocated; None: until the forward ends.
         reloads: (position, candidate) in the order in which copies back are started.
+        drains: where, in the backward, compute waits for all copies back that have started.
     """
 
     copies: tuple[int, ...]
     settle: tuple[tuple[int, int], ...]
     release: Mapping[int, int | None]
     reloads: tuple[tuple[int, int], ...]
+    drains: tuple[int, ...] = ()
 
 
 def replay_step(arrays: Arrays, actions: Sequence[Action], moments: Moments) -> Evaluation:
@@ -83,16 +85,20 @@ def _backward(arrays: Arrays, moments: Moments, clock: Clock, out: Evaluation) -
     """Run the backward; fills loads and h2d of `out`."""
     out.backward_sum_s = sums = arrays.backward_sum_s
     first = out.first
-    starts = [(position, 0, index) for position, index in moments.reloads]
-    waits = [(first[index], 1, index) for _, index in moments.reloads]
+    drains = [(position, 0, -1) for position in moments.drains]
+    starts = [(position, 1, index) for position, index in moments.reloads]
+    waits = [(first[index], 2, index) for _, index in moments.reloads]
     done_s: dict[int, float] = {}
-    before = 0
-    for position, waiting, index in sorted((*starts, *waits), key=lambda item: item[:2]):
+    before, newest = 0, -1
+    for position, kind, index in sorted((*drains, *starts, *waits), key=lambda item: item[:2]):
         clock.run(sums[position] - sums[before])
         before = position
-        if waiting:
-            clock.wait(done_s[index], index, arrays.forward_steps + position)
+        if kind != 1:
+            awaited = index if kind else newest
+            if awaited >= 0:
+                clock.wait(done_s[awaited], awaited, arrays.forward_steps + position)
             continue
+        newest = index
         start_s, done_s[index] = clock.copy(arrays.h2d_s[index])
         out.h2d.append((start_s, done_s[index], index))
         out.loads.append((index, position, first[index]))

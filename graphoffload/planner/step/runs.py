@@ -22,6 +22,7 @@ from graphoffload.planner.solver import Solution, solve
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps, StepSchedule, moments_of, schedule_step
 from graphoffload.planner.step.facts import StepProblem
 from graphoffload.planner.step.joint import Joined, Named, join
+from graphoffload.planner.step.paced import paced_reloads
 from graphoffload.planner.step.replay import replay_step
 from graphoffload.planner.strategies.relaxation import Relaxation
 
@@ -211,7 +212,8 @@ class Runs:
             yield run
 
     def _with_slack(self, joined: Joined, solution: Solution) -> Iterator[Timeline]:
-        """The timeline with reloads earlier and releases later, with either, and just in time."""
+        """The timeline with reloads earlier and releases later, with either, and just in time. Where code between calls copies,
+        reloads start with calls as well."""
         just_in_time = solution.timeline
         program, hardware, window = joined.program, self.problem.hardware, solution.max_inflight_bytes
         arrays = arrays_of(program, hardware)
@@ -223,8 +225,11 @@ class Runs:
 
         if just_in_time.schedule:
             earlier = prefetch_reloads(program, just_in_time, again, limit_bytes=limit_bytes)
-            yield release_later(program, earlier, limit_bytes=limit_bytes)
-            yield earlier
+            between = self.problem.facts.copies_between
+            paced = paced_reloads(joined, just_in_time, again, arrays, limit_bytes=limit_bytes) if between else ()
+            for timeline in (*paced, earlier):
+                yield release_later(program, timeline, limit_bytes=limit_bytes)
+                yield timeline
         yield just_in_time
 
     def _scheduled(
