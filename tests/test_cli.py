@@ -421,7 +421,7 @@ def test_with_a_gpu_it_is_measured(capsys: pytest.CaptureFixture[str], tmp_path:
         assert "  1       D2H 55.3 GB/s, H2D 55.5 GB/s, both ways at once 90.0 GB/s\n" in out
         assert "torchrun --nproc-per-node 2 -m graphoffload hardware measures with 2" in out
         assert "  cuda:0  NUMA node 1 (CPUs 4-7)\n  cuda:1  unknown: memory is allocated on any\n" in out
-        assert "hardware-4-NVIDIA-X-" in out.splitlines()[-1]
+        assert "hardware-5-NVIDIA-X-" in out.splitlines()[-1]
         assert "delete it to measure again" in out
         two = dataclasses.replace(ALONE, d2h_bytes_per_s=36e9, measured_by_ranks=2)
         keep(cache_path(ALONE.name, str(torch.__version__), 2), two)

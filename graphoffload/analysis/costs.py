@@ -7,7 +7,7 @@ are those of torch's own registry (torch.utils.flop_counter), and attention's ar
 inputs once, and writes only the values that exist in memory (fusion.py). An operation without a FLOP formula is bound by its
 bytes. A collective is priced by the bytes that a device sends to the others, and is never timed; its wait costs nothing:
 
-    all-gather        result - argument          all-reduce      2 x argument, the most that a large group sends
+    all-gather        result - argument          all-reduce      2 x argument x (n - 1) / n, for a group of n
     reduce-scatter    argument - result          others          argument
 
 `Work` is what one operation does, whatever the hardware: the same for a node of a graph and for an operation of eager code.
@@ -48,7 +48,7 @@ from graphoffload.analysis.storages import (
     storage_id,
 )
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.torch_internals.collectives import is_collective
+from graphoffload.torch_internals.collectives import group_size, is_collective
 from graphoffload.torch_internals.operators import OpOverload, packet_of, schema_of
 from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 
@@ -248,7 +248,7 @@ def _moved_bytes(node: Node, fusion: Fusion, sizes: dict[int, int], seen: set[in
 
 
 def sent_bytes(node: Operation) -> int:
-    """Bytes that one device sends to the others in a collective, at most."""
+    """Bytes that one device sends to the others in a collective, at most; a group that is not known may be a large one."""
     given, got = (
         sum(example_nbytes(value) for value in tree_leaves(found) if isinstance(value, torch.Tensor))
         for found in (node.args, node.value)
@@ -256,7 +256,10 @@ def sent_bytes(node: Operation) -> int:
     name = str(node.target)
     if "all_gather" in name or "reduce_scatter" in name:
         return abs(got - given)
-    return 2 * given if "all_reduce" in name else given
+    if "all_reduce" not in name:
+        return given
+    ranks = group_size(node.args[-1]) if node.args else None
+    return 2 * given * (ranks - 1) // ranks if ranks else 2 * given
 
 
 def _share_of_matmul(node: Operation) -> float:

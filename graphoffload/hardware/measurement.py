@@ -4,7 +4,8 @@
     resolve_hardware("h200-sxm", "cpu")     a named profile, for a GPU of another machine
     resolve_hardware(profile, ...)          a profile of the user's own
 
-A copy of n bytes takes latency + n / bandwidth. The line is fitted to copies of several sizes. The rates are too low if another
+A copy of n bytes takes latency + n / bandwidth. The latency is that of a line fitted to copies of several sizes, on an idle
+device. The rate in each direction is that of copies beside kernels, which is lower (decision 39). Rates are too low if another
 process uses the device or the link during the measurement, and too high if other GPUs of the host use the link later. Ranks of
 one host therefore measure at the same time (compiler/link.py): they start each of PHASES together and copy for a while. Their
 rates are those of copies in the middle of that time, while all ranks copy.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 import statistics
@@ -35,13 +37,13 @@ PHASES = ("d2h", "h2d", "both")
 """What ranks that measure together do at the same time: copies in each direction, then in both."""
 Start = Callable[[str], None]
 """Called before a phase; returns when all ranks are about to begin it."""
-_Lane = tuple[Any, Any, Any, list[tuple[float, Any]]]
-"""Target, source, stream, and of each copy when it was launched and its event."""
+_Lane = tuple[Callable[[], Any], Any, list[tuple[float, Any]]]
+"""What is launched over and over, its stream, and of each launch when it was and its event."""
 _MEASURE_BYTES = 256 * 2**20
 _COPY_S = 0.3
 _HEAT_S, _PRODUCTS = 0.6, 20
 _IN_FLIGHT = 3
-_EDITION = 4  # edition of the measurement: files of older editions are not read
+_EDITION = 5  # edition of the measurement: files of older editions are not read
 
 
 def resolve_hardware(spec: str | HardwareProfile, device: object = "cpu") -> HardwareProfile:
@@ -186,10 +188,10 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, host: list[Any], sta
 
     to_host = [(n, copy_s(host[0][:n], device[0][:n])) for n in dict.fromkeys(sizes)]
     to_device = [(n, copy_s(device[1][:n], host[1][:n])) for n in dict.fromkeys(sizes)]
-    (d2h_latency_s, d2h_rate), (h2d_latency_s, h2d_rate) = fit_link(to_host), fit_link(to_device)
+    (d2h_latency_s, _), (h2d_latency_s, _) = fit_link(to_host), fit_link(to_device)
     ways = {"d2h": (host[0], device[0]), "h2d": (device[1], host[1])}
-    if start is not None:  # the latencies stay: they are of small copies
-        d2h_rate, h2d_rate = (_sustained(torch, [ways[phase]], phase, start)[0] for phase in PHASES[:2])
+    beside = _kernels(torch, size_bytes)
+    d2h_rate, h2d_rate = (_sustained(torch, [ways[phase]], phase, start, beside)[0] for phase in PHASES[:2])
 
     return HardwareProfile(
         name=name,
@@ -206,27 +208,43 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, host: list[Any], sta
     )
 
 
-def _sustained(torch: Any, ways: list[tuple[Any, Any]], phase: str, start: Start | None) -> list[float]:
-    """Bytes a second of each (target, source), copied over and over for a while on a stream of its own.
+def _kernels(torch: Any, nbytes: int) -> Callable[[], None]:
+    """Some of what a step computes: products of matrices, and a sum that is bound by device memory. 1 ms on an H200."""
+    left, right = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    values, out = (torch.zeros(nbytes // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def kernels() -> None:
+        for _ in range(3):
+            left @ right
+        torch.add(values, values, out=out)
+
+    return kernels
+
+
+def _sustained(
+    torch: Any, ways: list[tuple[Any, Any]], phase: str, start: Start | None, beside: Callable[[], None] | None = None
+) -> list[float]:
+    """Bytes a second of each (target, source), copied over and over for a while on a stream of its own; `beside` runs as well.
 
     Of the copies that begin in the middle half of that time the median counts: ranks that measure together begin and end
     some milliseconds apart, and unlike a disturbance their copies are to be in the figure.
     """
-    lanes: list[_Lane] = [(target, source, torch.cuda.Stream(), []) for target, source in ways]
+    work: list[Callable[[], Any]] = [functools.partial(target.copy_, source, non_blocking=True) for target, source in ways]
+    lanes: list[_Lane] = [(launch, torch.cuda.Stream(), []) for launch in (*work, *([beside] if beside else []))]
     torch.cuda.synchronize()
     if start is not None:
         start(phase)
     begin_s = time.monotonic()
     while (now_s := time.monotonic() - begin_s) < _COPY_S or any(len(marks) <= 2 * _IN_FLIGHT for *_, marks in lanes):
-        for target, source, stream, marks in lanes:
+        for launch, stream, marks in lanes:
             if len(marks) > _IN_FLIGHT and not marks[-_IN_FLIGHT][1].query():
                 continue
             with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
+                launch()
                 marks.append((now_s, torch.cuda.Event(enable_timing=True)))
                 marks[-1][1].record()
     torch.cuda.synchronize()
-    return [target.nbytes / _middle_s(marks, now_s) for target, _, _, marks in lanes]
+    return [target.nbytes / _middle_s(marks, now_s) for (target, _), (_, _, marks) in zip(ways, lanes, strict=False)]
 
 
 def _middle_s(marks: list[tuple[float, Any]], whole_s: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -200,7 +201,18 @@ def test_a_source_is_released_after_the_wait_for_the_collective_that_reads_it(gr
 )
 def test_a_collective_is_priced_by_what_it_sends(name: str, given: int, got: int, sent: int) -> None:
     target = getattr(torch.ops._c10d_functional, name).default
-    assert sent_bytes(Operation(target, (torch.empty(given), 4, "0"), {}, torch.empty(got))) == sent
+    assert sent_bytes(Operation(target, (torch.empty(given), 4, "no such group"), {}, torch.empty(got))) == sent
+
+
+@pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (2, 32), (4, 48)])
+def test_an_all_reduce_sends_the_more_the_larger_its_group(ranks: int, sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of n sends every part n - 1 times to add it up, and n - 1 times to tell of the sum."""
+    target = torch.ops._c10d_functional.all_reduce.default
+    group = types.SimpleNamespace(size=lambda: ranks)
+    values = torch.empty(8)
+    assert sent_bytes(Operation(target, (values, "sum", group), {}, values)) == sent
+    monkeypatch.setattr("torch.distributed.distributed_c10d._resolve_process_group", {"tp": group}.__getitem__)
+    assert sent_bytes(Operation(target, (values, "sum", "tp"), {}, values)) == sent
 
 
 def test_torchs_partitioner_asks_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
