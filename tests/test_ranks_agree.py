@@ -35,6 +35,7 @@ from graphoffload.compiler import device_limits, meeting, ranks, recipes, step_a
 from graphoffload.compiler.dispatch import GRAPHS
 from graphoffload.errors import ConfigError, GraphOffloadWarning, PerRankPlanWarning
 from graphoffload.runtime import registry
+from graphoffload.runtime.streams.copy_times import CopyTimes
 from graphoffload.testing.attention import Block
 from graphoffload.testing.lazy_streams import LazyStreams
 from tests.plan.test_step_together import slowed
@@ -211,6 +212,22 @@ def case_again(rank: int, budgets: list[int]) -> Iterator[Training]:
         yield training
 
 
+def case_copies(rank: int, budgets: list[int]) -> Iterator[Training]:
+    """The copies of rank 1 take five times what the plan says, in each direction."""
+    rates = {"d2h": (1e9, 2e8)[rank], "h2d": (1e9, 2e8)[rank]}
+    with one_rank(budgets[0]), mock.patch.object(CopyTimes, "rates", return_value=rates):
+        training = Training(rank, hardware=slow_link(1e9))
+        training.until(lambda: agreed(has_plan()))
+        plan = plan_now()
+        training.until(lambda: agreed(plan_now() is not plan))
+        training.steps(8)
+        yield training
+        plan = plan_now()
+        training.steps(8)
+        assert plan_now() is plan
+        yield training
+
+
 def agreed(done: bool) -> bool:
     """Whether it is so on both ranks: a test under FSDP2 makes as many steps on each."""
     found = torch.tensor([int(done)])
@@ -341,7 +358,7 @@ def seen_in(cases: list[str], folder: Path, budgets: list[int]) -> dict[str, lis
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory, budgets: list[int]) -> dict[str, list[dict[str, Any]]]:
     """Cases in which no rank goes away."""
-    return seen_in(["equal", "variants", "again", "stages", "options"], tmp_path_factory.mktemp("ranks"), budgets)
+    return seen_in(["equal", "variants", "again", "copies", "stages", "options"], tmp_path_factory.mktemp("ranks"), budgets)
 
 
 SAME = ("schedule", "ids", "chosen", "actions", "decisions", "family")
@@ -384,6 +401,14 @@ def test_planned_again_on_all_ranks(together: Seen, budgets: list[int]) -> None:
     peaks = [part["peak"] for part in found[0]["parts"]]
     assert peaks[1] < peaks[0] <= budgets[0]
     assert peaks[1] < peaks[2] <= budgets[2]
+    assert [seen["warnings"] for seen in found] == [[], []]
+
+
+def test_slow_copies_of_one_rank(together: Seen) -> None:
+    """Both plan again for them, once."""
+    found = together["copies"]
+    assert_equal_plans(found)
+    assert found[0]["parts"][0]["schedule"] == found[0]["parts"][1]["schedule"]
     assert [seen["warnings"] for seen in found] == [[], []]
 
 

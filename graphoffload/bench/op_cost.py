@@ -93,6 +93,7 @@ class NoStreams(CopyStreams):
 
     def __init__(self) -> None:
         self.index = -1
+        self.times = None
         self._event = NoEvent()
 
     def copy(

@@ -20,7 +20,7 @@ from graphoffload.bench import variants
 from graphoffload.bench.models import MODELS
 from graphoffload.bench.options import add_model_options, add_recipe_options, add_result_options, add_step_options, keep_results
 from graphoffload.bench.recipe import Recipe
-from graphoffload.bench.run_options import Options
+from graphoffload.bench.run_options import WARM_UP, Options
 from graphoffload.bench.runner import Runner
 from graphoffload.report.progress import progress_bar
 
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="explain the names of variants and exit")
     add_model_options(parser)
     add_step_options(parser)
-    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help=f"steps before those measured (default: {WARM_UP})")
     parser.add_argument("--solo", action="store_true", help="one model in memory at a time; the baseline before and after")
     parser.add_argument("--limit-s", type=float, default=540.0, help="skip what has not begun by then")
     parser.add_argument("--variant-limit-s", type=float, default=200.0, help="a variant that takes longer is a hang")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from graphoffload.bench import measure
 from graphoffload.bench.recipe import PLAIN, Recipe
 
+WARM_UP = 8
+"""Steps before the measured ones: two are recorded, and where copies are slow the fourth after them is planned again."""
 BASELINES = ("keep", "checkpoint", "eager")
 """What others are compared with: the first that trains."""
 
@@ -29,7 +30,7 @@ class Options:
 
     steps: int = 10
     block: int = 5
-    warm_up: int = measure.WARM_UP_STEPS
+    warm_up: int = WARM_UP
     solo: bool = False
     limit_s: float = 540.0
     variant_limit_s: float = 200.0

@@ -2,6 +2,7 @@
 
     memory outside, the device's free memory     another amount than it was planned with, by more than a percent
     the last run's own peak                      above the budget: planned with that much less, unless that changes nothing
+    its copies                                   slower than planned (step_link.py)
     what was asked for                           set_budget, set_slowdown
 
 A run's own peak is one that it raised between its first forward and the end of its last backward. What an optimizer takes
@@ -21,6 +22,7 @@ from graphoffload.compiler.device_limits import device_budget_now
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.rounds import Rounds
 from graphoffload.compiler.step_flight import OVERLAPS, seen_in_flight
+from graphoffload.compiler.step_link import LinkSeen
 from graphoffload.compiler.step_plan import Asked, StepPlan
 from graphoffload.compiler.step_ranks import Proposal
 from graphoffload.compiler.step_rise import Rise
@@ -34,7 +36,7 @@ _SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory o
 _FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with less to be given up
 _FREED_RUNS = 8  # in a row: between the microbatches of one step, gradients come and go
 _FEWER_STEPS = 8  # in a row with fewer microbatches in flight: a part of a batch, or an evaluation, is none of it
-_WARM = 2  # runs of a plan that compile its backwards
+WARM = 2  # runs of a plan that compile its backwards
 _EXCESS_SHARE, _LEAST_EXCESS_BYTES, _MOST_EXCESS_BYTES = 0.0025, 4 * 2**20, 64 * 2**20  # of a budget that was given
 _RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
 
@@ -68,6 +70,7 @@ class Known:
     in_flight: microbatches at a time; overlaps: runs in a row that showed it. most: in the step that runs; steps: in the
     latest ones. flight_bytes: allocated when the first of those that were recorded last began. entering: calls that were
     running when it was learnt: until their backwards have ended, or cannot come, and none is in flight, nothing is recorded.
+    link: how fast its copies are.
     """
 
     sequence: tuple[int, ...]
@@ -98,6 +101,7 @@ class Known:
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=_FEWER_STEPS))
     flight_bytes: int = 0
     entering: Sequence[StepCall] | None = None
+    link: LinkSeen = field(default_factory=LinkSeen)
 
     @property
     def seen_together(self) -> bool:
@@ -195,7 +199,7 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
     budget = asked.goal.device_budget_bytes
     assert budget is not None
     excess = last.peak_bytes - budget
-    as_planned = last.plan is plan and not last.off and known.followed > _WARM
+    as_planned = last.plan is plan and not last.off and known.followed > WARM
     own = as_planned and last.peak_bytes > last.start_peak_bytes
     tolerated = tolerated_bytes(asked)
     if own and excess <= tolerated:

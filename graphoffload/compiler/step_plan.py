@@ -19,6 +19,7 @@ from graphoffload.compiler.link import hardware_of
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal
 from graphoffload.facts.recipe import Recipe
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.log import log
 from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepFacts, StepProblem
@@ -93,10 +94,20 @@ class Asked:
 
 def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) -> StepProblem:
     """What the planner solves for a step on this device."""
-    hardware = hardware_of(graphs[0].graph.config.hardware, str(graphs[0].device))
+    hardware = with_rates(hardware_of(graphs[0].graph.config.hardware, str(graphs[0].device)), facts.copy_rates)
     reserve = asked.reserve_bytes + asked.taken_bytes
     return StepProblem(
         facts, hardware, asked.goal, reserve, asked.host_budget_bytes, Patience("step"), asked.or_least, asked.taken_bytes
+    )
+
+
+def with_rates(hardware: HardwareProfile, rates: tuple[float, float] | None) -> HardwareProfile:
+    """The device with copies that are no faster than these, to the host and back, in bytes a second."""
+    if rates is None:
+        return hardware
+    d2h, h2d = (rate * hardware.links_shared_by for rate in rates)
+    return replace(
+        hardware, d2h_bytes_per_s=min(d2h, hardware.d2h_bytes_per_s), h2d_bytes_per_s=min(h2d, hardware.h2d_bytes_per_s)
     )
 
 

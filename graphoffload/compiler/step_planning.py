@@ -27,9 +27,9 @@ from graphoffload.compiler.optimizer_state import unmade_state_bytes
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.ranks import StoreFailed, ranks_text
 from graphoffload.compiler.rounds import Alone, Decided, Opened, Rounds, Solve
-from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, Known, why_again
+from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, WARM, Known, why_again
 from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of
-from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan
+from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan, problem_of
 from graphoffload.compiler.step_ranks import Proposal, is_missed, rounds_of, solved, taken, tell
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
@@ -84,7 +84,22 @@ def _why(known: Known, device: torch.device, last: StepRun | None) -> str | None
     """The reason of this rank's own; "" for a first plan, None for none."""
     if known.plan is None:
         return "" if known.facts is None else GOAL_WAS_SET
-    return why_again(known, device, last) or None
+    return why_again(known, device, last) or _why_slower(known, last) or None
+
+
+def _why_slower(known: Known, last: StepRun | None) -> str:
+    """Whether the copies of the present plan are slower than it has them, and that matters."""
+    plan, asked = known.plan, known.asked
+    if last is None or last.streams is None or plan is None or asked is None or known.followed <= WARM:
+        return ""
+    return known.link.why_slower(plan, last.streams, lambda: problem_of(_graphs(known.sequence), _facts_now(known), asked))
+
+
+def _facts_now(known: Known) -> StepFacts:
+    """What was recorded, with what is allocated outside when it is planned, and copies as they are."""
+    assert known.facts is not None
+    now = shifted(known.facts, known.planned_bytes - known.start_bytes)
+    return replace(now, in_flight=known.in_flight, copy_rates=known.link.rates)
 
 
 def _graphs(sequence: Sequence[int]) -> list[Dispatched]:
@@ -233,7 +248,7 @@ def _prepared(known: Known, device: torch.device, why: str) -> Proposal | None:
     known.planned_bytes = (streams.allocated_bytes()[0] if streams is not None else 0) + known.rise.ahead_bytes
     known.version, known.asked, known.followed = OVERRIDE.version, asked, 0
     known.freed = 0
-    facts = replace(shifted(known.facts, known.planned_bytes - known.start_bytes), in_flight=known.in_flight)
+    facts = _facts_now(known)
     wanted, budget = _keep_all_bytes(facts, asked), asked.goal.device_budget_bytes
     if known.plan is None and map_by_pages_if_tight(device, wanted, budget, of_a_step=True):
         asked, limits = _asked(graphs[0], known)

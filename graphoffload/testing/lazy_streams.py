@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from graphoffload.runtime.streams.copy_times import CopyTimes
 from graphoffload.runtime.streams.protocol import Block, CaptureStreams, CopyEvent, Moment, Named
 from graphoffload.torch_internals import storages
 
@@ -84,6 +85,7 @@ class LazyStreams(CaptureStreams):
 
     def __init__(self, *, for_captures: bool = False) -> None:
         self.index = -1
+        self.times: CopyTimes | None = None
         self.device = torch.device("cpu")
         self.for_captures = for_captures
         self.queues: dict[str, list[LazyEvent]] = {"d2h": [], "h2d": []}

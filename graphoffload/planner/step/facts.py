@@ -111,6 +111,7 @@ class StepFacts:
         host_s: what the host took to issue the calls, in the run that was measured; 0.0: not known.
         copies_between: code between the backwards of two calls copies to the device on the compute stream. Such a copy waits
             for all reloads that have started, and compute waits for it (decision 38).
+        copy_rates: bytes a second to the host and back that copies of this step reached, where a plan had them faster.
     """
 
     graphs: tuple[tuple[Variant, ...], ...]
@@ -122,6 +123,7 @@ class StepFacts:
     beside_backward: tuple[Beside, ...] = ()
     host_s: float = 0.0
     copies_between: bool = False
+    copy_rates: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         """Refuse indices that point at nothing."""

@@ -19,6 +19,7 @@ import torch
 from graphoffload.errors import CaptureError, NoStreamsWarning, RuntimeStateError, warn
 from graphoffload.log import log
 from graphoffload.runtime.hooks import ACTIVE
+from graphoffload.runtime.streams.copy_times import CopyTimes
 from graphoffload.runtime.streams.memcpy import KINDS, find_copy, find_memcpy, forget_last_error, relaxed_capture
 from graphoffload.runtime.streams.protocol import Block, CaptureStreams, CopyStreams, Named
 from graphoffload.torch_internals import autograd, streams
@@ -43,11 +44,14 @@ event, if the compiled copy uses it.
 class DeviceStreams:
     """Side streams of one CUDA device; `captured`: for copies inside captures of CUDA graphs, and only for those."""
 
-    __slots__ = ("_compute", "_events", "_memcpy", "_raw", "_reading", "_whole", "captured", "d2h", "device", "h2d", "index")
+    __slots__ = (
+        "_compute", "_events", "_memcpy", "_raw", "_reading", "_whole", "captured", "d2h", "device", "h2d", "index", "times",
+    )  # fmt: skip
 
     def __init__(self, device: torch.device, *, captured: bool = False) -> None:
         self.device = device
         self.captured = captured
+        self.times: CopyTimes | None = None
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.d2h = torch.cuda.Stream(device)
         self.h2d = torch.cuda.Stream(device)
@@ -115,7 +119,8 @@ class DeviceStreams:
             raise CaptureError(_CAPTURED.format(direction=direction, name=entry.name))
         issued, compute = self.event(), self.compute()
         waits = [event for event in after if event is not None and event.seen_by is not compute]
-        watched = ACTIVE.copy is not None or autograd.profiler_is_on() or log.isEnabledFor(logging.DEBUG)
+        asked = ACTIVE.copy is not None or self.times is not None
+        watched = asked or autograd.profiler_is_on() or log.isEnabledFor(logging.DEBUG)
         whole = None if watched or first is not None or streams.current_device() != self.index else self._whole
         try:
             if whole is not None and block is not None:
@@ -152,8 +157,9 @@ class DeviceStreams:
         block: Block | None,
         first: Callable[[], None] | None,
     ) -> None:
-        """A copy that is not one call of the driver's, or runs with hooks, a profiler's range or a line in the log."""
+        """A copy that is not one call of the driver's: or it is timed, or runs with hooks, a profiler's range or a log line."""
         hook, profiled = ACTIVE.copy, autograd.profiler_is_on()
+        times = self.times if block is not None and self.times is not None and self.times.wants(block[2]) else None
         if first is not None:
             with torch.cuda.stream(side):
                 first()
@@ -162,11 +168,18 @@ class DeviceStreams:
             if hook is not None:
                 with torch.cuda.stream(side):
                     hook(direction, "before", entry.name)
+            if times is not None:
+                begin = torch.cuda.Event(enable_timing=True)
+                begin.record(side)
             if block is None or self._memcpy is None or streams.current_device() != self.index:
                 with torch.cuda.stream(side):
                     run()
             elif code := self._memcpy(*block, KINDS[direction], self._raw[direction]):
                 raise self._refused(direction, side, entry, block[2], code)
+            if times is not None and block is not None:
+                end = torch.cuda.Event(enable_timing=True)
+                end.record(side)
+                times.note(direction, block[2], begin, end)
             if hook is not None:
                 with torch.cuda.stream(side):
                     hook(direction, "after", entry.name)

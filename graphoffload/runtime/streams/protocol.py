@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from graphoffload.runtime.streams.copy_times import CopyTimes
+
 Block: TypeAlias = tuple[int, int, int]
 """Addresses of destination and source, and bytes."""
 
@@ -48,9 +50,10 @@ class Moment(Protocol):
 
 
 class CopyStreams(Protocol):
-    """A D2H and an H2D stream beside the stream that computes. index: of the device."""
+    """A D2H and an H2D stream beside the stream that computes. index: of the device. times: of its copies; None: not timed."""
 
     index: int
+    times: CopyTimes | None
 
     def compute(self) -> Any:
         """The stream that the caller computes on."""
