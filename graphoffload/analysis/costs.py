@@ -258,7 +258,7 @@ def sent_bytes(node: Operation) -> int:
         return abs(got - given)
     if "all_reduce" not in name:
         return given
-    ranks = group_size(node.args[-1]) if node.args else None
+    ranks = group_size(argument_of(node, ("group_name", "group")))
     return 2 * given * (ranks - 1) // ranks if ranks else 2 * given
 
 

@@ -41,9 +41,9 @@ from graphoffload.errors import ConfigError
 from graphoffload.units import parse_size
 
 DEFAULT = ("keep", "checkpoint", "ours:checkpoint", "ours:halfway", "ours", "keep")
-SETTLED = 16
+SETTLED = 21
 """Steps before the measured ones. Two are recorded, and ranks take a plan two or three runs later than one GPU does. Where
-copies are slow, they take another one as much later than the third step under the first."""
+copies are slow, they take another one as much later than the fifth step under the first, and perhaps a third one."""
 _END_S = 20.0
 """How long a way's processes have to end by themselves once its time is over."""
 _WORKER = "_GRAPHOFFLOAD_BENCH_RANKS"

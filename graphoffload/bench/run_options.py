@@ -9,8 +9,8 @@ import torch
 
 from graphoffload.bench.recipe import PLAIN, Recipe
 
-WARM_UP = 8
-"""Steps before the measured ones: two are recorded, and where copies are slow the fourth after them is planned again."""
+WARM_UP = 13
+"""Steps before the measured ones: two are recorded, the third has a plan, and the 7th and 11th others if copies are slow."""
 BASELINES = ("keep", "checkpoint", "eager")
 """What others are compared with: the first that trains."""
 

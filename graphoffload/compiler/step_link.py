@@ -6,6 +6,9 @@
 
 Rates are measured once, for a device and all processes of a host that copy then. A step's own kernels, other users of the host
 and other GPUs slow copies by more or less than that. Copies that are faster than planned cost nothing.
+
+A run is not looked at that left its plan, or had no large copies both ways; nor are microbatches in flight together, whose
+copies are of several runs.
 """
 
 from __future__ import annotations
@@ -17,12 +20,19 @@ from graphoffload.compiler.step_plan import StepPlan, with_rates
 from graphoffload.log import log
 from graphoffload.planner.step.facts import StepProblem
 from graphoffload.planner.step.flight import follow_flight, offloads_of
+from graphoffload.runtime.step.calls import StepRun
 from graphoffload.runtime.streams.copy_times import CopyTimes
-from graphoffload.runtime.streams.protocol import CopyStreams
 
 _LOOKS = 2  # at plans of one sequence: rates that change from day to day are no reason to compile again and again
+_TRIES = 4  # runs of one plan that are timed until one can be looked at
 _SLOWER = 0.04
 _WORTH = 0.005  # of the step: what a new plan may save is less
+
+
+def stop_timing(run: StepRun | None) -> None:
+    """A run's copies are issued: those of others are not its own."""
+    if run is not None and run.streams is not None:
+        run.streams.times = None
 
 
 @dataclass(slots=True)
@@ -36,38 +46,42 @@ class LinkSeen:
 
     rates: tuple[float, float] | None = None
     looks: int = 0
-    _plan: StepPlan | None = None
     _times: CopyTimes | None = None
-    _done: bool = False
+    _tries: int = 0
 
-    def why_slower(self, plan: StepPlan, streams: CopyStreams, problem: Callable[[], StepProblem]) -> str:
-        """At the start of a run: why its plan should be made again; "" for no reason. problem: what it is a plan of."""
-        if plan is not self._plan:
-            self._plan, self._times = plan, None
-            self._done = self.looks >= _LOOKS or not plan.solution.timeline.host_bytes
-        if self._done:
-            return ""
-        if self._times is None:
-            self._times = streams.times = CopyTimes()
-            return ""
-        if streams.times is self._times:
-            streams.times = None
-        found = self._times.rates()
-        if found is None:
-            return ""
-        self._done, self._times = True, None
-        self.looks += 1
-        return self._judged(plan, problem(), found)
+    def begin_plan(self) -> None:
+        """Another plan runs from now on."""
+        self._times, self._tries = None, 0
 
-    def _judged(self, plan: StepPlan, problem: StepProblem, found: dict[str, float]) -> str:
-        hardware = problem.hardware
-        planned = hardware.copy_rate_bytes_per_s("d2h"), hardware.copy_rate_bytes_per_s("h2d")
-        seen = min(planned[0], found.get("d2h", planned[0])), min(planned[1], found.get("h2d", planned[1]))
+    def why_slower(self, plan: StepPlan, last: StepRun, problem: Callable[[], StepProblem]) -> str:
+        """At the start of a run: why its plan should be made again; "" for no reason.
+
+        Args:
+            last: the run before it, on the same streams. problem: what the plan is of.
+        """
+        if self._times is not None:
+            latency_s = problem().hardware.copy_latency_s
+            found = self._times.rates(latency_s) if last.plan is plan and not last.off else {}
+            if found is None:
+                return ""  # its last copies still run, so another run's start tells
+            self._times = None
+            if len(found) == 2:
+                self._tries = _TRIES
+                self.looks += 1
+                return self._judged(plan, problem(), (found["d2h"], found["h2d"]))
+        if self._tries < _TRIES and self.looks < _LOOKS and plan.solution.timeline.host_bytes and last.streams is not None:
+            self._tries += 1
+            self._times = last.streams.times = CopyTimes()
+        return ""
+
+    def _judged(self, plan: StepPlan, problem: StepProblem, found: tuple[float, float]) -> str:
+        planned = plan.rates
+        seen = min(planned[0], found[0]), min(planned[1], found[1])
+        if all(now >= (1 - _SLOWER) * then for now, then in zip(seen, planned, strict=True)):
+            return ""
         said = f"copies ran at {seen[0] / 1e9:.1f} GB/s to the host and {seen[1] / 1e9:.1f} back"
-        if seen[0] >= (1 - _SLOWER) * planned[0] and seen[1] >= (1 - _SLOWER) * planned[1]:
-            return ""
         before, after = (
-            _replayed_s(plan, replace(problem, hardware=hardware)) for hardware in (hardware, with_rates(hardware, seen))
+            _replayed_s(plan, replace(problem, hardware=with_rates(problem.hardware, rates))) for rates in (planned, seen)
         )
         if after <= (1 + _WORTH) * before:
             log.info("%s, and the step takes no longer for it", said)

@@ -25,7 +25,7 @@ from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepFacts, StepProblem
 from graphoffload.planner.step.flight import plan_flight
 from graphoffload.planner.step.solve import StepSolution
-from graphoffload.planner.step.together import Decision, followed
+from graphoffload.planner.step.together import Decision, followed, rates_of
 from graphoffload.report.dump import write_step_dump
 from graphoffload.report.step_line import line_of_step, slow_host
 from graphoffload.runtime import registry
@@ -65,12 +65,13 @@ _OF_ONE_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What each call of a step runs, by its index; `summary`: its line."""
+    """What each call of a step runs, by its index. summary: its line. rates: of copies to the host and back that it has."""
 
     sequence: tuple[int, ...]
     calls: tuple[tuple[Compiled, Schedule, int], ...]
     solution: StepSolution
     summary: str
+    rates: tuple[float, float]
 
     def call(self, call: StepCall) -> tuple[Compiled, Schedule, int] | None:
         """The variant and the schedule of a call; None if another graph was expected."""
@@ -160,7 +161,7 @@ def make_step_plan(
     line = line_of_step(solution, called, asked.reserve_bytes, asked.budget_bytes, whole)
     hints = dict.fromkeys(compiled.plan.hint for compiled, _, _ in calls if compiled.plan is not None)
     summary = "; ".join(filter(None, (line, slow_host(facts), *hints)))
-    plan = StepPlan(sequence, calls, solution, summary)
+    plan = StepPlan(sequence, calls, solution, summary, rates_of(hardware) if decision is None else decision.rates)
     if dump_dir:
         write_step_dump(dump_dir, problem, solution, summary if decision is None else f"{summary}\n{_OF_ONE_RANK}")
     _tell(plan, asked.reserve_bytes)

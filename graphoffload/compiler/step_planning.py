@@ -90,9 +90,9 @@ def _why(known: Known, device: torch.device, last: StepRun | None) -> str | None
 def _why_slower(known: Known, last: StepRun | None) -> str:
     """Whether the copies of the present plan are slower than it has them, and that matters."""
     plan, asked = known.plan, known.asked
-    if last is None or last.streams is None or plan is None or asked is None or known.followed <= WARM:
+    if last is None or plan is None or asked is None or known.followed <= WARM:
         return ""
-    return known.link.why_slower(plan, last.streams, lambda: problem_of(_graphs(known.sequence), _facts_now(known), asked))
+    return known.link.why_slower(plan, last, lambda: problem_of(_graphs(known.sequence), _facts_now(known), asked))
 
 
 def _facts_now(known: Known) -> StepFacts:
@@ -260,6 +260,7 @@ def _make(known: Known, device: torch.device, proposal: Proposal, decision: Deci
     """Plan and compile what was proposed, or what was decided of it. who: the decision as it was told."""
     graphs, before, streams = _graphs(known.sequence), known.plan, _streams(device)
     known.followed = 0
+    known.link.begin_plan()
     asked = replace(proposal.asked, or_least=proposal.may_exceed)
     try:
         known.plan = make_step_plan(known.sequence, graphs, proposal.facts, asked, decision=decision)

@@ -99,7 +99,7 @@ def solved(found: Solve, proposal: Proposal, graphs: Sequence[Dispatched], peers
     try:
         problem = merged(problem_of(graphs, proposal.facts, proposal.asked), shared)
         solution = solution_of(problem, dump_dir)
-        decision = decision_of(problem.facts, solution, [graph.family.recipes for graph in graphs])
+        decision = decision_of(problem, solution, [graph.family.recipes for graph in graphs])
     except BudgetError as error:
         return {**who, "refused": str(error), "least_bytes": error.least_bytes}
     except PlanError as error:

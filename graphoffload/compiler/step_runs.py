@@ -23,6 +23,7 @@ from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_again import Known, learn_shortage
 from graphoffload.compiler.step_flight import OVERLAPS, microbatch_of
+from graphoffload.compiler.step_link import stop_timing
 from graphoffload.compiler.step_planning import RECORDED, collect_garbage, config_of, plan_if_due
 from graphoffload.compiler.step_ranks import plans_none
 from graphoffload.compiler.step_rise import OPTIMIZERS
@@ -57,6 +58,8 @@ _PLANNER = _Planner()
 
 def forget() -> None:
     """What this thread ran is not called again: its last runs go, and what they taught."""
+    for run in STEPS.runs.values():
+        stop_timing(run)
     STEPS.forget()
     _PLANNER.known.clear()
     _PLANNER.last.clear()
@@ -77,6 +80,7 @@ def next_run(graph: Dispatched) -> StepRun:
     done = STEPS.done(device)
     if latest is not None and not latest.is_done:
         latest.rest()
+    stop_timing(latest)
     for run in done:
         _end(device, graph, run, lacking if run is done[-1] else 0)
     _close_dropped(done)

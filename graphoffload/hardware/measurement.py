@@ -190,8 +190,9 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, host: list[Any], sta
     to_device = [(n, copy_s(device[1][:n], host[1][:n])) for n in dict.fromkeys(sizes)]
     (d2h_latency_s, _), (h2d_latency_s, _) = fit_link(to_host), fit_link(to_device)
     ways = {"d2h": (host[0], device[0]), "h2d": (device[1], host[1])}
-    beside = _kernels(torch, size_bytes)
+    beside = _kernels(torch, device)
     d2h_rate, h2d_rate = (_sustained(torch, [ways[phase]], phase, start, beside)[0] for phase in PHASES[:2])
+    del beside  # with its memory
 
     return HardwareProfile(
         name=name,
@@ -208,14 +209,17 @@ def _measure_with(torch: Any, name: str, memory_bytes: int, host: list[Any], sta
     )
 
 
-def _kernels(torch: Any, nbytes: int) -> Callable[[], None]:
-    """Some of what a step computes: products of matrices, and a sum that is bound by device memory. 1 ms on an H200."""
-    left, right = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    values, out = (torch.zeros(nbytes // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+def _kernels(torch: Any, device: list[Any]) -> Callable[[], None]:
+    """Some of what a step computes: products of matrices, and a sum that is bound by device memory. 1 ms on an H200.
+
+    The sum is of what copies read, into what they write, so that it takes no memory of its own.
+    """
+    left, right, product = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    values, out = (each.view(torch.bfloat16) for each in device)
 
     def kernels() -> None:
         for _ in range(3):
-            left @ right
+            torch.mm(left, right, out=product)
         torch.add(values, values, out=out)
 
     return kernels

@@ -56,8 +56,9 @@ def returns_at_once(target: Any) -> bool:
 def group_size(group: Any) -> int | None:
     """The number of ranks of a group that a collective has as an argument, a name or the group itself; None: there is no such
     group here. Without it: an all-reduce of two ranks costs twice its time."""
-    if isinstance(group, str):
-        with contextlib.suppress(Exception):  # torch raises RuntimeError, ValueError or its own errors, by release
+    with contextlib.suppress(Exception):  # what torch raises for a name without a group differs by release
+        if isinstance(group, str):
             group = importlib.import_module("torch.distributed.distributed_c10d")._resolve_process_group(group)
-    size = getattr(group, "size", None)
-    return int(size()) if callable(size) and not isinstance(group, str) else None
+        size = group.size()
+        return size if isinstance(size, int) else None
+    return None

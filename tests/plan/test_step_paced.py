@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -10,10 +12,11 @@ from hypothesis import strategies as st
 
 from graphoffload.facts.goals import MeetBudget
 from graphoffload.facts.plan import Action
-from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.arrays import Arrays, arrays_of
 from graphoffload.planner.problem import Candidate, Program, Step
-from graphoffload.planner.simulator import evaluate, timeline_of
-from graphoffload.planner.step.facts import CallFacts, StepFacts, StepProblem, Variant
+from graphoffload.planner.simulator import Timeline, evaluate, timeline_of
+from graphoffload.planner.step.events import drains
+from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem, Variant
 from graphoffload.planner.step.flight import offloads_of
 from graphoffload.planner.step.joint import join
 from graphoffload.planner.step.paced import paced_reloads
@@ -67,22 +70,44 @@ def test_waits_are_at_ends_of_calls_and_change_no_memory(facts, hardware, data):
 
 @given(steps(), hardwares(), st.data())
 def test_paced_reloads_are_free_and_no_later(facts, hardware, data):
-    joined = join(facts, [0] * len(facts.calls))
+    chosen = [0] * len(facts.calls)
+    joined = join(facts, chosen)
     arrays = arrays_of(joined.program, hardware)
     actions = [data.draw(st.sampled_from([a for a in c.actions if a != "recompute"])) for c in joined.program.candidates]
     late = timeline_of(arrays, evaluate(arrays, actions))
     limit_bytes = late.peak_bytes + data.draw(st.integers(0, 60))
     if not late.schedule:
         return
+    ends = drains(replace(facts, copies_between=True), chosen, joined)
 
     def again(reload_by):
         return timeline_of(arrays, evaluate(arrays, actions, reload_by=reload_by))
 
-    for found in paced_reloads(joined, late, again, arrays, limit_bytes=limit_bytes):
+    for found in paced_reloads(joined, late, again, arrays, ends, limit_bytes=limit_bytes):
         assert found.peak_bytes <= limit_bytes
         assert found.time_s <= late.time_s * 1.0005
         places = {item.candidate: item.reload_at for item in late.schedule}
         assert all(item.reload_at <= places[item.candidate] for item in found.schedule)
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 3.0])
+def test_paced_reloads_are_done_before_their_call_ends(gap_s: float) -> None:
+    """Those of calls 0 and 1 take 2 s each, and a backward 3 s: one starts with call 2's, the other with call 1's. Time between
+    calls is none for copies, since it begins with one."""
+    plain = three_blocks()
+    gaps = replace(plain, calls=tuple(replace(call, before_backward=Gap(gap_s)) for call in plain.calls), copies_between=True)
+    joined = join(gaps, (0, 0, 0))
+    arrays = arrays_of(joined.program, toy(10.0))
+    late = timeline_of(arrays, evaluate(arrays, ["offload", "offload", "keep"]))
+    ends = drains(gaps, (0, 0, 0), joined)
+    again = functools.partial(_again, arrays, ["offload", "offload", "keep"])
+    (found, *_) = paced_reloads(joined, late, again, arrays, ends, limit_bytes=10**6)
+    places = {item.candidate: item.reload_at for item in found.schedule}
+    assert places == {1: joined.backward_start[2], 0: joined.backward_start[1]}
+
+
+def _again(arrays: Arrays, actions: list[Action], reload_by: Mapping[int, int]) -> Timeline:
+    return timeline_of(arrays, evaluate(arrays, actions, reload_by=reload_by))
 
 
 @pytest.mark.parametrize("share", [0.6, 0.4])

@@ -96,7 +96,7 @@ def test_a_decision_is_what_was_solved(facts: StepFacts, hardware, budget: int) 
     """On the rank that solved, and through JSON: the same schedule, the same moments, the same memory and time."""
     problem = StepProblem(facts, hardware, MeetBudget(budget), or_least=True)
     solution = plan_step(problem)
-    decision = decision_of(facts, solution, recipes(facts))
+    decision = decision_of(problem, solution, recipes(facts))
     again = Decision.from_json(json.loads(json.dumps(decision.to_json())))
     found = followed(problem, again)
     assert (found.chosen, found.calls, found.actions) == (solution.chosen, solution.calls, solution.actions)
@@ -161,7 +161,7 @@ def test_the_plan_of_the_merged_problem_holds_on_each_rank() -> None:
     assert len(alone) > 1
     problem = merged(ranks[2], [told(each) for each in ranks])
     solution = plan_step(problem)
-    decision = Decision.from_json(json.loads(json.dumps(decision_of(facts, solution, recipes(facts)).to_json())))
+    decision = Decision.from_json(json.loads(json.dumps(decision_of(problem, solution, recipes(facts)).to_json())))
     for each in ranks:
         found = followed(each, decision)
         assert found.timeline.peak_bytes <= 34 * GB
@@ -190,7 +190,7 @@ def test_a_rank_that_waits_hides_no_copies() -> None:
     alone = plan_step(ranks[0])
     for solver in ranks:
         problem = merged(solver, [told(each) for each in ranks])
-        decision = decision_of(problem.facts, plan_step(problem), recipes(facts))
+        decision = decision_of(problem, plan_step(problem), recipes(facts))
         decision = Decision.from_json(json.loads(json.dumps(decision.to_json())))
         slowdowns = [followed(each, decision).slowdown for each in ranks]
         assert slowdowns == pytest.approx([alone.slowdown] * 2, abs=1e-9)
@@ -212,7 +212,7 @@ def test_one_that_cannot_be_met_names_the_least_of_all() -> None:
 def test_a_decision_for_another_step_is_refused() -> None:
     facts = llama(4)
     problem = StepProblem(facts, H200, MeetBudget(26 * GB))
-    decision = decision_of(facts, plan_step(problem), recipes(facts))
+    decision = decision_of(problem, plan_step(problem), recipes(facts))
     with pytest.raises(PlanError, match="does not fit this step"):
         followed(replace(problem, facts=llama(2)), decision)
     program = facts.graphs[0][0].program

@@ -50,15 +50,16 @@ def test_the_rate_that_half_of_the_bytes_reach() -> None:
     times = CopyTimes()
     for begin, took in ((0.0, 1.0), (1.0, 1.0), (2.0, 50.0), (52.0, 0.5), (60.0, 0.0)):
         times.note("d2h", 10**7, Mark(begin), Mark(begin + took))
-    assert times.rates() == {"d2h": pytest.approx(1e10)}
+    assert times.rates(0.0) == {"d2h": pytest.approx(1e10)}
+    assert times.rates(0.5e-3) == {"d2h": pytest.approx(2e10)}, "beside a copy's latency"
 
 
 def test_copies_that_still_run_have_no_rate_yet() -> None:
     times, end = CopyTimes(), Mark(2.0, reached=False)
     times.note("h2d", 10**7, Mark(0.0), end)
-    assert times.rates() is None
+    assert times.rates(0.0) is None
     end.reached = True
-    assert times.rates() == {"h2d": pytest.approx(5e9)}
+    assert times.rates(0.0) == {"h2d": pytest.approx(5e9)}
 
 
 def test_small_copies_and_endless_ones_are_not_timed() -> None:
@@ -73,7 +74,7 @@ def test_small_copies_and_endless_ones_are_not_timed() -> None:
 def rates(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What each look finds."""
     found = {"d2h": RATE, "h2d": RATE}
-    monkeypatch.setattr(CopyTimes, "rates", lambda _: found)
+    monkeypatch.setattr(CopyTimes, "rates", lambda *_: found)
     return found
 
 
@@ -124,11 +125,22 @@ def test_slow_copies_that_cost_nothing_are_no_reason(
     assert train(capfd)[1] == []
 
 
+@pytest.mark.parametrize(("empty", "again"), [(3, 1), (4, 0)])
+def test_a_run_that_says_nothing_is_followed_by_another(
+    empty: int, again: int, lazy: LazyStreams, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without large copies both ways, up to four times."""
+    found = itertools.chain([{"d2h": 1.0}] * empty, itertools.repeat({"d2h": 0.2 * RATE, "h2d": 0.2 * RATE}))
+    monkeypatch.setattr(CopyTimes, "rates", lambda *_: next(found))
+    assert len(train(capfd)[1]) == again
+    assert lazy.times is None
+
+
 def test_rates_that_change_all_the_time_are_followed_twice(
     lazy: LazyStreams, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     falling = (RATE / 2**look for look in itertools.count(1))
-    monkeypatch.setattr(CopyTimes, "rates", lambda _: dict.fromkeys(("d2h", "h2d"), next(falling)))
+    monkeypatch.setattr(CopyTimes, "rates", lambda *_: dict.fromkeys(("d2h", "h2d"), next(falling)))
     assert len(train(capfd, steps=24)[1]) == 2
 
 

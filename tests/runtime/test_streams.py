@@ -22,6 +22,7 @@ from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
 from graphoffload.runtime.streams import copy_streams as streams
 from graphoffload.runtime.streams import memcpy
+from graphoffload.runtime.streams.copy_times import LARGE_BYTES, CopyTimes
 from graphoffload.runtime.streams.memcpy import find_memcpy
 from graphoffload.testing.lazy_streams import LazyStreams
 from graphoffload.torch_internals import streams as internals
@@ -117,6 +118,27 @@ def test_a_block_is_copied_without_a_switch(world: World) -> None:
     ]
     side.compute_waits(done)
     assert world.log[-1] == f"compute0 waits {done.name}"
+
+
+@pytest.mark.parametrize("nbytes", [LARGE_BYTES, LARGE_BYTES - 1])
+def test_large_copies_are_timed_where_someone_asks(world: World, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Between two events on the copy's stream, and with nothing else between them, though there is a compiled copy."""
+    monkeypatch.setattr(streams, "find_copy", lambda: world.whole)
+    side = streams.DeviceStreams(DEVICE)
+    done = side.event()
+    side.recycle(done)
+    world.log.clear()
+    side.times = CopyTimes()
+    side.copy("h2d", ENTRY, (), by_torch, (1, 2, nbytes))
+    at = next(index for index, line in enumerate(world.log) if line.startswith("memcpy"))
+    timed = [line.split()[1].startswith("t") for line in (world.log[at - 1], world.log[at + 1])]
+    assert timed == [nbytes == LARGE_BYTES] * 2
+    assert all(line.endswith("on h2d") for line in (world.log[at - 1], world.log[at + 1]) if nbytes == LARGE_BYTES)
+    assert len(side.times._copies) == (nbytes == LARGE_BYTES)
+    side.times = None
+    world.log.clear()
+    side.copy("h2d", ENTRY, (), by_torch, (1, 2, nbytes))
+    assert world.log[-1].startswith("whole")
 
 
 def test_a_compiled_copy_is_given_all_that_it_depends_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,11 +100,11 @@ def schedule_step(
         )
         for call, fact in enumerate(facts.calls)
     )
-    return StepSchedule(calls, reload_steps, Moments(copies, counts, release, reloads, _drains(facts, chosen, joined)))
+    return StepSchedule(calls, reload_steps, Moments(copies, counts, release, reloads, drains(facts, chosen, joined)))
 
 
-def _drains(facts: StepFacts, chosen: Sequence[int], joined: Joined) -> tuple[int, ...]:
-    """Where each call's backward ends, if the code after it copies as well."""
+def drains(facts: StepFacts, chosen: Sequence[int], joined: Joined) -> tuple[int, ...]:
+    """Where each call's backward ends, in order, if the code after it copies as well."""
     if not facts.copies_between:
         return ()
     ends = (len(facts.variant(call, chosen[call]).program.backward) for call in range(len(facts.calls)))
@@ -297,4 +297,4 @@ def moments_of(
     if sorted(index for _, index in reloads) != sorted(copies):
         raise KeyError("a copy that does not come back")
     released = _released(joined, copies, counts)
-    return Moments(copies, tuple(counts), released, tuple(reloads), _drains(facts, chosen, joined))
+    return Moments(copies, tuple(counts), released, tuple(reloads), drains(facts, chosen, joined))

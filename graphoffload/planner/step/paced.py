@@ -25,30 +25,37 @@ _SHARES = (0.85, 1.0)
 
 
 def paced_reloads(
-    joined: Joined, just_in_time: Timeline, again: Again, arrays: Arrays, *, limit_bytes: int
+    joined: Joined, just_in_time: Timeline, again: Again, arrays: Arrays, ends: Sequence[int], *, limit_bytes: int
 ) -> Iterator[Timeline]:
     """Timelines of the same actions with such reloads, done in 85 % of a call's backward and in all of it, where they are free.
 
+    ends: where the backwards end, in order. Code between two calls begins there.
     A reload that finds no memory at the start of a call starts where it does. One that starts in a call just in time starts
     in it at the latest, whether it is done in it or not.
     """
     limit_bytes = less_displaced(joined.program, just_in_time, limit_bytes)
     order = sorted(just_in_time.schedule, key=lambda item: (item.wait_at, item.candidate))
     for share in _SHARES:
-        places = _places(joined, just_in_time, order, arrays, share, limit_bytes)
+        places = _places(joined, just_in_time, order, arrays, ends, share, limit_bytes)
         if found := first_free(just_in_time, [again(places)], limit_bytes):
             yield found
 
 
 def _places(
-    joined: Joined, timeline: Timeline, order: Sequence[Scheduled], arrays: Arrays, share: float, limit_bytes: int
+    joined: Joined,
+    timeline: Timeline,
+    order: Sequence[Scheduled],
+    arrays: Arrays,
+    ends: Sequence[int],
+    share: float,
+    limit_bytes: int,
 ) -> dict[int, int]:
     """By candidate, the backward step before which its reload is issued at the latest."""
     memory = np.array(timeline.memory[timeline.forward_steps :], dtype=np.int64)
-    sums, starts = arrays.backward_sum_s, sorted(joined.backward_start)
+    sums = arrays.backward_sum_s
     places: dict[int, int] = {}
     waiting = deque(order)
-    for begin, end in zip(starts, (*starts[1:], arrays.backward_steps), strict=True):
+    for begin, end in zip(sorted(joined.backward_start), ends, strict=True):
         done_s, until_s = sums[begin], sums[begin] + share * (sums[end] - sums[begin])
         while waiting:
             item = waiting[0]

@@ -19,7 +19,7 @@ from graphoffload.planner.arrays import Ints, arrays_of
 from graphoffload.planner.prefetch import prefetch_reloads, release_later
 from graphoffload.planner.simulator import Evaluation, Scheduled, Timeline, evaluate, timeline_of
 from graphoffload.planner.solver import Solution, solve
-from graphoffload.planner.step.events import CallSchedule, ReloadSteps, StepSchedule, moments_of, schedule_step
+from graphoffload.planner.step.events import CallSchedule, ReloadSteps, StepSchedule, drains, moments_of, schedule_step
 from graphoffload.planner.step.facts import StepProblem
 from graphoffload.planner.step.joint import Joined, Named, join
 from graphoffload.planner.step.paced import paced_reloads
@@ -186,7 +186,7 @@ class Runs:
             patience=self.problem.patience,
         )
         found: list[Run] = []
-        for timeline in self._with_slack(joined, solution):
+        for timeline in self._with_slack(chosen, joined, solution):
             run = self._scheduled(
                 chosen, joined, solution.actions, solution.max_inflight_bytes, solution.solver, timeline.schedule
             )
@@ -211,7 +211,7 @@ class Runs:
             )
             yield run
 
-    def _with_slack(self, joined: Joined, solution: Solution) -> Iterator[Timeline]:
+    def _with_slack(self, chosen: tuple[int, ...], joined: Joined, solution: Solution) -> Iterator[Timeline]:
         """The timeline with reloads earlier and releases later, with either, and just in time. Where code between calls copies,
         reloads start with calls as well."""
         just_in_time = solution.timeline
@@ -225,8 +225,8 @@ class Runs:
 
         if just_in_time.schedule:
             earlier = prefetch_reloads(program, just_in_time, again, limit_bytes=limit_bytes)
-            between = self.problem.facts.copies_between
-            paced = paced_reloads(joined, just_in_time, again, arrays, limit_bytes=limit_bytes) if between else ()
+            ends = drains(self.problem.facts, chosen, joined)
+            paced = paced_reloads(joined, just_in_time, again, arrays, ends, limit_bytes=limit_bytes) if ends else ()
             for timeline in (*paced, earlier):
                 yield release_later(program, timeline, limit_bytes=limit_bytes)
                 yield timeline

@@ -226,6 +226,7 @@ class Decision:
         recipes: the variants of each graph. chosen: of them, the one of each call.
         offloads: by call, activations that the plan offloads. calls, reload_steps: as StepSolution.
         solver: who proposed it. gaps_s: by call, of the gaps before its forward and its backward, as they were planned with.
+        rates: bytes a second of copies to the host and back, likewise.
     """
 
     recipes: tuple[tuple[Recipe, ...], ...]
@@ -235,6 +236,7 @@ class Decision:
     reload_steps: Mapping[tuple[int, int], Mapping[str, int]]
     solver: str
     gaps_s: tuple[tuple[float, float], ...]
+    rates: tuple[float, float]
 
     def to_json(self) -> dict[str, Any]:
         """For the other ranks."""
@@ -253,6 +255,7 @@ class Decision:
             "reload_steps": [[*key, dict(steps)] for key, steps in self.reload_steps.items()],
             "solver": self.solver,
             "gaps_s": [list(both) for both in self.gaps_s],
+            "rates": list(self.rates),
         }
 
     @classmethod
@@ -271,8 +274,8 @@ class Decision:
             )
             for call in data["calls"]
         )
-        offloads, gaps_s = _tuples(data["offloads"]), _tuples(data["gaps_s"])
-        return cls(recipes, chosen, offloads, calls, MappingProxyType(steps), data["solver"], gaps_s)
+        offloads, gaps_s, rates = (_tuples(data[name]) for name in ("offloads", "gaps_s", "rates"))
+        return cls(recipes, chosen, offloads, calls, MappingProxyType(steps), data["solver"], gaps_s, rates)
 
 
 def _recipe_to_json(recipe: Recipe) -> dict[str, Any]:
@@ -285,12 +288,18 @@ def _recipe_from_json(data: Mapping[str, Any]) -> Recipe:
     return Recipe(data["name"], recomputes=recomputes, blocks=data["blocks"])
 
 
-def decision_of(facts: StepFacts, solution: StepSolution, recipes: Sequence[Sequence[Recipe]]) -> Decision:
+def decision_of(problem: StepProblem, solution: StepSolution, recipes: Sequence[Sequence[Recipe]]) -> Decision:
     """A solution in terms of names, for ranks that have programs of their own."""
-    offloads = offloads_of(facts, solution)
+    facts = problem.facts
+    offloads, rates = offloads_of(facts, solution), rates_of(problem.hardware)
     found = tuple(tuple(each) for each in recipes)
     gaps_s = tuple((call.before_forward.time_s, call.before_backward.time_s) for call in facts.calls)
-    return Decision(found, solution.chosen, offloads, solution.calls, solution.reload_steps, solution.solver, gaps_s)
+    return Decision(found, solution.chosen, offloads, solution.calls, solution.reload_steps, solution.solver, gaps_s, rates)
+
+
+def rates_of(hardware: HardwareProfile) -> tuple[float, float]:
+    """Bytes a second of copies to the host and back."""
+    return hardware.copy_rate_bytes_per_s("d2h"), hardware.copy_rate_bytes_per_s("h2d")
 
 
 def followed(problem: StepProblem, decision: Decision) -> StepSolution:

@@ -159,7 +159,9 @@ class DeviceStreams:
     ) -> None:
         """A copy that is not one call of the driver's: or it is timed, or runs with hooks, a profiler's range or a log line."""
         hook, profiled = ACTIVE.copy, autograd.profiler_is_on()
-        times = self.times if block is not None and self.times is not None and self.times.wants(block[2]) else None
+        times = self.times  # of this device: another thread may set it
+        if times is not None and (block is None or not times.wants(block[2])):
+            times = None
         if first is not None:
             with torch.cuda.stream(side):
                 first()

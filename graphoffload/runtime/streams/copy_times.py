@@ -28,16 +28,16 @@ class CopyTimes:
         """A copy, and the events around it."""
         self._copies.append((direction, nbytes, begin, end))
 
-    def rates(self) -> dict[str, float] | None:
-        """Bytes a second by direction: half of the bytes were copied as fast or faster. None: some copies still run.
+    def rates(self, latency_s: float) -> dict[str, float] | None:
+        """Bytes a second by direction, beside a copy's latency: half of the bytes were copied as fast or faster.
 
-        A direction in which nothing was timed is not in it.
+        None: some copies still run. A direction in which nothing was timed is not in it.
         """
         if not all(end.query() for *_, end in self._copies):
             return None
         found: dict[str, list[tuple[float, int]]] = {}
         for direction, nbytes, begin, end in self._copies:
-            seconds = begin.elapsed_time(end) / 1e3
+            seconds = begin.elapsed_time(end) / 1e3 - latency_s
             if seconds > 0.0:
                 found.setdefault(direction, []).append((nbytes / seconds, nbytes))
         return {direction: _middle(copies) for direction, copies in found.items()}
