@@ -44,8 +44,8 @@ class HardwareProfile:
     Attributes:
         source: "measured" on this device, "datasheet" (derated peak figures), or "cpu" (copies overlap with nothing).
         memory_bytes: memory of the device.
-        d2h_bytes_per_s, h2d_bytes_per_s: rate of large copies in one direction alone, by one GPU alone; where several ranks
-            measured, while all of them copy in that direction.
+        d2h_bytes_per_s, h2d_bytes_per_s: rate of large copies in one direction alone, by one GPU alone; where it was measured,
+            beside kernels, and by several ranks while all of them copy in that direction.
         copy_latency_s: constant part of a copy's time.
         compute_slowdown_while_copying: with 0.02, compute that overlaps with a copy takes 2 % longer.
         matmul_flops_per_s: (dtype, achieved rate) pairs.
