@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from graphoffload.compiler.step_plan import StepPlan, with_rates
+from graphoffload.compiler.step_plan import StepPlan
 from graphoffload.log import log
 from graphoffload.planner.step.facts import StepProblem
 from graphoffload.planner.step.flight import follow_flight, offloads_of
@@ -60,15 +60,15 @@ class LinkSeen:
             last: the run before it, on the same streams. problem: what the plan is of.
         """
         if self._times is not None:
-            latency_s = problem().hardware.copy_latency_s
-            found = self._times.rates(latency_s) if last.plan is plan and not last.off else {}
+            planned = problem()
+            found = self._times.rates(planned.hardware.copy_latency_s) if last.plan is plan and not last.off else {}
             if found is None:
                 return ""  # its last copies still run, so another run's start tells
             self._times = None
             if len(found) == 2:
                 self._tries = _TRIES
                 self.looks += 1
-                return self._judged(plan, problem(), (found["d2h"], found["h2d"]))
+                return self._judged(plan, planned, (found["d2h"], found["h2d"]))
         if self._tries < _TRIES and self.looks < _LOOKS and plan.solution.timeline.host_bytes and last.streams is not None:
             self._tries += 1
             self._times = last.streams.times = CopyTimes()
@@ -81,7 +81,7 @@ class LinkSeen:
             return ""
         said = f"copies ran at {seen[0] / 1e9:.1f} GB/s to the host and {seen[1] / 1e9:.1f} back"
         before, after = (
-            _replayed_s(plan, replace(problem, hardware=with_rates(problem.hardware, rates))) for rates in (planned, seen)
+            _replayed_s(plan, replace(problem, hardware=problem.hardware.no_faster(*rates))) for rates in (planned, seen)
         )
         if after <= (1 + _WORTH) * before:
             log.info("%s, and the step takes no longer for it", said)

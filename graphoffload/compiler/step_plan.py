@@ -19,13 +19,12 @@ from graphoffload.compiler.link import hardware_of
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import Goal
 from graphoffload.facts.recipe import Recipe
-from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.log import log
 from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepFacts, StepProblem
 from graphoffload.planner.step.flight import plan_flight
 from graphoffload.planner.step.solve import StepSolution
-from graphoffload.planner.step.together import Decision, followed, rates_of
+from graphoffload.planner.step.together import Decision, followed
 from graphoffload.report.dump import write_step_dump
 from graphoffload.report.step_line import line_of_step, slow_host
 from graphoffload.runtime import registry
@@ -95,20 +94,12 @@ class Asked:
 
 def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) -> StepProblem:
     """What the planner solves for a step on this device."""
-    hardware = with_rates(hardware_of(graphs[0].graph.config.hardware, str(graphs[0].device)), facts.copy_rates)
+    hardware = hardware_of(graphs[0].graph.config.hardware, str(graphs[0].device))
+    if facts.copy_rates is not None:
+        hardware = hardware.no_faster(*facts.copy_rates)
     reserve = asked.reserve_bytes + asked.taken_bytes
     return StepProblem(
         facts, hardware, asked.goal, reserve, asked.host_budget_bytes, Patience("step"), asked.or_least, asked.taken_bytes
-    )
-
-
-def with_rates(hardware: HardwareProfile, rates: tuple[float, float] | None) -> HardwareProfile:
-    """The device with copies that are no faster than these, to the host and back, in bytes a second."""
-    if rates is None:
-        return hardware
-    d2h, h2d = (rate * hardware.links_shared_by for rate in rates)
-    return replace(
-        hardware, d2h_bytes_per_s=min(d2h, hardware.d2h_bytes_per_s), h2d_bytes_per_s=min(h2d, hardware.h2d_bytes_per_s)
     )
 
 
@@ -161,7 +152,7 @@ def make_step_plan(
     line = line_of_step(solution, called, asked.reserve_bytes, asked.budget_bytes, whole)
     hints = dict.fromkeys(compiled.plan.hint for compiled, _, _ in calls if compiled.plan is not None)
     summary = "; ".join(filter(None, (line, slow_host(facts), *hints)))
-    plan = StepPlan(sequence, calls, solution, summary, rates_of(hardware) if decision is None else decision.rates)
+    plan = StepPlan(sequence, calls, solution, summary, hardware.copy_rates if decision is None else decision.rates)
     if dump_dir:
         write_step_dump(dump_dir, problem, solution, summary if decision is None else f"{summary}\n{_OF_ONE_RANK}")
     _tell(plan, asked.reserve_bytes)

@@ -90,6 +90,20 @@ class HardwareProfile:
         """Rate of a large copy while no other copy of this GPU runs in its direction, and all GPUs use the link."""
         return (self.d2h_bytes_per_s if direction == "d2h" else self.h2d_bytes_per_s) / self.links_shared_by
 
+    @property
+    def copy_rates(self) -> tuple[float, float]:
+        """copy_rate_bytes_per_s to the host and back."""
+        return self.copy_rate_bytes_per_s("d2h"), self.copy_rate_bytes_per_s("h2d")
+
+    def no_faster(self, d2h: float, h2d: float) -> HardwareProfile:
+        """The same device with copies no faster than these rates, as copy_rates has them."""
+        shared = self.links_shared_by
+        return dataclasses.replace(
+            self,
+            d2h_bytes_per_s=min(d2h * shared, self.d2h_bytes_per_s),
+            h2d_bytes_per_s=min(h2d * shared, self.h2d_bytes_per_s),
+        )
+
     def matmul_rate_flops_per_s(self, dtype: str) -> float:
         """Achieved matmul rate of a dtype such as "bfloat16"; the slowest known rate for a dtype that is not listed."""
         rates = dict(self.matmul_flops_per_s)

@@ -215,6 +215,13 @@ def test_an_all_reduce_sends_the_more_the_larger_its_group(ranks: int, sent: int
     assert sent_bytes(Operation(target, (values, "sum", "tp"), {}, values)) == sent
 
 
+def test_an_all_reduce_whose_last_argument_is_its_result() -> None:
+    """Its group is not known here, and the result that it writes to is one of its arguments."""
+    values, out = torch.empty(8), torch.empty(8)
+    target = torch.ops.symm_mem.one_shot_all_reduce_out.default
+    assert sent_bytes(Operation(target, (values, "sum", "no such group", out), {}, out)) == 2 * 2 * 32
+
+
 def test_torchs_partitioner_asks_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks cut a graph different numbers of times: a collective in there would hang."""
     asked: list[int] = []

@@ -100,8 +100,7 @@ def facts_of_rank(problem: StepProblem, *, divided: bool) -> RankFacts:
         gaps=tuple(tuple((g.time_s, g.outside_peak_bytes) for g in _gaps(call)) for call in facts.calls),  # type: ignore[misc]
         times_s=tuple((_sum_s(program.forward), _sum_s(program.backward)) for program in keep),
         link=Link(
-            hardware.copy_rate_bytes_per_s("d2h"),
-            hardware.copy_rate_bytes_per_s("h2d"),
+            *hardware.copy_rates,
             hardware.copy_latency_s,
             hardware.compute_slowdown_while_copying,
         ),
@@ -208,11 +207,9 @@ def _scaled(program: Program, factors: tuple[float, float]) -> Program:
 
 
 def _slowest(hardware: HardwareProfile, links: Sequence[Link]) -> HardwareProfile:
-    shared = hardware.links_shared_by
+    rates = min(link.d2h_bytes_per_s for link in links), min(link.h2d_bytes_per_s for link in links)
     return replace(
-        hardware,
-        d2h_bytes_per_s=min(link.d2h_bytes_per_s for link in links) * shared,
-        h2d_bytes_per_s=min(link.h2d_bytes_per_s for link in links) * shared,
+        hardware.no_faster(*rates),
         copy_latency_s=max(link.copy_latency_s for link in links),
         compute_slowdown_while_copying=max(link.compute_slowdown_while_copying for link in links),
     )
@@ -291,15 +288,10 @@ def _recipe_from_json(data: Mapping[str, Any]) -> Recipe:
 def decision_of(problem: StepProblem, solution: StepSolution, recipes: Sequence[Sequence[Recipe]]) -> Decision:
     """A solution in terms of names, for ranks that have programs of their own."""
     facts = problem.facts
-    offloads, rates = offloads_of(facts, solution), rates_of(problem.hardware)
+    offloads, rates = offloads_of(facts, solution), problem.hardware.copy_rates
     found = tuple(tuple(each) for each in recipes)
     gaps_s = tuple((call.before_forward.time_s, call.before_backward.time_s) for call in facts.calls)
     return Decision(found, solution.chosen, offloads, solution.calls, solution.reload_steps, solution.solver, gaps_s, rates)
-
-
-def rates_of(hardware: HardwareProfile) -> tuple[float, float]:
-    """Bytes a second of copies to the host and back."""
-    return hardware.copy_rate_bytes_per_s("d2h"), hardware.copy_rate_bytes_per_s("h2d")
 
 
 def followed(problem: StepProblem, decision: Decision) -> StepSolution:
