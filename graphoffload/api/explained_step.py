@@ -30,7 +30,7 @@ from graphoffload.api.live_bytes import LiveBytes
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.compile_variant import Compiled, Graph, dynamos_graph, needs_gradient, traced_only
 from graphoffload.compiler.device_limits import resolve_limits
-from graphoffload.compiler.dispatch import Family, family_of, look, may_join
+from graphoffload.compiler.dispatch import Family, family_of, look, may_join, widened
 from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.session import new_key
@@ -74,7 +74,7 @@ class _Explained:
         there, limits = resolve_limits(config, self.again.inputs), self.graph.limits
         limits = replace(limits, device_budget_bytes=there.device_budget_bytes, reserve_bytes=there.reserve_bytes)
         graph = replace(self.graph, config=config, limits=limits, activations=activations)
-        return replace(self, graph=graph, family=family_of(graph, self.again))
+        return replace(self, graph=graph, family=widened(family_of(graph, self.again), graph, self.again))
 
     def variant(self, recipe: Recipe) -> Compiled:
         """The graph planned by a recipe, and not compiled."""
@@ -142,6 +142,7 @@ class StepLook:
             family, function = look(graph)
             if family is None:
                 return function
+            family = widened(family, graph, again)
             tensors = (value for value in again.inputs if isinstance(value, torch.Tensor))
             device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
             kept = replace(graph, module=again.graph, inputs=again.inputs)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.compile_variant import (
+    Compiled,
     Graph,
     compile_by,
     dynamos_graph,
@@ -30,10 +31,10 @@ from graphoffload.compiler.meeting import meet, tell_of_parts
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.resets import RESETS
 from graphoffload.compiler.session import new_key
+from graphoffload.compiler.slices import first_of_several, made_or_in_slices
 from graphoffload.errors import BudgetError, ConfigError, FallbackWarning, warn
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
-from graphoffload.facts.recipe import FIRST
 from graphoffload.log import log
 from graphoffload.monitor.budget_check import watch_budget
 from graphoffload.monitor.not_compiled import taken_in
@@ -133,18 +134,12 @@ def compile_graph(
     again = dynamo.retraceable(gm) if joins else None
     if joins and dynamo.ddp_part() == 1:
         warn_of_parts()
-    recipe = FIRST if again is not None and is_one_of_several(graph) else None
-    if recipe is None:
+    alone = again is None or not is_one_of_several(graph)
+    if alone:
         graph = replace(graph, limits=_met(graph))
     else:
         tell_of_parts()
-    try:
-        compiled = compile_by(graph, recipe)
-    except BudgetError:
-        if recipe is not None or again is None or not graph.limits.downstream:
-            raise
-        # One block called again and again has all parameters of the model, and is no whole model all the same.
-        compiled = compile_by(replace(graph, module=again.copy()), FIRST)
+    compiled = _compiled(graph, again, alone)
     if compiled.plan is not None and planned is not None:
         planned(compiled.key)
     if again is not None and compiled.plan is not None:
@@ -153,6 +148,21 @@ def compile_graph(
         return dispatcher(graph, again, compiled)
     watched = watch_budget(compiled.function, compiled.key, config, graph.limits)
     return count_calls(watched, compiled.key, config, graph.limits)
+
+
+def _compiled(graph: Graph, again: dynamo.Retraceable | None, alone: bool) -> Compiled:
+    """A graph as it is compiled first: by a plan of its own, or as one of several."""
+    if again is None:
+        return compile_by(graph, None)
+    if not alone:
+        return first_of_several(graph, again.copy)
+    if not graph.limits.downstream:
+        return made_or_in_slices(graph, again.copy, lambda graph: compile_by(graph, None))
+    try:
+        return compile_by(graph, None)
+    except BudgetError:
+        # One block called again and again has all parameters of the model, and is no whole model all the same.
+        return first_of_several(replace(graph, module=again.copy()), again.copy)
 
 
 def _met(graph: Graph) -> Limits:
@@ -177,9 +187,14 @@ def plan_graph(
     graph = dynamos_graph(gm, example_inputs, config)
     if check is not None:
         check(graph)
-    session = graph.session(new_key(graph_key(gm, config)), "explain", None)
-    compiled = traced_only(graph, OffloadPartitioner(session=session))
-    return session.plan, compiled
+    again = dynamo.retraceable(gm)
+
+    def planned(graph: Graph) -> tuple[Plan | None, Callable[..., Any]]:
+        session = graph.session(new_key(graph_key(graph.module, config)), "explain", None)
+        compiled = traced_only(graph, OffloadPartitioner(session=session))
+        return session.plan, compiled
+
+    return planned(graph) if again is None else made_or_in_slices(graph, again.copy, planned)
 
 
 def _warn_of_fallbacks() -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from graphoffload.analysis.storages import example_storage_nbytes
+from graphoffload.analysis.token_regions import regions_by_token
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.device_limits import map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.inner_compile import compile_as_planned
@@ -33,6 +34,7 @@ from graphoffload.monitor.out_of_memory import with_note
 from graphoffload.monitor.pattern_coverage import WHOLE, Fragment, fragment_of
 from graphoffload.monitor.shared_budget import budget_of, is_one_of_many, may_link, where_it_runs
 from graphoffload.options.config import OffloadConfig
+from graphoffload.passes.slices import compute_in_slices
 from graphoffload.report.offload_report import plan_table, summary_line
 from graphoffload.runtime import captured, registry
 from graphoffload.runtime.pinned.preallocation import allow
@@ -45,7 +47,7 @@ _graphs = itertools.count()
 @dataclass(frozen=True, slots=True)
 class Graph:
     """One Dynamo graph and what it is compiled for. inputs: as Dynamo gave them, or the fake ones that it traced. activations:
-    which of them, by position, other graphs computed."""
+    which of them, by position, other graphs computed. slices: of the tokens, in which its MLPs are computed."""
 
     module: GraphModule
     inputs: Sequence[Any]
@@ -55,13 +57,14 @@ class Graph:
     name: str
     device_name: str
     activations: tuple[int, ...] = ()
+    slices: int = 0
 
     def session(self, key: str, purpose: Purpose, recipe: Recipe | None, *, of_a_step: bool = False) -> CompileSession:
         """A compile of this graph, alone or as a part of a step."""
         parameters = partitioning.parameter_positions(self.module.graph, self.inputs)
         activations = self.activations if of_a_step or recipe is not None else ()
         return CompileSession(
-            self.config, self.limits, key, self.name, purpose, self.fragment, parameters, activations, recipe
+            self.config, self.limits, key, self.name, purpose, self.fragment, parameters, activations, recipe, self.slices
         )
 
 
@@ -91,8 +94,19 @@ def untrained(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCon
     return Graph(gm, example_inputs, config, Limits(), WHOLE, "", "")
 
 
+def in_slices(graph: Graph, module: GraphModule, slices: int) -> Graph | None:
+    """The graph with its MLPs in so many slices of the tokens, written into `module`, a copy of its own; None where it has no
+    MLP."""
+    regions = regions_by_token(module.graph, slices) if slices else []
+    if not regions:
+        return None
+    return replace(graph, module=compute_in_slices(module, regions, slices), slices=slices)
+
+
 def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
-    """Compile a graph; `recipe`: None for a plan of its own."""
+    """Compile a graph; `recipe`: None for a plan of its own. Slices that it asks for are written into the graph's module."""
+    if recipe is not None and recipe.slices and not graph.slices:
+        graph = in_slices(graph, graph.module, recipe.slices) or graph
     config, limits = graph.config, graph.limits
     variant = "" if recipe is None else f"{recipe.identity} {graph.activations}"
     extra = f"{limits.quantised()} {graph.device_name} {variant}"

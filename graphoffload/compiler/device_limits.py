@@ -76,14 +76,16 @@ def _device_budget(config: OffloadConfig, device: torch.device, hardware: Hardwa
 
 
 def device_budget_now(device: torch.device, reserve_bytes: int = 0, *, of_a_step: bool = False) -> int:
-    """What "auto" comes to on a GPU at this moment, with a reserve that is to come.
+    """What "auto" comes to on a GPU at this moment, with a reserve that is to come; of what the process may allocate, where it
+    may not allocate all of it.
 
     of_a_step: what eager code allocates between the graphs is in the plan as well. The large blocks of a loss must fit in one
     piece each, and what activations leave is in pieces, so more is left free; less if torch maps its memory page by page.
     """
     free, total = torch.cuda.mem_get_info(device)
-    pieces = int(total * _MARGIN_OF_PIECES[allocator.maps_by_pages()]) if of_a_step else 0
-    return int(free + torch.cuda.memory_reserved(device) - _margin(total, reserve_bytes) - pieces)
+    most = int(total * allocator.allowed_share(device))
+    pieces = int(most * _MARGIN_OF_PIECES[allocator.maps_by_pages()]) if of_a_step else 0
+    return int(min(free + torch.cuda.memory_reserved(device), most) - _margin(most, reserve_bytes) - pieces)
 
 
 def map_by_pages_if_tight(device: torch.device, keep_all_bytes: int, budget_bytes: int | None, *, of_a_step: bool) -> bool:

@@ -21,17 +21,20 @@ import torch
 from torch.fx import GraphModule
 
 from graphoffload.compiler.checkpoint_regions import in_blocks
-from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, traced_only
+from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, in_slices, traced_only
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.meeting import least
 from graphoffload.compiler.optimizer_state import share_of_trained
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.pipeline import analyse
-from graphoffload.compiler.recipes import variants_of
+from graphoffload.compiler.recipes import is_less, variants_of
 from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, new_key
+from graphoffload.compiler.slices import SLICES, made_or_in_slices, may_pay
 from graphoffload.errors import PlanError
+from graphoffload.facts.limits import Limits
 from graphoffload.facts.recipe import Recipe
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.monitor.shared_budget import may_link
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
@@ -77,6 +80,7 @@ class Dispatched:
         self.device = _device(again.inputs)
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
+        self._in_slices = False  # whether the family was asked for variants in slices
         self._lacking_bytes = 0
         GRAPHS[self.number] = self
 
@@ -89,8 +93,19 @@ class Dispatched:
     def family(self) -> Family:
         """The variants that a plan may choose from."""
         if self._family is None:
-            self._family = family_of(self.graph, self.again)
+            self._family, self._in_slices = family_of(self.graph, self.again), False
+        if not self._in_slices and may_pay(replace(self.graph, limits=self._limits_now())):
+            self._in_slices = True
+            first = self.first.plan.variant if self.first.plan is not None else ""
+            self._family = with_slices(self._family, self.graph, self.again, ran=first)
         return self._family
+
+    def _limits_now(self) -> Limits:
+        """What holds where another budget was set since."""
+        config = self.graph.config
+        if not OVERRIDE.options or config.digest() not in OVERRIDE.configs:
+            return self.graph.limits
+        return resolve_limits(config.with_options(**OVERRIDE.options), self.again.inputs)
 
     def take_family(self, recipes: Sequence[Recipe]) -> bool:
         """Have the variants of another rank from now on; whether they are others than those of this one.
@@ -104,7 +119,7 @@ class Dispatched:
         found = family_of(self.graph, self.again, recipes)
         if [recipe.identity for recipe in found.recipes] != wanted:
             raise PlanError(f"{self.graph.name} cannot be compiled by the variants that another rank plans with.")
-        self._family = found
+        self._family, self._in_slices = found, True
         return True
 
     def share_inputs(self, positions: Collection[int]) -> None:
@@ -145,9 +160,12 @@ class Dispatched:
         compiled = self._compiled.get(name)
         if compiled is None:
             graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs, config=config, limits=limits)
-            with self.again.traced():
-                compiled = self._compiled[name] = compile_by(graph, None)
+            compiled = self._compiled[name] = made_or_in_slices(graph, self.again.copy, self._alone)
         self.first = compiled
+
+    def _alone(self, graph: Graph) -> Compiled:
+        with self.again.traced():
+            return compile_by(graph, None)
 
     def run(self, *args: Any) -> Any:
         """One call."""
@@ -213,7 +231,7 @@ def dispatcher(graph: Graph, again: Retraceable, first: Compiled) -> Callable[..
 class Family:
     """The variants of one graph as numbers, their recipes, and keep-all with its recompute chains for the bound.
 
-    input_bytes: of each variant, those of its saved activations that other graphs computed.
+    input_bytes: of each variant, those of its saved activations that other graphs computed. hardware: that they were made for.
     """
 
     def __init__(
@@ -222,8 +240,10 @@ class Family:
         recipes: tuple[Recipe, ...],
         bound: Program,
         input_bytes: tuple[int, ...],
+        hardware: HardwareProfile,
     ) -> None:
         self.variants, self.recipes, self.bound, self.input_bytes = variants, recipes, bound, input_bytes
+        self.hardware = hardware
 
 
 def family_of(graph: Graph, again: Retraceable, recipes: Sequence[Recipe] | None = None) -> Family:
@@ -234,10 +254,45 @@ def family_of(graph: Graph, again: Retraceable, recipes: Sequence[Recipe] | None
     """
     graph = replace(graph, module=again.copy(), inputs=again.inputs)
     with again.traced():
-        found, _ = look(graph, recipes)
+        found, _ = look(graph, recipes if recipes is None else [recipe for recipe in recipes if not recipe.slices])
     if found is None:
         raise PlanError(f"{graph.name} was partitioned when it was compiled, and is not when it is traced again.")
-    return found
+    given = [recipe for recipe in recipes or () if recipe.slices]
+    return with_slices(found, graph, again, given) if given else found
+
+
+def widened(family: Family, graph: Graph, again: Retraceable) -> Family:
+    """A graph's own family with variants that compute MLPs in slices, where these may pay."""
+    return with_slices(family, graph, again) if may_pay(replace(graph, module=again.graph)) else family
+
+
+def with_slices(
+    family: Family, graph: Graph, again: Retraceable, given: Sequence[Recipe] | None = None, *, ran: str = ""
+) -> Family:
+    """A family with variants that compute MLPs in slices: those by these recipes, or those that are clearly smaller than all
+    others.
+
+    Args:
+        ran: the variant that runs until something is planned, which is always one of them.
+    """
+    slices = given[0].slices if given else SLICES
+    sliced = in_slices(replace(graph, inputs=again.inputs), again.copy(), slices)
+    if sliced is None:
+        return family
+    with again.traced():
+        found, _ = look(sliced, given)
+    if found is None:
+        return family
+    wanted = given is not None or ran in (recipe.name for recipe in found.recipes)
+    if not wanted and not is_less(found.variants[-1], family.variants[-1], family.hardware):
+        return family
+    return Family(
+        (*family.variants, *found.variants),
+        (*family.recipes, *found.recipes),
+        family.bound,
+        (*family.input_bytes, *found.input_bytes),
+        family.hardware,
+    )
 
 
 def look(graph: Graph, recipes: Sequence[Recipe] | None = None) -> tuple[Family | None, Callable[..., Any]]:
@@ -262,7 +317,8 @@ class _Looking(CustomPartitionerFn):
             return partitioning.min_cut(gm, joint_inputs, kwargs)
         parameters = partitioning.must_be_parameters(gm.graph, self.session.parameters)
         analysis = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
-        self.found = Family(*variants_of(analysis, lambda plain, whole: in_blocks(plain, analyse, whole=whole), self.recipes))
+        family = variants_of(analysis, lambda plain, whole: in_blocks(plain, analyse, whole=whole), self.recipes)
+        self.found = Family(*family, analysis.hardware)
         return analysis.pair.forward, analysis.pair.backward
 
     def uuid(self) -> str:

@@ -103,7 +103,8 @@ def rewrite(request: Request) -> Rewritten:
     if request.config.verify != "off":
         bound = analysis.binding
         verify_graphs(graphs, plan, names, bound.callers, bound.user_recomputed, bound.collectives)
-    hint = "; ".join(filter(None, (hint_of(trial), returned_by(analysis.pair).cache_hint, decided.hint)))
+    slices = f"MLPs in {request.session.slices} slices of the tokens" if request.session.slices else ""
+    hint = "; ".join(filter(None, (hint_of(trial), slices, returned_by(analysis.pair).cache_hint, decided.hint)))
     instance = trial.instance
     candidates = instance.program.candidates
     keep = decided.keep_timeline

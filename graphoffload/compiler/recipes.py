@@ -3,10 +3,11 @@
     keep ──▶ light ──▶ third ──▶ two thirds ──▶ smallest      recompute more and more: what costs least time a byte comes first
     keep ──▶ third of light ──▶ two thirds of light ──▶ light ──▶ smallest              where nearly everything is cheap
                                                                   smallest ──▶ blocks    where whole blocks save clearly less
+    light in slices ──▶ smallest in slices                                where MLPs hold much (slices.py)
 
-A family of variants has at most six members, nested. Each is partitioned for real, since memory follows the kernels that the
-compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the step says which
-(planner/step).
+A family of variants has at most six members, nested, and two in slices. Each is partitioned for real, since memory follows the
+kernels that the compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the step
+says which (planner/step).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _SHARES = (("third", 1 / 3), ("two thirds", 2 / 3))
 _LEFT, _CLEARLY = 0.02, 0.97
 """A graph is tried as one block where the smallest variant saves more than this share of keep-all's bytes, besides inputs.
 Blocks are a variant where they save, or have at their peak, at most this share of what the smallest does."""
+_IN_SLICES = ("light", SMALLEST.name)
 _FEW = 0.1
 """Of the bytes that may be computed again: if fewer are not cheap, there are variants lighter than the lightest instead."""
 
@@ -119,7 +121,8 @@ def variants_of(
         given: the recipes of another rank's family, which has these variants and no others; None: they are found here.
     """
     keep = instance_of(analysis)
-    found = [EVERYTHING_KEPT, *_between(analysis, keep), SMALLEST] if given is None else given
+    slices = analysis.request.session.slices
+    found = _recipes(analysis, keep, slices) if given is None else given
     recipes = [recipe for recipe in found if not recipe.blocks]
     variants, chosen, inputs, seen, least_bytes = [], [], [], set(), 0
     for recipe in recipes:
@@ -133,14 +136,16 @@ def variants_of(
             first, _ = partition_again(again, first, dict.fromkeys(first, ""))
         instance = instance_of(again)
         program = _of_one_call(again.pair, _with_choices(again, instance, recipe, first))
-        variants.append(Variant(recipe.name, recomputes, program, _saved_input_bytes(again)))
+        saved = _saved_input_bytes(again)
+        variants.append(Variant(recipe.name, recomputes, program, saved, bounded=not slices, slices=slices))
         inputs.append(_input_bytes(again))
         chosen.append(replace(recipe, recomputes=recomputes, offloads=frozenset()))
         least_bytes = again.table.saved_bytes
     whole = least_bytes - inputs[-1] > _LEFT * analysis.table.saved_bytes
-    blocks = in_blocks(analysis, whole) if given is None or len(given) > len(recipes) else None
+    looks = not slices and (given is None or len(given) > len(recipes))
+    blocks = in_blocks(analysis, whole) if looks else None
     if blocks is not None and (
-        given is not None or _is_less(_of_blocks(analysis, blocks), variants[-1], analysis.hardware)
+        given is not None or is_less(_of_blocks(analysis, blocks), variants[-1], analysis.hardware)
     ):
         variants.append(_of_blocks(analysis, blocks))
         inputs.append(_input_bytes(blocks))
@@ -155,7 +160,7 @@ def _of_blocks(analysis: GraphAnalysis, blocks: GraphAnalysis) -> Variant:
     return Variant(IN_BLOCKS.name, frozenset(recomputes), _of_one_call(blocks.pair, program), saved, bounded=False)
 
 
-def _is_less(one: Variant, other: Variant, hardware: HardwareProfile) -> bool:
+def is_less(one: Variant, other: Variant, hardware: HardwareProfile) -> bool:
     """Whether one variant saves clearly less than another one, or has a clearly lower peak, with everything kept."""
     saved = [sum(candidate.nbytes for candidate in variant.program.candidates) for variant in (one, other)]
     peaks = [simulate(v.program, v.program.keep_actions(), hardware).peak_bytes for v in (one, other)]
@@ -164,6 +169,14 @@ def _is_less(one: Variant, other: Variant, hardware: HardwareProfile) -> bool:
 
 def _input_bytes(analysis: GraphAnalysis) -> int:
     return sum(tensor.planned_bytes for tensor in analysis.table.tensors if tensor.op == INPUT)
+
+
+def _recipes(analysis: GraphAnalysis, keep: Instance, slices: int) -> list[Recipe]:
+    """Those of a family; of a graph in slices two, as a plan has it for the little that it holds at once."""
+    between = _between(analysis, keep)
+    if not slices:
+        return [EVERYTHING_KEPT, *between, SMALLEST]
+    return [recipe.in_slices(slices) for recipe in (*between, SMALLEST) if recipe.name in _IN_SLICES]
 
 
 def _between(analysis: GraphAnalysis, keep: Instance) -> list[Recipe]:

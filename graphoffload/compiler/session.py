@@ -47,6 +47,7 @@ class CompileSession:
             caller's memory, which backward reads only where torch alone would.
         activations: which inputs, by position, other graphs computed and their caller lets go: they may be offloaded here.
         recipe: the variant that is compiled, where the plan of a step says which; None: the graph is planned alone.
+        slices: of the tokens, in which the graph computes its MLPs; 0: all at once.
         plan: what the partitioner made; None until then, and where it did not run.
     """
 
@@ -59,6 +60,7 @@ class CompileSession:
     parameters: tuple[int, ...] | None = None
     activations: tuple[int, ...] = ()
     recipe: Recipe | None = None
+    slices: int = 0
     plan: Plan | None = None
 
     @property

@@ -120,7 +120,7 @@ def _ran(graph: Dispatched, call: StepCall) -> int:
     names = [recipe.name for recipe in graph.family.recipes]
     if plan is None or not plan.variant:
         return 0
-    alike = [at for at, recipe in enumerate(graph.family.recipes) if not recipe.blocks]
+    alike = [at for at, recipe in enumerate(graph.family.recipes) if not recipe.blocks and not recipe.slices]
     return names.index(plan.variant) if plan.variant in names else alike[-1]
 
 

@@ -244,6 +244,9 @@ def _prepared(known: Known, device: torch.device, why: str) -> Proposal | None:
     if known.facts is None and not _found_facts(known, graphs, limits):
         return None
     assert known.facts is not None
+    families = [graph.family for graph in graphs]  # one may have more variants for a budget that was set since
+    if [len(family.variants) for family in families] != [len(variants) for variants in known.facts.graphs]:
+        known.facts = with_variants(known.facts, [f.variants for f in families], [f.bound for f in families])
     streams = _streams(device)
     known.planned_bytes = (streams.allocated_bytes()[0] if streams is not None else 0) + known.rise.ahead_bytes
     known.version, known.asked, known.followed = OVERRIDE.version, asked, 0

@@ -9,7 +9,7 @@ decided call by call (runtime/step/follow.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class Recipe:
             for a call that runs alone.
         blocks: whether the graph's blocks are computed again whole, as torch.utils.checkpoint does (analysis/blocks.py). Names
             are then those of activations that are saved all the same.
+        slices: in how many slices of the tokens MLPs are computed (analysis/token_regions.py); 0: all tokens at once. Names are
+            those of the graph with slices.
     """
 
     name: str = "alone"
@@ -32,13 +34,19 @@ class Recipe:
     offloads: frozenset[str] | None = frozenset()
     reload_steps: tuple[tuple[str, int], ...] = ()
     blocks: bool = False
+    slices: int = 0
 
     @property
     def identity(self) -> str:
         """What the key of a plan knows it by."""
         parts = ("*" if names is None else ",".join(sorted(names)) for names in (self.recomputes, self.offloads))
         steps = ",".join(f"{name}:{step}" for name, step in self.reload_steps)
-        return "|".join((*parts, steps, *(("blocks",) if self.blocks else ())))
+        ways = (*(("blocks",) if self.blocks else ()), *((f"slices {self.slices}",) if self.slices else ()))
+        return "|".join((*parts, steps, *ways))
+
+    def in_slices(self, slices: int) -> Recipe:
+        """The same with MLPs in slices; names of activations are to be found anew."""
+        return replace(self, name=f"{self.name} in {slices} slices", slices=slices)
 
 
 SMALLEST = Recipe("smallest", recomputes=None, offloads=None)

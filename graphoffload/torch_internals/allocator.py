@@ -40,6 +40,17 @@ class Change(NamedTuple):
     frames: Sequence[Mapping[str, Any]] = ()
 
 
+def allowed_share(device: torch.device) -> float:
+    """Which part of a GPU's memory this process may allocate: `torch.cuda.set_per_process_memory_fraction` limits it.
+
+    Without it: plans are made for memory that the allocator refuses.
+    """
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    if share is None or not torch.cuda.is_initialized():
+        return 1.0
+    return float(share(torch.cuda.current_device() if device.index is None else device.index))
+
+
 def maps_by_pages() -> bool:
     """Whether the user asked for expandable segments, or `map_by_pages` did."""
     return bool(_asked) or "expandable_segments:true" in _settings().lower().replace(" ", "")

@@ -35,6 +35,7 @@ class Variant:
             variant keeps them alive until its backward ends.
         reason: why the graph has this variant.
         bounded: whether all that it does is among what the graph's bound allows.
+        slices: of the tokens, in which its MLPs are computed; 0: all at once.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Variant:
     saved_input_bytes: int = 0
     reason: str = ""
     bounded: bool = True
+    slices: int = 0
 
     def __post_init__(self) -> None:
         """Refuse a program that is more than one call."""

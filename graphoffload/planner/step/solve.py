@@ -27,7 +27,7 @@ from graphoffload.planner.predicted import prediction_of
 from graphoffload.planner.simulator import Timeline
 from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
-from graphoffload.planner.step.facts import StepProblem, Variant
+from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Known, Names, Run, Runs
@@ -94,26 +94,54 @@ def plan_step(problem: StepProblem) -> StepSolution:
     """The best plan found for a step of one microbatch at a time; the best until the problem's patience ends.
 
     Variants that compute whole blocks again are looked at where the others miss the goal, or are far from their bound. They are
-    taken where they are clearly better: their times are less certain than those of chains.
+    taken where they are clearly better: their times are less certain than those of chains. Variants that compute MLPs in slices
+    round gradients otherwise, and are looked at where all others miss the goal.
 
     Raises:
         BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
     """
-    chains = tuple(tuple(variant for variant in variants if variant.bounded) for variants in problem.facts.graphs)
-    if chains == problem.facts.graphs:
-        return _best(problem).solution()
+    at_once = _only(problem.facts, lambda variant: not variant.slices)
+    if at_once.graphs == problem.facts.graphs:
+        return _with_blocks(problem).solution()
     known = Known()
     try:
-        found = _best(replace(problem, facts=replace(problem.facts, graphs=chains)), known)
+        found = _with_blocks(replace(problem, facts=at_once))
     except BudgetError as refused:
         return _best_instead(problem, known, refused).solution()
-    if found.runs.near(found.run, found.bound, 1.0 + FAR):
+    if found.runs.score(found.run)[0] <= 0.0:
         return found.solution()
+    other = _best(problem, known)  # the least plan is as good as none
+    return (other if found.runs.is_clearly_better(other.run, found.run) else found).solution()
+
+
+def _with_blocks(problem: StepProblem) -> _Found:
+    """The best run of chains; of whole blocks as well, where it is not as good as its bound says."""
+    chains = _only(problem.facts, lambda variant: variant.bounded)
+    if chains.graphs == problem.facts.graphs:
+        return _best(problem)
+    known = Known()
+    try:
+        found = _best(replace(problem, facts=chains), known)
+    except BudgetError as refused:
+        return _best_instead(problem, known, refused)
+    if found.runs.near(found.run, found.bound, 1.0 + FAR):
+        return found
     try:
         other = _best(problem, known)
     except BudgetError:
-        return found.solution()
-    return (other if found.runs.is_clearly_better(other.run, found.run) else found).solution()
+        return found
+    return other if found.runs.is_clearly_better(other.run, found.run) else found
+
+
+def _only(facts: StepFacts, wanted: Callable[[Variant], bool]) -> StepFacts:
+    """The step with some of its variants. A call that ran another one ran one of these that kept as much of its inputs."""
+    graphs = tuple(tuple(filter(wanted, variants)) for variants in facts.graphs)
+    calls = []
+    for at, call in enumerate(facts.calls):
+        ran, variants = facts.variant(at, call.ran), graphs[call.graph]
+        others = sorted(range(len(variants)), key=lambda i: (abs(variants[i].saved_input_bytes - ran.saved_input_bytes), -i))
+        calls.append(replace(call, ran=variants.index(ran) if wanted(ran) else others[0]))
+    return replace(facts, graphs=graphs, calls=tuple(calls))
 
 
 def follow_step(

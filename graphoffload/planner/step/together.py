@@ -277,12 +277,12 @@ class Decision:
 
 def _recipe_to_json(recipe: Recipe) -> dict[str, Any]:
     recomputes = None if recipe.recomputes is None else sorted(recipe.recomputes)
-    return {"name": recipe.name, "recomputes": recomputes, "blocks": recipe.blocks}
+    return {"name": recipe.name, "recomputes": recomputes, "blocks": recipe.blocks, "slices": recipe.slices}
 
 
 def _recipe_from_json(data: Mapping[str, Any]) -> Recipe:
     recomputes = None if data["recomputes"] is None else frozenset(data["recomputes"])
-    return Recipe(data["name"], recomputes=recomputes, blocks=data["blocks"])
+    return Recipe(data["name"], recomputes=recomputes, blocks=data["blocks"], slices=data["slices"])
 
 
 def decision_of(problem: StepProblem, solution: StepSolution, recipes: Sequence[Sequence[Recipe]]) -> Decision:

@@ -1,0 +1,209 @@
+"""Parts of a Dynamo graph that compute each token from that token alone, and hold much more than they are given: MLPs.
+
+    x (tokens, 4096) ─▶ linear (14336) ─▶ silu ─▶ mul ─▶ linear (4096) ─▶ y        held inside: 4 x 14336 for each token
+                   └──▶ linear (14336) ───────────▲                                at the ends: 2 x 4096
+
+Such a part gives the same where it runs for a slice of the tokens at a time (passes/slices.py), and holds a slice's share.
+What may be in one is a list of operations: an operation that is not known here may read other tokens.
+Wrong when: a function of the list is given a meaning of its own by a tensor subclass. Subclasses are in no region.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from graphoffload.torch_internals.fake_tensors import FakeTensor
+
+_POINTWISE: set[Any] = {
+    F.silu, F.gelu, F.relu, F.relu6, F.elu, F.leaky_relu, F.mish, F.softplus, F.hardswish, F.sigmoid, F.tanh, F.logsigmoid,
+    torch.sigmoid, torch.tanh, torch.relu, torch.exp, torch.abs, torch.square, torch.sqrt, torch.rsqrt, torch.neg, torch.erf,
+    torch.pow, torch.clamp, torch.mul, torch.add, torch.sub, torch.div, torch.maximum, torch.minimum,
+    operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.pow,
+}  # fmt: skip
+_METHODS = {
+    "float", "half", "bfloat16", "double", "sigmoid", "tanh", "relu", "exp", "abs", "square", "sqrt", "rsqrt", "neg",
+    "pow", "clamp", "mul", "add", "sub", "div",
+}  # fmt: skip
+_WIDER = 2.0
+"""A region holds at least so many times the bytes of its inputs and its output."""
+
+
+@dataclass(slots=True)
+class TokenRegion:
+    """Operations of a graph that compute each token by itself.
+
+    Attributes:
+        nodes: in their order, nothing else between them; the last one is all that others read.
+        whole: values from outside that hold all tokens, in the order of their first use. dim: the dimension of the tokens,
+            counted from the last one, so the same for all of them. length: its size.
+        inside_bytes: what the nodes but for the last one compute.
+    """
+
+    nodes: tuple[Node, ...]
+    whole: tuple[Node, ...]
+    dim: int
+    length: int
+    inside_bytes: int
+
+
+def regions_by_token(graph: Graph, slices: int) -> list[TokenRegion]:
+    """The regions of a graph that may be computed in so many slices, in their order; no node is in two."""
+    found: list[TokenRegion] = []
+    for run in _runs(graph):
+        first = 0
+        while first < len(run):
+            region = _region(run, first, slices) if _widens(run[first]) else None
+            if region is not None:
+                found.append(region)
+            first += len(region.nodes) if region is not None else 1
+    return found
+
+
+def _runs(graph: Graph) -> Iterator[list[Node]]:
+    """Operations on tokens that follow each other. Nothing between them can write to what they read."""
+    run: list[Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        if _by_token(node):
+            run.append(node)
+        elif run:
+            yield run
+            run = []
+
+
+def _region(run: Sequence[Node], first: int, slices: int) -> TokenRegion | None:
+    """The shortest region that begins here and ends in one value that is no wider than what it is given."""
+    inside: set[Node] = set()
+    width = _value(_on_tokens(run[first])[0]).shape[-1]
+    for last in range(first, len(run)):
+        node = run[last]
+        inside.add(node)
+        if not isinstance(_value(node), Tensor) or _value(node).shape[-1] > width:
+            continue
+        if any(not inside.issuperset(other.users) for other in inside - {node}):
+            continue
+        nodes = tuple(run[first : last + 1])
+        region = _sliced(nodes, inside, slices)
+        if region is None:
+            return None
+        ends = _nbytes(node) + sum(map(_nbytes, region.whole))
+        if region.inside_bytes >= _WIDER * ends:
+            return region
+    return None
+
+
+def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenRegion | None:
+    """A region of these nodes; None where a size is a symbol, or something has other tokens."""
+    shape = _value(nodes[-1]).shape
+    dim = _dimension(shape, slices)
+    if dim is None:
+        return None
+    length, whole = shape[dim], []
+    for node in nodes:
+        parts = [_value(node)] if isinstance(_value(node), Tensor) else _value(node)
+        if any(part.dim() != len(shape) or part.shape[dim] != length for part in parts):
+            return None
+        for given in _on_tokens(node):
+            operand = _value(given)
+            if given in inside or given in whole:
+                continue
+            if not isinstance(operand, Tensor):
+                return None
+            if operand.dim() < -dim or operand.shape[dim] == 1:
+                continue  # the same for every token
+            if operand.dim() != len(shape) or operand.shape[dim] != length:
+                return None
+            whole.append(given)
+    if any(given in inside or given in whole for node in nodes for given in _parameters(node)):
+        return None
+    held = sum(_nbytes(node) for node in nodes[:-1] if isinstance(_value(node), Tensor))
+    return TokenRegion(nodes, tuple(whole), dim, length, held)
+
+
+def _dimension(shape: Sequence[Any], slices: int) -> int | None:
+    """The dimension to slice, counted from the last: the first one that slices divide, else the longest."""
+    if len(shape) < 2 or not all(type(size) is int for size in shape):
+        return None
+    before = shape[:-1]
+    even = [at for at, size in enumerate(before) if size % slices == 0 and size]
+    at = even[0] if even else max(range(len(before)), key=lambda at: before[at])
+    return at - len(shape) if before[at] >= slices else None
+
+
+def _by_token(node: Node) -> bool:
+    """Whether an operation computes each token from that token, writes to nothing and draws no random number."""
+    value = _value(node)
+    parts = value if isinstance(value, tuple | list) else [value]
+    if not parts or not all(_is_plain(part) for part in parts):
+        return False
+    if not all(_is_plain(_value(given)) or isinstance(_value(given), tuple | list) for given in node.all_input_nodes):
+        return False
+    if node.op == "call_function" and node.target is F.dropout:
+        return _is_idle_dropout(node)
+    if any(flag is True for flag in (*node.args[1:], *node.kwargs.values())) or "out" in node.kwargs:
+        return False  # F.relu(x, True) writes over its input
+    if node.op == "call_method":
+        return node.target in _METHODS or (node.target == "to" and _casts(node)) or (node.target == "chunk" and _of_last(node))
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(_value(node.args[0]), tuple | list) and isinstance(node.args[1], int)  # of chunks
+    if node.target is torch.chunk:
+        return _of_last(node)
+    return node.target is F.linear or node.target in _POINTWISE
+
+
+def _casts(node: Node) -> bool:
+    return all(isinstance(given, torch.dtype) for given in (*node.args[1:], *node.kwargs.values()))
+
+
+def _of_last(node: Node) -> bool:
+    dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+    return dim in (-1, _value(node.args[0]).dim() - 1)
+
+
+def _is_idle_dropout(node: Node) -> bool:
+    given: dict[str, Any] = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
+    return (given.get("p", 0.5) == 0 or given.get("training", True) is False) and not given.get("inplace")
+
+
+def _on_tokens(node: Node) -> list[Node]:
+    """The operands whose tokens an operation computes on: all but the parameters of a linear."""
+    if node.target is F.linear:
+        given = node.args[0] if node.args else node.kwargs["input"]
+        return [given] if isinstance(given, Node) else []
+    return list(node.all_input_nodes)
+
+
+def _parameters(node: Node) -> list[Node]:
+    """The operands of a linear that all tokens share."""
+    return [given for given in node.all_input_nodes if given not in _on_tokens(node)]
+
+
+def _widens(node: Node) -> bool:
+    given = _on_tokens(node) if node.target is F.linear else []
+    return bool(given) and _value(node).shape[-1] > _value(given[0]).shape[-1]
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and type(value) in (FakeTensor, Tensor, torch.nn.Parameter)
+
+
+def _nbytes(node: Node) -> int:
+    value = _value(node)
+    return int(math.prod(value.shape) * value.element_size())
+

@@ -1,0 +1,81 @@
+"""Graphs whose MLPs are computed in slices of the tokens: when they are looked at, and what a plan chooses from then.
+
+    no plan meets the budget ─▶ the same graph in slices, planned like any other        a graph that is planned alone
+    family of a graph ─▶ two more variants, "light" and "smallest" in slices            a graph of a step
+
+A slice is no decision about an activation: it makes others out of one. So a graph in slices is another graph, and its plan
+keeps, recomputes and offloads what each slice saves. Slices are the last resort: gradients round otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.fx import GraphModule
+
+from graphoffload.analysis.token_regions import regions_by_token
+from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, in_slices
+from graphoffload.compiler.device_limits import device_budget_now, device_of, map_by_pages_if_tight
+from graphoffload.errors import BudgetError
+from graphoffload.facts.recipe import FIRST, SMALLEST
+from graphoffload.log import log
+
+_Made = TypeVar("_Made")
+
+SLICES = 8
+"""More save little: an eighth of what an MLP holds is about as much as its input and its output."""
+_TIGHT = 0.8
+"""Of the device: what eager code holds beside a call of a first step, such as logits, is not known yet."""
+_MATTERS = 0.02
+"""Of the budget: regions that hold less at a time are not looked at in slices. It takes a few seconds."""
+
+
+def made_or_in_slices(graph: Graph, fresh: Callable[[], GraphModule], make: Callable[[Graph], _Made]) -> _Made:
+    """What `make` makes of a graph that is planned alone; in slices where no plan meets the budget otherwise.
+
+    Args:
+        fresh: makes a copy of Dynamo's graph, since compiling writes to it.
+
+    Raises:
+        BudgetError: no plan meets the budget in either way; of both errors the one with the lower budget.
+    """
+    try:
+        return make(graph)
+    except BudgetError as error:
+        sliced = in_slices(graph, fresh(), SLICES)
+        if sliced is None:
+            raise
+        log.info("%s: no plan meets the budget; planning it with MLPs in %d slices of the tokens", graph.name, sliced.slices)
+        try:
+            return make(sliced)
+        except BudgetError as other:
+            raise min(error, other, key=lambda failed: failed.least_bytes or 0) from None
+
+
+def first_of_several(graph: Graph, fresh: Callable[[], GraphModule]) -> Compiled:
+    """A graph that is one of several, compiled before anything is known of its step; in slices where the device has too little
+    for a single call otherwise."""
+    compiled, most_bytes = compile_by(graph, FIRST), _most_bytes(device_of(graph.inputs))
+    if compiled.plan is None or compiled.plan.prediction.predicted_peak_bytes <= _TIGHT * most_bytes:
+        return compiled
+    sliced = in_slices(graph, fresh(), SLICES)
+    if sliced is None:
+        return compiled
+    # What is saved leaves memory in pieces, too small ones for a long sequence.
+    map_by_pages_if_tight(device_of(graph.inputs), most_bytes, most_bytes, of_a_step=True)
+    return compile_by(sliced, SMALLEST.in_slices(sliced.slices))
+
+
+def _most_bytes(device: torch.device) -> int:
+    """What a process may have allocated in its first step; more than anything where nothing says so."""
+    return device_budget_now(device, of_a_step=True) if device.type == "cuda" else 1 << 62
+
+
+def may_pay(graph: Graph) -> bool:
+    """Whether a step of this graph may need variants with MLPs in slices: a region holds much of the budget while it runs."""
+    budget = graph.limits.device_budget_bytes
+    if not budget:
+        return False
+    return any(region.inside_bytes > _MATTERS * budget for region in regions_by_token(graph.module.graph, SLICES))

@@ -1,0 +1,54 @@
+"""MLPs of a Dynamo graph, computed for a slice of the tokens at a time.
+
+    x ─ linear ─ silu ─ linear ─ y        x ─ split ─┬─ linear ─ silu ─ linear ─┬─ cat ─ y
+                                                     └─ linear ─ silu ─ linear ─┘
+
+Nothing is marked: what each slice saves is kept, recomputed or offloaded by the plan, like everything else. Each token's result
+is the same; gradients of parameters are sums over slices, so they round otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graphoffload.analysis.token_regions import TokenRegion
+
+
+def compute_in_slices(module: GraphModule, regions: Sequence[TokenRegion], slices: int) -> GraphModule:
+    """Write the regions as so many slices each, in place."""
+    graph = module.graph
+    for region in regions:
+        first, last = region.nodes[0], region.nodes[-1]
+        size = -(-region.length // slices)
+        with graph.inserting_before(first):
+            splits = [graph.call_function(torch.split, (whole, size), {"dim": region.dim}) for whole in region.whole]
+            parts = [_like(split, first) for split in splits]
+            results = [_slice(graph, region, parts, at) for at in range(-(-region.length // size))]
+            joined = _like(graph.call_function(torch.cat, (results,), {"dim": region.dim}), last)
+        joined.meta["example_value"] = last.meta["example_value"]
+        last.replace_all_uses_with(joined)
+        for node in reversed(region.nodes):
+            graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def _slice(graph: Graph, region: TokenRegion, parts: Sequence[Node], at: int) -> Node:
+    """One slice of a region: its nodes again, on one part of what holds all tokens."""
+    made: dict[Node, Node] = {}
+    for whole, part in zip(region.whole, parts, strict=True):
+        made[whole] = _like(graph.call_function(operator.getitem, (part, at)), region.nodes[0])
+    for node in region.nodes:
+        made[node] = graph.node_copy(node, lambda given: made.get(given, given))
+        made[node].meta.pop("example_value", None)
+    return made[region.nodes[-1]]
+
+
+def _like(node: Node, other: Node) -> Node:
+    """Give a new node the module and the place in the user's code of another one."""
+    node.meta.update({name: value for name, value in other.meta.items() if name != "example_value"})
+    return node

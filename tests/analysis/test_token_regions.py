@@ -1,0 +1,222 @@
+"""Which parts of Dynamo's graphs are computed in slices of the tokens, and that they give the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from graphoffload.analysis.token_regions import TokenRegion, regions_by_token
+from graphoffload.passes.slices import compute_in_slices
+
+WIDTH, WIDE, TOKENS = 16, 64, 24
+
+
+class MLP(nn.Module):
+    """`act`: what stands between both linears, given what the wide one gave and the input."""
+
+    def __init__(self, act: Callable[[Any, Tensor], Tensor], wide: int = WIDE) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(WIDTH, wide), nn.Linear(WIDE, WIDTH), nn.Linear(WIDTH, WIDE, bias=False)
+        self.scale, self.act = nn.Parameter(torch.rand(WIDE)), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.sin(x)
+        return y + self.down(self.act(self, y))
+
+
+def found(model: nn.Module, *inputs: Tensor, slices: int = 4) -> tuple[list[TokenRegion], list[Tensor], list[Tensor]]:
+    """The regions of a model's graph; its output and gradients as they are, and in slices."""
+    regions: list[TokenRegion] = []
+
+    def backend(gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        regions.extend(regions_by_token(gm.graph, slices))
+        compute_in_slices(gm, regions, slices)
+        gm.graph.lint()
+        return gm.forward
+
+    def run(function: Callable[..., Tensor]) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        given = [value.clone().requires_grad_() for value in inputs]
+        output = function(*given)
+        output.square().sum().backward()
+        return [output.detach(), *(value.grad for value in (*given, *model.parameters()) if value.grad is not None)]
+
+    torch._dynamo.reset()
+    whole = run(model)
+    return regions, whole, run(torch.compile(model, backend=backend, dynamic=False))
+
+
+ACTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "gelu": lambda mlp, x: F.gelu(mlp.up(x), approximate="tanh"),
+    "gated": lambda mlp, x: F.silu(mlp.gate(x)) * mlp.up(x),
+    "by methods": lambda mlp, x: mlp.up(x).relu().square().mul(mlp.scale),
+    "cast": lambda mlp, x: (mlp.up(x).to(torch.float64).sigmoid() * 2).float(),
+    "dropout at rest": lambda mlp, x: F.dropout(torch.tanh(mlp.up(x)), 0.5, False),
+    "no dropout": lambda mlp, x: F.dropout(torch.tanh(mlp.up(x)), 0.0),
+    "gelu by hand": lambda mlp, x: 0.5 * (h := mlp.up(x)) * (1 + torch.tanh(0.8 * (h + 0.04 * torch.pow(h, 3.0)))),
+}
+REFUSED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "dropout": lambda mlp, x: F.dropout(mlp.up(x), 0.5),
+    "softmax over tokens": lambda mlp, x: mlp.up(x).softmax(1),
+    "sum over tokens": lambda mlp, x: mlp.up(x) * mlp.gate(x).sum(1, keepdim=True),
+    "in place": lambda mlp, x: F.relu(mlp.up(x), inplace=True),
+    "in place by name": lambda mlp, x: mlp.up(x).mul_(2),
+    "tokens by tokens": lambda mlp, x: torch.matmul(torch.matmul(x, x.transpose(1, 2)), mlp.up(x)),
+    "shifted": lambda mlp, x: mlp.up(x).roll(1, 1),
+    "another device": lambda mlp, x: mlp.up(x).to("cpu"),
+}
+
+
+@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize("shape", [(1, TOKENS), (TOKENS,), (8, 3), (3, 5)])
+def test_mlps_are_regions(name: str, shape: tuple[int, ...]) -> None:
+    """A token's result is the same, and so are gradients but for the order of sums."""
+    torch.manual_seed(0)
+    regions, whole, sliced = found(MLP(ACTS[name]), torch.randn(*shape, WIDTH))
+    assert len(regions) == 1
+    for ours, theirs in zip(sliced, whole, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_region(name: str) -> None:
+    torch.manual_seed(0)
+    regions, whole, sliced = found(MLP(REFUSED[name]), torch.randn(2, TOKENS, WIDTH))
+    assert regions == []
+    assert all(map(torch.equal, sliced, whole))
+
+
+def test_one_linear_for_both_halves() -> None:
+    """Phi's way: gate and up are one linear, cut along its features."""
+
+    def act(mlp: Any, x: Tensor) -> Tensor:
+        gate, up = mlp.up(x).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    regions, whole, sliced = found(MLP(act, 2 * WIDE), torch.randn(1, TOKENS, WIDTH))
+    assert len(regions) == 1
+    torch.testing.assert_close(sliced, whole)
+
+
+def test_cut_along_tokens() -> None:
+    def act(mlp: Any, x: Tensor) -> Tensor:
+        first, second = mlp.up(x).chunk(2, dim=1)
+        return torch.cat([second, first], dim=1)
+
+    regions, whole, sliced = found(MLP(act), torch.randn(1, TOKENS, WIDTH))
+    assert regions == []
+    assert all(map(torch.equal, sliced, whole))
+
+
+def test_an_adapter_beside_each_linear() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = ((WIDTH, WIDE), (WIDE, WIDTH))
+            self.base = nn.ModuleList(nn.Linear(*size).requires_grad_(False) for size in sizes)
+            self.down = nn.ModuleList(nn.Linear(size[0], 2, bias=False) for size in sizes)
+            self.up = nn.ModuleList(nn.Linear(2, size[1], bias=False) for size in sizes)
+
+        def linear(self, at: int, x: Tensor) -> Tensor:
+            return self.base[at](x) + self.up[at](self.down[at](x)) * 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(1, F.silu(self.linear(0, x)))
+
+    regions, whole, sliced = found(Adapted(), torch.randn(1, TOKENS, WIDTH))
+    assert [(region.length, region.dim, len(region.whole)) for region in regions] == [(TOKENS, -2, 1)]
+    torch.testing.assert_close(sliced, whole)
+
+
+def test_a_weight_with_as_many_rows_as_there_are_tokens() -> None:
+    """What is computed of a parameter inside looks like tokens here, and is none."""
+
+    class Scaled(MLP):
+        def __init__(self) -> None:
+            super().__init__(lambda mlp, x: torch.sigmoid(F.linear(mlp.up(x), mlp.square * 2.0)))
+            self.square = nn.Parameter(torch.randn(WIDE, WIDE))
+
+    regions, whole, sliced = found(Scaled(), torch.randn(WIDE, WIDTH))
+    assert regions == []
+    assert all(map(torch.equal, sliced, whole))
+
+
+def test_a_result_inside_that_others_read() -> None:
+    class Both(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = F.gelu(self.up(x))
+            return self.down(wide) + wide.mean(-1, keepdim=True)
+
+    assert found(Both(ACTS["gelu"]), torch.randn(1, TOKENS, WIDTH))[0] == []
+
+
+def test_something_that_writes_in_between() -> None:
+    """The input is written over after the wide linear read it, and is read again."""
+
+    class Writes(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sin(x).detach()
+            wide = self.up(y)
+            y.zero_()
+            return self.down(F.gelu(wide) + self.gate(y))
+
+    model = Writes(ACTS["gelu"])
+    model.up.requires_grad_(False)
+    regions, whole, sliced = found(model, torch.randn(1, TOKENS, WIDTH))
+    assert regions == []
+    torch.testing.assert_close(sliced, whole)
+
+
+def test_fewer_tokens_than_slices() -> None:
+    assert found(MLP(ACTS["gelu"]), torch.randn(1, 3, WIDTH))[0] == []
+
+
+def test_sizes_that_change_are_not_cut() -> None:
+    regions: list[TokenRegion] = []
+
+    def backend(gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        regions.extend(regions_by_token(gm.graph, 4))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(MLP(ACTS["gelu"]), backend=backend, dynamic=True)(torch.randn(1, TOKENS, WIDTH))
+    assert regions == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted({*ACTS, *REFUSED} - {"cast"})), min_size=1, max_size=3),
+    st.integers(2, 9),
+    st.integers(1, 4),
+    st.integers(2, 30),
+)
+def test_any_model_gives_the_same(names: list[str], slices: int, batch: int, tokens: int) -> None:
+    """Whatever stands beside what: random numbers come in the same order."""
+    torch.manual_seed(1)
+    both = {**ACTS, **REFUSED}
+    model, x = nn.Sequential(*(MLP(both[name]) for name in names)).double(), torch.randn(batch, tokens, WIDTH).double()
+    torch.manual_seed(2)
+    regions: list[TokenRegion] = []
+
+    def backend(gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        regions.extend(regions_by_token(gm.graph, slices))
+        return compute_in_slices(gm, regions, slices).forward
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(2)
+        run(x).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    torch._dynamo.reset()
+    expected = gradients(model)
+    torch.testing.assert_close(gradients(torch.compile(model, backend=backend, dynamic=False)), expected, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,214 @@
+"""MLPs in slices of the tokens, planned and trained: smaller budgets are met, and gradients differ by rounding alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lazy import LazyStreams
+from torch import Tensor, nn
+
+import graphoffload
+from graphoffload.analysis.token_regions import regions_by_token
+from graphoffload.compiler import compile_variant, slices
+from graphoffload.errors import BudgetError
+from graphoffload.facts.recipe import SMALLEST
+from graphoffload.options.config import OffloadConfig
+from graphoffload.passes.slices import compute_in_slices
+from graphoffload.planner.step.together import _recipe_from_json, _recipe_to_json
+from tests.runtime.stepping import OPTIONS, PLENTY, Wide, batch, compiled, fresh, lazy, plan_now, step
+
+__all__ = ["lazy"]
+
+WIDTH, SLICES = 512, slices.SLICES
+WORDS = batch(rows=1, length=256)
+
+
+def model_of() -> Any:
+    return fresh(*(Wide(WIDTH) for _ in range(4)))
+
+
+def refused(model: nn.Module) -> int:
+    """The least budget of a step that is asked for one byte."""
+    graphoffload.set_budget("1B")
+    with pytest.raises(BudgetError) as info:
+        step(model, WORDS)
+    assert info.value.least_bytes is not None
+    graphoffload.set_budget(PLENTY)  # or a model that is compiled alike would keep to one byte
+    return info.value.least_bytes
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Have MLPs in slices, or not."""
+
+    def switch(on: bool) -> None:
+        for module in (slices, compile_variant):
+            monkeypatch.setattr(module, "regions_by_token", regions_by_token if not on else lambda *_: [])
+
+    return switch
+
+
+def least_of() -> int:
+    torch._dynamo.reset()
+    model = compiled(model_of(), PLENTY)
+    for _ in range(3):
+        step(model, WORDS)
+    return refused(model)
+
+
+def variants() -> set[str]:
+    """Those that the step's plan runs."""
+    plan = plan_now()
+    assert plan is not None
+    return {compiled.plan.variant for compiled, _, _ in plan.calls if compiled.plan is not None}
+
+
+def assert_close(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert other is not None
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_blocks_meet_a_budget_that_needs_slices(lazy: LazyStreams, at_once: Callable[[bool], None], inner: str) -> None:
+    at_once(True)
+    whole = least_of()
+    at_once(False)
+    sliced = least_of()
+    assert sliced < 0.9 * whole
+    torch._dynamo.reset()
+    model = compiled(model_of(), PLENTY, inner=inner)
+    for _ in range(3):
+        expected = step(model, WORDS)
+    assert variants() == {"keep"}, "nothing is in slices while all fits"
+    least = refused(model)
+    graphoffload.set_budget(least)
+    for _ in range(3):
+        assert_close(step(model, WORDS), expected)
+    assert any(f"in {SLICES} slices" in name for name in variants())
+    plan = plan_now()
+    assert plan is not None
+    assert plan.solution.timeline.peak_bytes <= least
+    assert f"MLPs in {SLICES} slices of the tokens" in plan.summary
+    graphoffload.set_budget(PLENTY)
+    for _ in range(2):
+        assert_close(step(model, WORDS), expected)
+    assert variants() == {"keep"}
+
+
+def test_the_first_compile_fits_as_well(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of the step, and one MLP at once would take more than the device has."""
+    least = least_of()
+    monkeypatch.setattr(slices, "_most_bytes", lambda device: least)
+    torch._dynamo.reset()
+    model = compiled(model_of(), least + 1)
+    step(model, WORDS)
+    names = {plan.variant for plan in graphoffload.last_plans() if plan.variant}
+    assert f"smallest in {SLICES} slices" in names
+    for _ in range(3):
+        step(model, WORDS)
+    plan = plan_now()
+    assert plan is not None
+    assert plan.solution.timeline.peak_bytes <= least + 1
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Wide(WIDTH) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y.square().mean()
+
+
+def whole() -> tuple[Whole, Tensor]:
+    torch.manual_seed(0)
+    model = Whole()
+    return model, torch.randn(1, 256, model.layers[0].up.in_features)
+
+
+def least_of_one_graph() -> int:
+    torch._dynamo.reset()
+    model, x = whole()
+    with pytest.raises(BudgetError) as info:
+        graphoffload.explain(model, OffloadConfig(**{**OPTIONS, "device_budget": "1B"}))(x)
+    assert info.value.least_bytes is not None
+    return info.value.least_bytes
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_one_graph_meets_a_budget_that_needs_slices(at_once: Callable[[bool], None], inner: str) -> None:
+    at_once(True)
+    whole_bytes = least_of_one_graph()
+    at_once(False)
+    least = least_of_one_graph()
+    assert least < 0.9 * whole_bytes
+    options = {**OPTIONS, "device_budget": least, "inner": inner}
+    model, x = whole()
+    model(x).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    torch._dynamo.reset()
+    model.zero_grad()
+    model.compile(backend=graphoffload.OffloadBackend(**options), dynamic=False)
+    model(x).backward()
+    assert_close([parameter.grad for parameter in model.parameters()], expected)
+    plan = graphoffload.last_plans()[-1]
+    assert plan.hint is not None
+    assert re.search(f"MLPs in {SLICES} slices", plan.hint)
+    assert plan.prediction.predicted_peak_bytes <= least
+    torch._dynamo.reset()
+    other, _ = whole()
+    at_once(True)
+    other.compile(backend=graphoffload.OffloadBackend(**options), dynamic=False)
+    if inner == "aot_eager":
+        with pytest.raises(Exception, match="no plan was found"):
+            other(x)
+
+
+def test_explain_says_what_training_does() -> None:
+    least = least_of_one_graph()
+    torch._dynamo.reset()
+    model, x = whole()
+    report = graphoffload.explain(model, OffloadConfig(**{**OPTIONS, "device_budget": least}))(x)
+    assert report.predicted_peak_bytes <= least
+    assert f"MLPs in {SLICES} slices" in str(report)
+
+
+def test_sums_over_slices_are_as_good() -> None:
+    """Gradients in bfloat16 against those of float64: slices add less than half of what rounding does anyway."""
+    model, x = whole()
+
+    def error(count: int) -> float:
+        torch._dynamo.reset()
+        low = Whole()
+        low.load_state_dict(model.state_dict())
+        low.to(torch.bfloat16)
+
+        def backend(gm: Any, _: Any) -> Any:
+            regions = regions_by_token(gm.graph, count) if count else []
+            assert len(regions) == (3 if count else 0)
+            return compute_in_slices(gm, regions, count).forward
+
+        torch.compile(low, backend=backend, dynamic=False)(x.bfloat16()).backward()
+        truth = [parameter.grad.double() for parameter in exact.parameters() if parameter.grad is not None]
+        ours = [parameter.grad.double() for parameter in low.parameters() if parameter.grad is not None]
+        return math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(ours, truth, strict=True)))
+
+    exact, _ = whole()
+    exact.double()(x.double()).backward()
+    assert error(8) < 1.5 * error(0)
+
+
+def test_ranks_tell_each_other_of_slices() -> None:
+    recipe = replace(SMALLEST.in_slices(SLICES), recomputes=frozenset({"mm"}), offloads=frozenset())
+    assert _recipe_from_json(json.loads(json.dumps(_recipe_to_json(recipe)))) == recipe
+    assert recipe.identity != SMALLEST.identity
