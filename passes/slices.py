@@ -10,7 +10,7 @@ is the same; gradients of parameters are sums over slices, so they round otherwi
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -21,15 +21,18 @@ from graphoffload.analysis.token_regions import TokenRegion
 def compute_in_slices(module: GraphModule, regions: Sequence[TokenRegion], slices: int) -> GraphModule:
     """Write the regions as so many slices each, in place."""
     graph = module.graph
+    joined_of: dict[Node, Node] = {}  # a region may begin with what another one ended in
     for region in regions:
+        given = [joined_of.get(whole, whole) for whole in region.whole]
         first, last = region.nodes[0], region.nodes[-1]
         size = -(-region.length // slices)
         with graph.inserting_before(first):
-            splits = [graph.call_function(torch.split, (whole, size), {"dim": region.dim}) for whole in region.whole]
-            parts = [_like(split, first) for split in splits]
+            splits = {whole: graph.call_function(torch.split, (whole, size), {"dim": region.dim}) for whole in given}
+            parts = {whole: _like(split, first) for whole, split in splits.items()}
             results = [_slice(graph, region, parts, at) for at in range(-(-region.length // size))]
             joined = _like(graph.call_function(torch.cat, (results,), {"dim": region.dim}), last)
         joined.meta["example_value"] = last.meta["example_value"]
+        joined_of[last] = joined
         last.replace_all_uses_with(joined)
         for node in reversed(region.nodes):
             graph.erase_node(node)
@@ -37,10 +40,10 @@ def compute_in_slices(module: GraphModule, regions: Sequence[TokenRegion], slice
     return module
 
 
-def _slice(graph: Graph, region: TokenRegion, parts: Sequence[Node], at: int) -> Node:
+def _slice(graph: Graph, region: TokenRegion, parts: Mapping[Node, Node], at: int) -> Node:
     """One slice of a region: its nodes again, on one part of what holds all tokens."""
     made: dict[Node, Node] = {}
-    for whole, part in zip(region.whole, parts, strict=True):
+    for whole, part in parts.items():
         made[whole] = _like(graph.call_function(operator.getitem, (part, at)), region.nodes[0])
     for node in region.nodes:
         made[node] = graph.node_copy(node, lambda given: made.get(given, given))

@@ -42,7 +42,7 @@ class TokenRegion:
     """Operations of a graph that compute each token by itself.
 
     Attributes:
-        nodes: in their order, nothing else between them; the last one is all that others read.
+        nodes: in their order, nothing else between them; the last one is all that others read, and it is contiguous.
         whole: values from outside that hold all tokens, in the order of their first use. dim: the dimension of the tokens,
             counted from the last one, so the same for all of them. length: its size.
         inside_bytes: what the nodes but for the last one compute.
@@ -88,7 +88,7 @@ def _region(run: Sequence[Node], first: int, slices: int) -> TokenRegion | None:
     for last in range(first, len(run)):
         node = run[last]
         inside.add(node)
-        if not isinstance(_value(node), Tensor) or _value(node).shape[-1] > width:
+        if not _may_end(_value(node), width):
             continue
         if any(not inside.issuperset(other.users) for other in inside - {node}):
             continue
@@ -100,6 +100,11 @@ def _region(run: Sequence[Node], first: int, slices: int) -> TokenRegion | None:
         if region.inside_bytes >= _WIDER * ends:
             return region
     return None
+
+
+def _may_end(value: Any, width: int) -> bool:
+    """Whether a value may be what a region ends in: the slices' results side by side have its strides."""
+    return isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] <= width and value.is_contiguous()
 
 
 def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenRegion | None:
@@ -124,7 +129,7 @@ def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenReg
             if operand.dim() != len(shape) or operand.shape[dim] != length:
                 return None
             whole.append(given)
-    if any(given in inside or given in whole for node in nodes for given in _parameters(node)):
+    if any(given in inside or given in whole or _value(given).dim() > 2 for node in nodes for given in _parameters(node)):
         return None
     held = sum(_nbytes(node) for node in nodes[:-1] if isinstance(_value(node), Tensor))
     return TokenRegion(nodes, tuple(whole), dim, length, held)
@@ -150,8 +155,10 @@ def _by_token(node: Node) -> bool:
         return False
     if node.op == "call_function" and node.target is F.dropout:
         return _is_idle_dropout(node)
-    if any(flag is True for flag in (*node.args[1:], *node.kwargs.values())) or "out" in node.kwargs:
+    if any(flag is True for flag in (*node.args[1:], *node.kwargs.values())):
         return False  # F.relu(x, True) writes over its input
+    if node.kwargs.get("inplace") or "out" in node.kwargs:
+        return False
     if node.op == "call_method":
         return node.target in _METHODS or (node.target == "to" and _casts(node)) or (node.target == "chunk" and _of_last(node))
     if node.op != "call_function":
@@ -160,7 +167,14 @@ def _by_token(node: Node) -> bool:
         return isinstance(_value(node.args[0]), tuple | list) and isinstance(node.args[1], int)  # of chunks
     if node.target is torch.chunk:
         return _of_last(node)
-    return node.target is F.linear or node.target in _POINTWISE
+    return _is_linear(node) if node.target is F.linear else node.target in _POINTWISE
+
+
+def _is_linear(node: Node) -> bool:
+    """Of one matrix and one vector for all tokens."""
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    bias = _value(given.get("bias"))
+    return _value(given["weight"]).dim() == 2 and (bias is None or bias.dim() == 1)
 
 
 def _casts(node: Node) -> bool:
@@ -169,7 +183,8 @@ def _casts(node: Node) -> bool:
 
 def _of_last(node: Node) -> bool:
     dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
-    return dim in (-1, _value(node.args[0]).dim() - 1)
+    given = node.args[0] if node.args else node.kwargs["input"]
+    return dim in (-1, _value(given).dim() - 1)
 
 
 def _is_idle_dropout(node: Node) -> bool:
@@ -200,7 +215,9 @@ def _value(node: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and type(value) in (FakeTensor, Tensor, torch.nn.Parameter)
+    """A tensor that is no subclass, of sizes that are numbers: to look at a symbol would make it one."""
+    plain = isinstance(value, Tensor) and type(value) in (FakeTensor, Tensor, torch.nn.Parameter)
+    return plain and all(type(size) is int for size in value.shape)
 
 
 def _nbytes(node: Node) -> int:

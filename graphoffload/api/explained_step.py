@@ -28,7 +28,7 @@ from graphoffload.analysis.storages import storage_id
 from graphoffload.api.eager_work import EagerWork, seconds_of
 from graphoffload.api.live_bytes import LiveBytes
 from graphoffload.compiler.cache_key import graph_key
-from graphoffload.compiler.compile_variant import Compiled, Graph, dynamos_graph, needs_gradient, traced_only
+from graphoffload.compiler.compile_variant import Compiled, Graph, by_recipe, dynamos_graph, needs_gradient, traced_only
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.dispatch import Family, family_of, look, may_join, widened
 from graphoffload.compiler.link import hardware_of
@@ -79,7 +79,8 @@ class _Explained:
     def variant(self, recipe: Recipe) -> Compiled:
         """The graph planned by a recipe, and not compiled."""
         graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs)
-        session = graph.session(new_key(graph_key(self.again.graph, graph.config, extra=recipe.identity)), "explain", recipe)
+        graph = by_recipe(graph, recipe)
+        session = graph.session(new_key(graph_key(graph.module, graph.config, extra=recipe.identity)), "explain", recipe)
         with self.again.traced():
             function = traced_only(graph, OffloadPartitioner(session=session))
         return Compiled(function, session.key, session.plan, 0)

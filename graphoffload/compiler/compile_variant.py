@@ -22,7 +22,7 @@ from graphoffload.compiler.meeting import is_alone
 from graphoffload.compiler.module_names import is_part, name_modules
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.session import CompileSession, Purpose, new_key
-from graphoffload.errors import ConfigError
+from graphoffload.errors import ConfigError, PlanError
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.recipe import Recipe
@@ -94,6 +94,20 @@ def untrained(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadCon
     return Graph(gm, example_inputs, config, Limits(), WHOLE, "", "")
 
 
+def by_recipe(graph: Graph, recipe: Recipe | None) -> Graph:
+    """The graph that a recipe speaks of: in slices, written into its module, where it says so.
+
+    Raises:
+        PlanError: it has nothing that could be in slices.
+    """
+    if recipe is None or not recipe.slices or graph.slices:
+        return graph
+    sliced = in_slices(graph, graph.module, recipe.slices)
+    if sliced is None:
+        raise PlanError(f"{graph.name} has no MLP, and its variant {recipe.name!r} computes one in slices.")
+    return sliced
+
+
 def in_slices(graph: Graph, module: GraphModule, slices: int) -> Graph | None:
     """The graph with its MLPs in so many slices of the tokens, written into `module`, a copy of its own; None where it has no
     MLP."""
@@ -105,8 +119,7 @@ def in_slices(graph: Graph, module: GraphModule, slices: int) -> Graph | None:
 
 def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
     """Compile a graph; `recipe`: None for a plan of its own. Slices that it asks for are written into the graph's module."""
-    if recipe is not None and recipe.slices and not graph.slices:
-        graph = in_slices(graph, graph.module, recipe.slices) or graph
+    graph = by_recipe(graph, recipe)
     config, limits = graph.config, graph.limits
     variant = "" if recipe is None else f"{recipe.identity} {graph.activations}"
     extra = f"{limits.quantised()} {graph.device_name} {variant}"

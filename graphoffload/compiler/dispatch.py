@@ -30,11 +30,11 @@ from graphoffload.compiler.pipeline import analyse
 from graphoffload.compiler.recipes import is_less, variants_of
 from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, new_key
-from graphoffload.compiler.slices import SLICES, made_or_in_slices, may_pay
+from graphoffload.compiler.slices import SLICES, held_at_once, made_or_in_slices, may_pay
 from graphoffload.errors import PlanError
-from graphoffload.facts.limits import Limits
 from graphoffload.facts.recipe import Recipe
 from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.log import log
 from graphoffload.monitor.shared_budget import may_link
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
@@ -81,6 +81,7 @@ class Dispatched:
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
         self._in_slices = False  # whether the family was asked for variants in slices
+        self._held_bytes = held_at_once(again.graph)
         self._lacking_bytes = 0
         GRAPHS[self.number] = self
 
@@ -94,18 +95,21 @@ class Dispatched:
         """The variants that a plan may choose from."""
         if self._family is None:
             self._family, self._in_slices = family_of(self.graph, self.again), False
-        if not self._in_slices and may_pay(replace(self.graph, limits=self._limits_now())):
+        if self._held_bytes and not self._in_slices and may_pay(self._held_bytes, self._budget_bytes()):
             self._in_slices = True
             first = self.first.plan.variant if self.first.plan is not None else ""
-            self._family = with_slices(self._family, self.graph, self.again, ran=first)
+            try:
+                self._family = with_slices(self._family, self.graph, self.again, ran=first)
+            except Exception as error:  # the last resort of a plan that may need none
+                log.info("%s has no variants in slices: %s", self.graph.name, error)
         return self._family
 
-    def _limits_now(self) -> Limits:
+    def _budget_bytes(self) -> int | None:
         """What holds where another budget was set since."""
         config = self.graph.config
         if not OVERRIDE.options or config.digest() not in OVERRIDE.configs:
-            return self.graph.limits
-        return resolve_limits(config.with_options(**OVERRIDE.options), self.again.inputs)
+            return self.graph.limits.device_budget_bytes
+        return resolve_limits(config.with_options(**OVERRIDE.options), self.again.inputs).device_budget_bytes
 
     def take_family(self, recipes: Sequence[Recipe]) -> bool:
         """Have the variants of another rank from now on; whether they are others than those of this one.
@@ -119,7 +123,7 @@ class Dispatched:
         found = family_of(self.graph, self.again, recipes)
         if [recipe.identity for recipe in found.recipes] != wanted:
             raise PlanError(f"{self.graph.name} cannot be compiled by the variants that another rank plans with.")
-        self._family, self._in_slices = found, True
+        self._family, self._in_slices = found, any(recipe.slices for recipe in recipes)
         return True
 
     def share_inputs(self, positions: Collection[int]) -> None:
@@ -263,7 +267,8 @@ def family_of(graph: Graph, again: Retraceable, recipes: Sequence[Recipe] | None
 
 def widened(family: Family, graph: Graph, again: Retraceable) -> Family:
     """A graph's own family with variants that compute MLPs in slices, where these may pay."""
-    return with_slices(family, graph, again) if may_pay(replace(graph, module=again.graph)) else family
+    pays = may_pay(held_at_once(again.graph), graph.limits.device_budget_bytes)
+    return with_slices(family, graph, again) if pays else family
 
 
 def with_slices(

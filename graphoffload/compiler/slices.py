@@ -52,6 +52,9 @@ def made_or_in_slices(graph: Graph, fresh: Callable[[], GraphModule], make: Call
             return make(sliced)
         except BudgetError as other:
             raise min(error, other, key=lambda failed: failed.least_bytes or 0) from None
+        except Exception as other:  # a last resort fails for no other reason than what it is for
+            log.info("%s: it cannot be planned in slices: %s", graph.name, other)
+            raise error from other
 
 
 def first_of_several(graph: Graph, fresh: Callable[[], GraphModule]) -> Compiled:
@@ -73,9 +76,11 @@ def _most_bytes(device: torch.device) -> int:
     return device_budget_now(device, of_a_step=True) if device.type == "cuda" else 1 << 62
 
 
-def may_pay(graph: Graph) -> bool:
-    """Whether a step of this graph may need variants with MLPs in slices: a region holds much of the budget while it runs."""
-    budget = graph.limits.device_budget_bytes
-    if not budget:
-        return False
-    return any(region.inside_bytes > _MATTERS * budget for region in regions_by_token(graph.module.graph, SLICES))
+def held_at_once(module: GraphModule) -> int:
+    """What the largest part of a graph that may be in slices holds while it runs, in bytes."""
+    return max((region.inside_bytes for region in regions_by_token(module.graph, SLICES)), default=0)
+
+
+def may_pay(held_bytes: int, budget_bytes: int | None) -> bool:
+    """Whether a step may need variants in slices of a graph of which a part holds this much at once."""
+    return bool(budget_bytes) and held_bytes > _MATTERS * (budget_bytes or 0)

@@ -131,8 +131,8 @@ def taken(
     if len(decision.recipes) != len(graphs):
         raise PlanError(f"rank {value['rank']} planned {len(decision.recipes)} graphs, and there are {len(graphs)} here.")
     changed = [graph.take_family(recipes) for graph, recipes in zip(graphs, decision.recipes, strict=True)]
-    if any(changed):
-        families = [graph.family for graph in graphs]
+    families = [graph.family for graph in graphs]
+    if any(changed) or any(len(f.variants) != len(v) for f, v in zip(families, facts.graphs, strict=True)):
         facts = with_variants(facts, [family.variants for family in families], [family.bound for family in families])
     return decision, facts
 

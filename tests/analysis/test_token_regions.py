@@ -176,19 +176,90 @@ def test_something_that_writes_in_between() -> None:
     torch.testing.assert_close(sliced, whole)
 
 
+def test_one_region_begins_with_what_another_ended_in() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH)) for _ in range(3)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.parts[0](x)
+            return h + self.parts[2](self.parts[1](h))
+
+    regions, whole, sliced = found(Chain(), torch.randn(2, TOKENS, WIDTH))
+    assert len(regions) == 3
+    torch.testing.assert_close(sliced, whole)
+
+
+def test_a_number_that_is_learned() -> None:
+    class Cooled(MLP):
+        def __init__(self) -> None:
+            super().__init__(lambda mlp, x: F.gelu(mlp.up(x)) * mlp.heat.exp())
+            self.heat = nn.Parameter(torch.tensor(0.1))
+
+    regions, whole, sliced = found(Cooled(), torch.randn(1, TOKENS, WIDTH))
+    assert regions == []
+    torch.testing.assert_close(sliced, whole)
+
+
+@pytest.mark.parametrize("shape", [(TOKENS, WIDE), (1, WIDE)])
+def test_a_bias_for_each_token(shape: tuple[int, ...]) -> None:
+    class Biased(MLP):
+        def __init__(self) -> None:
+            super().__init__(lambda mlp, x: F.gelu(F.linear(x, mlp.gate.weight, mlp.bias)))
+            self.bias = nn.Parameter(torch.randn(*shape))
+
+    regions, whole, sliced = found(Biased(), torch.randn(TOKENS, WIDTH))
+    assert regions == []
+    torch.testing.assert_close(sliced, whole)
+
+
+def test_chunks_by_keyword() -> None:
+    def act(mlp: Any, x: Tensor) -> Tensor:
+        gate, up = torch.chunk(input=mlp.up(x), chunks=2, dim=-1)
+        return F.silu(gate) * up
+
+    regions, whole, sliced = found(MLP(act, 2 * WIDE), torch.randn(1, TOKENS, WIDTH))
+    assert len(regions) == 1
+    torch.testing.assert_close(sliced, whole)
+
+
+def test_a_result_with_strides_of_its_own() -> None:
+    """Dynamo makes numbers of strides, which slices side by side do not have."""
+
+    class Strided(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            part = torch.chunk(F.gelu(self.up(x)), 4, -1)[0]
+            return torch.as_strided(part, part.size(), part.stride()) * 2.0
+
+    regions, whole, sliced = found(Strided(ACTS["gelu"]), torch.randn(1, TOKENS, WIDTH))
+    assert regions == []
+    torch.testing.assert_close(sliced, whole)
+
+
 def test_fewer_tokens_than_slices() -> None:
     assert found(MLP(ACTS["gelu"]), torch.randn(1, 3, WIDTH))[0] == []
 
 
 def test_sizes_that_change_are_not_cut() -> None:
+    """And nothing is asked of them, which would make numbers of symbols behind Dynamo's back."""
     regions: list[TokenRegion] = []
 
-    def backend(gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        guards = next(value.node.shape_env for value in inputs if isinstance(value, torch.SymInt)).guards
+        before = len(guards)
         regions.extend(regions_by_token(gm.graph, 4))
+        assert len(guards) == before
         return gm.forward
 
+    def wide(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, first)), second)
+
     torch._dynamo.reset()
-    torch.compile(MLP(ACTS["gelu"]), backend=backend, dynamic=True)(torch.randn(1, TOKENS, WIDTH))
+    given = torch.randn(1, TOKENS, WIDTH), torch.randn(WIDE, WIDTH), torch.randn(WIDTH, WIDE)
+    torch.compile(wide, backend=backend, dynamic=True)(*given)
     assert regions == []
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.analysis.token_regions import regions_by_token
-from graphoffload.compiler import compile_variant, slices
+from graphoffload.compiler import compile_variant, dispatch, slices
 from graphoffload.errors import BudgetError
 from graphoffload.facts.recipe import SMALLEST
 from graphoffload.options.config import OffloadConfig
@@ -123,7 +123,7 @@ def test_the_first_compile_fits_as_well(lazy: LazyStreams, monkeypatch: pytest.M
 class Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Wide(WIDTH) for _ in range(3)))
+        self.layers = nn.Sequential(*(Wide(WIDTH) for _ in range(2)))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layers(x)
@@ -183,6 +183,35 @@ def test_explain_says_what_training_does() -> None:
     assert f"MLPs in {SLICES} slices" in str(report)
 
 
+def test_explain_of_a_step_says_what_training_does() -> None:
+    torch._dynamo.reset()
+    model = compiled(model_of(), "1B")
+    with pytest.raises(BudgetError) as info:
+        graphoffload.explain(model, OffloadConfig(**{**OPTIONS, "device_budget": "1B"}))(WORDS)
+    torch._dynamo.reset()
+    assert info.value.least_bytes is not None
+    budget = int(1.01 * info.value.least_bytes)
+    report = graphoffload.explain(compiled(model_of(), budget), OffloadConfig(**{**OPTIONS, "device_budget": budget}))(WORDS)
+    assert report.predicted_peak_bytes <= budget
+    assert f"MLPs in {SLICES} slices" in str(report)
+
+
+def test_a_failed_look_is_no_error(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is planned as if there were no slices."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not in slices")
+
+    monkeypatch.setattr(dispatch, "in_slices", fail)
+    model = compiled(model_of(), PLENTY)
+    for _ in range(3):
+        step(model, WORDS)
+    least = refused(model)
+    graphoffload.set_budget(least)
+    step(model, WORDS)
+    assert not any("slices" in name for name in variants())
+
+
 def test_sums_over_slices_are_as_good() -> None:
     """Gradients in bfloat16 against those of float64: slices add less than half of what rounding does anyway."""
     model, x = whole()
@@ -195,7 +224,7 @@ def test_sums_over_slices_are_as_good() -> None:
 
         def backend(gm: Any, _: Any) -> Any:
             regions = regions_by_token(gm.graph, count) if count else []
-            assert len(regions) == (3 if count else 0)
+            assert len(regions) == (2 if count else 0)
             return compute_in_slices(gm, regions, count).forward
 
         torch.compile(low, backend=backend, dynamic=False)(x.bfloat16()).backward()

@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import KeepIfFits, MeetBudget
 from graphoffload.planner.step.errors import flight_infeasible
 from graphoffload.planner.step.events import CallSchedule
 from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant, beside
 from graphoffload.planner.step.runs import Names, Runs
-from graphoffload.planner.step.solve import StepSolution, follow_step, plan_step
+from graphoffload.planner.step.solve import StepSolution, follow_step, plan_step, without_slices
 
 _ROUNDS = 4
 _NEAR = 0.02  # of the budget: what may be left of it
@@ -38,6 +39,16 @@ def plan_flight(problem: StepProblem) -> StepSolution:
     """
     if problem.facts.in_flight == 1:
         return plan_step(problem)
+    at_once = without_slices(problem.facts)
+    if at_once.graphs == problem.facts.graphs:
+        return _plan_flight(problem)
+    try:
+        return _plan_flight(replace(problem, facts=at_once, or_least=False))
+    except BudgetError:
+        return _plan_flight(problem)
+
+
+def _plan_flight(problem: StepProblem) -> StepSolution:
     one = _alone(problem)
     keep = _with_others(problem, plan_step(replace(one, goal=KeepIfFits(None))))
     budget = problem.goal.device_budget_bytes

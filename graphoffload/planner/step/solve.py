@@ -41,6 +41,8 @@ _QUICK = 40
 _RUNS = 60
 _MORE = 12
 _REPAIRS = 8
+_FAR_OFF = 0.03
+"""Of the budget: a run that is further above it is seldom repaired."""
 _SHARES = (0.12, 0.06, 0.03, 0.0)
 _NEAR_BOUND = 1.002
 
@@ -100,12 +102,14 @@ def plan_step(problem: StepProblem) -> StepSolution:
     Raises:
         BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
     """
-    at_once = _only(problem.facts, lambda variant: not variant.slices)
+    at_once = without_slices(problem.facts)
     if at_once.graphs == problem.facts.graphs:
         return _with_blocks(problem).solution()
     known = Known()
     try:
-        found = _with_blocks(replace(problem, facts=at_once))
+        found = _with_blocks(replace(problem, facts=at_once), gives_up=True)
+    except _FarOffError:
+        return _best(problem, known).solution()
     except BudgetError as refused:
         return _best_instead(problem, known, refused).solution()
     if found.runs.score(found.run)[0] <= 0.0:
@@ -114,14 +118,25 @@ def plan_step(problem: StepProblem) -> StepSolution:
     return (other if found.runs.is_clearly_better(other.run, found.run) else found).solution()
 
 
-def _with_blocks(problem: StepProblem) -> _Found:
+def without_slices(facts: StepFacts) -> StepFacts:
+    """The step with the variants that compute all tokens at once."""
+    return _only(facts, lambda variant: not variant.slices)
+
+
+class _FarOffError(Exception):
+    """What was found is so far above the budget that others are looked at before more of its kind."""
+
+
+def _with_blocks(problem: StepProblem, *, gives_up: bool = False) -> _Found:
     """The best run of chains; of whole blocks as well, where it is not as good as its bound says."""
     chains = _only(problem.facts, lambda variant: variant.bounded)
     if chains.graphs == problem.facts.graphs:
-        return _best(problem)
+        return _best(problem, gives_up=gives_up)
     known = Known()
     try:
-        found = _best(replace(problem, facts=chains), known)
+        found = _best(replace(problem, facts=chains), known, gives_up=gives_up)
+    except _FarOffError:
+        return _best(problem, known, gives_up=True)
     except BudgetError as refused:
         return _best_instead(problem, known, refused)
     if found.runs.near(found.run, found.bound, 1.0 + FAR):
@@ -181,19 +196,26 @@ def _best_instead(problem: StepProblem, known: Known, refused: BudgetError) -> _
         raise min(refused, error, key=lambda error: error.least_bytes or 0) from None
 
 
-def _best(problem: StepProblem, known: Known | None = None) -> _Found:
+def _best(problem: StepProblem, known: Known | None = None, *, gives_up: bool = False) -> _Found:
     """The best run of a problem's variants. known: of the same problem with fewer variants.
 
     Raises:
         BudgetError: none is within the budget, and the least one is not as good.
+        _FarOffError: none is near the budget, and it `gives_up` then: to look for the least takes long.
     """
     runs = Runs(problem, known)
     facts, goal, keep = problem.facts, problem.goal, runs.keep
+    in_slices = any(variant.slices for variants in facts.graphs for variant in variants)
     if not facts.calls or (not isinstance(goal, WithinSlowdown) and runs.score(keep)[0] <= 0.0):
         return _found(runs, keep)
     if runs.limit_bytes is not None and facts.least_peak_bytes > runs.limit_bytes:
         return _least(runs)
     best = _search(runs) or keep
+    far_off = runs.limit_bytes is not None and runs.score(best)[0] > _FAR_OFF * runs.limit_bytes
+    if gives_up and far_off:
+        raise _FarOffError
+    if far_off and in_slices:
+        return _least(runs)
     if isinstance(goal, WithinSlowdown):
         best = min((best, keep), key=runs.score)
     elif runs.score(best)[0] > 0.0:
