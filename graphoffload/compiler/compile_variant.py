@@ -71,12 +71,13 @@ class Graph:
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A compiled variant. plan: None where nothing was partitioned, as no output needs a gradient. kept_bytes: what it saves
-    without an op, besides memory of its caller."""
+    without an op, besides memory of its caller. tight: a call of it takes nearly all that the device has."""
 
     function: Callable[..., Any]
     key: str
     plan: Plan | None
     kept_bytes: int
+    tight: bool = False
 
 
 def dynamos_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Graph:

@@ -213,6 +213,8 @@ class Dispatched:
     def room(self, run: StepRun) -> Room:
         """What may stay on the device in a run that is not planned."""
         budget = self.graph.limits.device_budget_bytes
+        if self.first.tight:
+            return Room(0, 0)
         if budget is None or run.streams is None:
             return Room()
         free = max(0, budget - self.graph.limits.reserve_bytes - run.streams.allocated_bytes()[0])

@@ -10,6 +10,7 @@ keeps, recomputes and offloads what each slice saves. Slices are the last resort
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -59,16 +60,16 @@ def made_or_in_slices(graph: Graph, fresh: Callable[[], GraphModule], make: Call
 
 def first_of_several(graph: Graph, fresh: Callable[[], GraphModule]) -> Compiled:
     """A graph that is one of several, compiled before anything is known of its step; in slices where the device has too little
-    for a single call otherwise."""
+    for a single call otherwise. Then memory is mapped by pages: what is saved leaves pieces that are too small for a long
+    sequence."""
     compiled, most_bytes = compile_by(graph, FIRST), _most_bytes(device_of(graph.inputs))
     if compiled.plan is None or compiled.plan.prediction.predicted_peak_bytes <= _TIGHT * most_bytes:
         return compiled
-    sliced = in_slices(graph, fresh(), SLICES)
-    if sliced is None:
-        return compiled
-    # What is saved leaves memory in pieces, too small ones for a long sequence.
     map_by_pages_if_tight(device_of(graph.inputs), most_bytes, most_bytes, of_a_step=True)
-    return compile_by(sliced, SMALLEST.in_slices(sliced.slices))
+    sliced = in_slices(graph, fresh(), SLICES)
+    if sliced is not None:
+        compiled = compile_by(sliced, SMALLEST.in_slices(sliced.slices))
+    return replace(compiled, tight=True)
 
 
 def _most_bytes(device: torch.device) -> int:

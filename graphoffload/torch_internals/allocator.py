@@ -65,8 +65,9 @@ def map_by_pages() -> bool:
     given = _settings()
     if _asked or "expandable_segments" in given or torch.cuda.memory.get_allocator_backend() != "native":
         return False
+    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the other one warns where there is this
     try:
-        torch.cuda.memory._set_allocator_settings(",".join(filter(None, (given, "expandable_segments:True"))))
+        (setter or torch.cuda.memory._set_allocator_settings)(",".join(filter(None, (given, "expandable_segments:True"))))
     except (RuntimeError, AttributeError):
         return False
     _asked.append(True)
