@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphoffload.analysis.storages import example_storage_nbytes
-from graphoffload.analysis.token_regions import regions_by_token
+from graphoffload.analysis.token_regions import TokenRegion, regions_by_token
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.device_limits import map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.inner_compile import compile_as_planned
@@ -41,6 +41,8 @@ from graphoffload.runtime.pinned.preallocation import allow
 from graphoffload.torch_internals import dynamo, inductor, partitioning
 from graphoffload.units import format_bytes
 
+LEAST_SLICED = 64 << 20
+"""An MLP that holds less bytes while it runs is never in slices: its kernels are small, and there is little to save."""
 _graphs = itertools.count()
 
 
@@ -109,10 +111,15 @@ def by_recipe(graph: Graph, recipe: Recipe | None) -> Graph:
     return sliced
 
 
+def regions_of(module: GraphModule, slices: int) -> list[TokenRegion]:
+    """The MLPs of a graph that are worth slices."""
+    return [region for region in regions_by_token(module.graph, slices) if region.inside_bytes >= LEAST_SLICED]
+
+
 def in_slices(graph: Graph, module: GraphModule, slices: int) -> Graph | None:
     """The graph with its MLPs in so many slices of the tokens, written into `module`, a copy of its own; None where it has no
     MLP."""
-    regions = regions_by_token(module.graph, slices) if slices else []
+    regions = regions_of(module, slices)
     if not regions:
         return None
     return replace(graph, module=compute_in_slices(module, regions, slices), slices=slices)

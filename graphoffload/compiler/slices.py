@@ -16,8 +16,7 @@ from typing import TypeVar
 import torch
 from torch.fx import GraphModule
 
-from graphoffload.analysis.token_regions import regions_by_token
-from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, in_slices
+from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, in_slices, regions_of
 from graphoffload.compiler.device_limits import device_budget_now, device_of, map_by_pages_if_tight
 from graphoffload.errors import BudgetError
 from graphoffload.facts.recipe import FIRST, SMALLEST
@@ -79,7 +78,7 @@ def _most_bytes(device: torch.device) -> int:
 
 def held_at_once(module: GraphModule) -> int:
     """What the largest part of a graph that may be in slices holds while it runs, in bytes."""
-    return max((region.inside_bytes for region in regions_by_token(module.graph, SLICES)), default=0)
+    return max((region.inside_bytes for region in regions_of(module, SLICES)), default=0)
 
 
 def may_pay(held_bytes: int, budget_bytes: int | None) -> bool:

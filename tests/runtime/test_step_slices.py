@@ -32,6 +32,27 @@ WIDTH, SLICES = 512, slices.SLICES
 WORDS = batch(rows=1, length=256)
 
 
+@pytest.fixture(autouse=True)
+def small_ones_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_variant, "LEAST_SLICED", 1)
+
+
+@pytest.mark.parametrize("least", [1, 64 << 20])
+def test_small_ones_are_never_in_slices(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    """So gradients of what holds little are those of everything kept, to the bit."""
+    monkeypatch.setattr(compile_variant, "LEAST_SLICED", least)
+    model, x = whole()
+    held: list[int] = []
+
+    def backend(gm: Any, _: Any) -> Any:
+        held.append(slices.held_at_once(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, dynamic=False)(x)
+    assert held == [2 * 256 * WIDTH * 4 if least == 1 else 0]
+
+
 def model_of() -> Any:
     return fresh(*(Wide(WIDTH) for _ in range(4)))
 
@@ -51,8 +72,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Have MLPs in slices, or not."""
 
     def switch(on: bool) -> None:
-        for module in (slices, compile_variant):
-            monkeypatch.setattr(module, "regions_by_token", regions_by_token if not on else lambda *_: [])
+        monkeypatch.setattr(compile_variant, "LEAST_SLICED", 1 << 60 if on else 1)
 
     return switch
 
