@@ -426,3 +426,12 @@ def test_state_on_another_device_is_not_to_come_here() -> None:
     here.grad = torch.ones_like(here)
     optimizer.step()
     assert before - unmade_state_bytes(torch.device("cpu")) >= 2 * 4096, "it is there now"
+
+
+@pytest.mark.parametrize(("share", "budget"), [(1.0, 98 * GIB), (0.5, 49 * GIB)])
+def test_a_process_that_may_allocate_a_part(
+    gpu: FakeTensorMode, monkeypatch: pytest.MonkeyPatch, share: float, budget: int
+) -> None:
+    """What torch.cuda.set_per_process_memory_fraction leaves is all there is, less 2 % of it."""
+    monkeypatch.setattr(limits.allocator, "allowed_share", lambda _: share)
+    assert limits.device_budget_now(torch.device("cuda")) == budget
