@@ -160,11 +160,11 @@ def whole() -> tuple[Whole, Tensor]:
     return model, torch.randn(1, 256, model.layers[0].up.in_features)
 
 
-def least_of_one_graph() -> int:
+def least_of_one_graph(inner: str) -> int:
     torch._dynamo.reset()
     model, x = whole()
     with pytest.raises(BudgetError) as info:
-        graphoffload.explain(model, OffloadConfig(**{**OPTIONS, "device_budget": "1B"}))(x)
+        graphoffload.explain(model, OffloadConfig(**{**OPTIONS, "device_budget": "1B", "inner": inner}))(x)
     assert info.value.least_bytes is not None
     return info.value.least_bytes
 
@@ -172,7 +172,7 @@ def least_of_one_graph() -> int:
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_one_graph_meets_a_budget_that_needs_slices(at_once: Callable[[bool], None], inner: str) -> None:
     """In training and in explain; without slices it is refused."""
-    least = least_of_one_graph()
+    least = least_of_one_graph(inner)
     options = {**OPTIONS, "device_budget": least, "inner": inner}
     model, x = whole()
     model(x).backward()
@@ -187,7 +187,7 @@ def test_one_graph_meets_a_budget_that_needs_slices(at_once: Callable[[bool], No
     assert re.search(f"MLPs in {SLICES} slices", plan.hint)
     assert plan.prediction.predicted_peak_bytes <= least
     torch._dynamo.reset()
-    report = graphoffload.explain(whole()[0], OffloadConfig(**{**OPTIONS, "device_budget": least}))(x)
+    report = graphoffload.explain(whole()[0], OffloadConfig(**options))(x)
     assert report.predicted_peak_bytes <= least
     assert f"MLPs in {SLICES} slices" in str(report)
     torch._dynamo.reset()
