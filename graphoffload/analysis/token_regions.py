@@ -108,7 +108,7 @@ def _may_end(value: Any, width: int) -> bool:
 
 
 def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenRegion | None:
-    """A region of these nodes; None where a size is a symbol, or something has other tokens."""
+    """A region of these nodes; None where something has other tokens."""
     shape = _value(nodes[-1]).shape
     dim = _dimension(shape, slices)
     if dim is None:
@@ -129,16 +129,14 @@ def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenReg
             if operand.dim() != len(shape) or operand.shape[dim] != length:
                 return None
             whole.append(given)
-    if any(given in inside or given in whole or _value(given).dim() > 2 for node in nodes for given in _parameters(node)):
+    if any(given in inside or given in whole for node in nodes for given in _parameters(node)):
         return None
     held = sum(_nbytes(node) for node in nodes[:-1] if isinstance(_value(node), Tensor))
     return TokenRegion(nodes, tuple(whole), dim, length, held)
 
 
-def _dimension(shape: Sequence[Any], slices: int) -> int | None:
+def _dimension(shape: Sequence[int], slices: int) -> int | None:
     """The dimension to slice, counted from the last: the first one that slices divide, else the longest."""
-    if len(shape) < 2 or not all(type(size) is int for size in shape):
-        return None
     before = shape[:-1]
     even = [at for at, size in enumerate(before) if size % slices == 0 and size]
     at = even[0] if even else max(range(len(before)), key=lambda at: before[at])
@@ -172,7 +170,7 @@ def _by_token(node: Node) -> bool:
 
 def _is_linear(node: Node) -> bool:
     """Of one matrix and one vector for all tokens."""
-    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    given = _arguments(node, "input", "weight", "bias")
     bias = _value(given.get("bias"))
     return _value(given["weight"]).dim() == 2 and (bias is None or bias.dim() == 1)
 
@@ -182,21 +180,19 @@ def _casts(node: Node) -> bool:
 
 
 def _of_last(node: Node) -> bool:
-    dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
-    given = node.args[0] if node.args else node.kwargs["input"]
-    return dim in (-1, _value(given).dim() - 1)
+    given = _arguments(node, "input", "chunks", "dim")
+    return given.get("dim", 0) in (-1, _value(given["input"]).dim() - 1)
 
 
 def _is_idle_dropout(node: Node) -> bool:
-    given: dict[str, Any] = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
+    given = _arguments(node, "input", "p", "training", "inplace")
     return (given.get("p", 0.5) == 0 or given.get("training", True) is False) and not given.get("inplace")
 
 
 def _on_tokens(node: Node) -> list[Node]:
     """The operands whose tokens an operation computes on: all but the parameters of a linear."""
     if node.target is F.linear:
-        given = node.args[0] if node.args else node.kwargs["input"]
-        return [given] if isinstance(given, Node) else []
+        return [_arguments(node, "input")["input"]]
     return list(node.all_input_nodes)
 
 
@@ -206,8 +202,12 @@ def _parameters(node: Node) -> list[Node]:
 
 
 def _widens(node: Node) -> bool:
-    given = _on_tokens(node) if node.target is F.linear else []
-    return bool(given) and _value(node).shape[-1] > _value(given[0]).shape[-1]
+    return node.target is F.linear and _value(node).shape[-1] > _value(_on_tokens(node)[0]).shape[-1]
+
+
+def _arguments(node: Node, *names: str) -> dict[str, Any]:
+    """What an operation is given, by its parameters' names."""
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _value(node: Any) -> Any:

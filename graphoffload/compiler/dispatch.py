@@ -81,7 +81,7 @@ class Dispatched:
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
         self._in_slices = False  # whether the family was asked for variants in slices
-        self._held_bytes = held_at_once(again.graph)
+        self._held_bytes: int | None = None  # of what may be in slices, once it was asked
         self._lacking_bytes = 0
         GRAPHS[self.number] = self
 
@@ -95,6 +95,8 @@ class Dispatched:
         """The variants that a plan may choose from."""
         if self._family is None:
             self._family, self._in_slices = family_of(self.graph, self.again), False
+        if self._held_bytes is None:
+            self._held_bytes = held_at_once(self.again.graph)
         if self._held_bytes and not self._in_slices and may_pay(self._held_bytes, self._budget_bytes()):
             self._in_slices = True
             first = self.first.plan.variant if self.first.plan is not None else ""

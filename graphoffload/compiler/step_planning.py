@@ -28,7 +28,7 @@ from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.ranks import StoreFailed, ranks_text
 from graphoffload.compiler.rounds import Alone, Decided, Opened, Rounds, Solve
 from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, WARM, Known, why_again
-from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of
+from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, with_families
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan, problem_of
 from graphoffload.compiler.step_ranks import Proposal, is_missed, rounds_of, solved, taken, tell
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
@@ -244,9 +244,7 @@ def _prepared(known: Known, device: torch.device, why: str) -> Proposal | None:
     if known.facts is None and not _found_facts(known, graphs, limits):
         return None
     assert known.facts is not None
-    families = [graph.family for graph in graphs]  # one may have more variants for a budget that was set since
-    if [len(family.variants) for family in families] != [len(variants) for variants in known.facts.graphs]:
-        known.facts = with_variants(known.facts, [f.variants for f in families], [f.bound for f in families])
+    known.facts = with_families(known.facts, graphs)
     streams = _streams(device)
     known.planned_bytes = (streams.allocated_bytes()[0] if streams is not None else 0) + known.rise.ahead_bytes
     known.version, known.asked, known.followed = OVERRIDE.version, asked, 0

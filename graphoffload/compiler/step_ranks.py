@@ -17,12 +17,13 @@ from graphoffload.compiler.cache_key import structure_key
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.compiler.ranks import Peers, StoreFailed, options_of
 from graphoffload.compiler.rounds import Rounds, Solve
+from graphoffload.compiler.step_facts import with_families
 from graphoffload.compiler.step_plan import Asked, StepPlan, problem_of, solution_of
 from graphoffload.errors import BudgetError, ConfigError, PlanError
 from graphoffload.log import log
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts
-from graphoffload.planner.step.together import Decision, RankFacts, decision_of, facts_of_rank, merged, with_variants
+from graphoffload.planner.step.together import Decision, RankFacts, decision_of, facts_of_rank, merged
 from graphoffload.report.dump import write_step_dump
 
 
@@ -131,10 +132,7 @@ def taken(
     if len(decision.recipes) != len(graphs):
         raise PlanError(f"rank {value['rank']} planned {len(decision.recipes)} graphs, and there are {len(graphs)} here.")
     changed = [graph.take_family(recipes) for graph, recipes in zip(graphs, decision.recipes, strict=True)]
-    families = [graph.family for graph in graphs]
-    if any(changed) or any(len(f.variants) != len(v) for f, v in zip(families, facts.graphs, strict=True)):
-        facts = with_variants(facts, [family.variants for family in families], [family.bound for family in families])
-    return decision, facts
+    return decision, with_families(facts, graphs, changed=any(changed))
 
 
 def is_missed(plan: StepPlan | None, asked: Asked) -> bool:

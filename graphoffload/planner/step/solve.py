@@ -104,10 +104,10 @@ def plan_step(problem: StepProblem) -> StepSolution:
     """
     at_once = without_slices(problem.facts)
     if at_once.graphs == problem.facts.graphs:
-        return _with_blocks(problem).solution()
+        return _with_blocks(problem, Known()).solution()
     known = Known()
     try:
-        found = _with_blocks(replace(problem, facts=at_once), gives_up=True)
+        found = _with_blocks(replace(problem, facts=at_once), known, gives_up=True)
     except _FarOffError:
         return _best(problem, known).solution()
     except BudgetError as refused:
@@ -127,12 +127,11 @@ class _FarOffError(Exception):
     """What was found is so far above the budget that others are looked at before more of its kind."""
 
 
-def _with_blocks(problem: StepProblem, *, gives_up: bool = False) -> _Found:
+def _with_blocks(problem: StepProblem, known: Known, *, gives_up: bool = False) -> _Found:
     """The best run of chains; of whole blocks as well, where it is not as good as its bound says."""
     chains = _only(problem.facts, lambda variant: variant.bounded)
     if chains.graphs == problem.facts.graphs:
-        return _best(problem, gives_up=gives_up)
-    known = Known()
+        return _best(problem, known, gives_up=gives_up)
     try:
         found = _best(replace(problem, facts=chains), known, gives_up=gives_up)
     except _FarOffError:
@@ -154,8 +153,9 @@ def _only(facts: StepFacts, wanted: Callable[[Variant], bool]) -> StepFacts:
     calls = []
     for at, call in enumerate(facts.calls):
         ran, variants = facts.variant(at, call.ran), graphs[call.graph]
-        others = sorted(range(len(variants)), key=lambda i: (abs(variants[i].saved_input_bytes - ran.saved_input_bytes), -i))
-        calls.append(replace(call, ran=variants.index(ran) if wanted(ran) else others[0]))
+        if not wanted(ran):
+            ran = min(reversed(variants), key=lambda variant: abs(variant.saved_input_bytes - ran.saved_input_bytes))
+        calls.append(replace(call, ran=variants.index(ran)))
     return replace(facts, graphs=graphs, calls=tuple(calls))
 
 
