@@ -5,7 +5,8 @@
 A compiler may give a tensor other strides than the graph says, and torch tells backward's compile the strides of forward's
 results. Forward returns handles, so backward would be compiled for the graph's strides, and every reload would copy the bytes
 into them on the device: on an H200, 14 of a ViT's 19 reloads. If strides are not known (a forward from torch's cache, another
-compiler) the graph's stay, and runtime.layouts handles the difference.
+compiler) the graph's stay, and runtime.layouts handles the difference. They also stay where only dimensions of one element have
+others: that is the same memory, but what is computed from it would get other strides.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from graphoffload.analysis.storages import with_views
 from graphoffload.passes.graphs import describe, finish, fresh_fake
-from graphoffload.runtime.layouts import is_dense
+from graphoffload.runtime.layouts import is_dense, same_layout
 
 
 def reload_as_laid_out(module: GraphModule, key: str, strides: Mapping[int, Sequence[int]]) -> int:
@@ -26,9 +27,10 @@ def reload_as_laid_out(module: GraphModule, key: str, strides: Mapping[int, Sequ
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.graphoffload.reload.default):
         handle, plan, id, size, stride, dtype = node.args
         known = strides.get(id)
-        if plan != key or known is None or list(known) == list(stride) or _is_viewed_by_strides(node):
+        if plan != key or known is None or _is_viewed_by_strides(node):
             continue
-        if all(isinstance(length, int) for length in size) and is_dense(size, known):
+        numbers = all(isinstance(number, int) for number in (*size, *stride))
+        if numbers and is_dense(size, known) and not same_layout(size, known, stride):
             node.args = (handle, plan, id, size, list(known), dtype)
             describe(node, node, fresh_fake(node, size, known, dtype))
             changed += 1

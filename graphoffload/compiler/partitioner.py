@@ -22,6 +22,7 @@ from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarnin
 from graphoffload.log import log, say
 from graphoffload.monitor.caveats import asks_for_cuda_graphs, host_time_note, warn_of_surroundings
 from graphoffload.options.config import OffloadConfig
+from graphoffload.passes.by_shape import view_by_shape
 from graphoffload.passes.prepare_joint import copy_graph, tagged_copy
 from graphoffload.planner.predicted import Predicted
 from graphoffload.report import predictions
@@ -75,6 +76,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         """Forward and backward graph of a joint graph; `kwargs` are those of torch's own partitioners."""
         releases.check_torch()
         _check_torch_settings()
+        view_by_shape(gm)
         if not joint_inputs and gm.graph.find_nodes(op="placeholder"):
             return _partition_region(gm, joint_inputs, kwargs)
         session = self.session or session_of_joint(self.config, self.key, self.name, gm, kwargs)
