@@ -228,13 +228,16 @@ def _kernels(torch: Any, device: list[Any]) -> Callable[[], None]:
 def _sustained(
     torch: Any, ways: list[tuple[Any, Any]], phase: str, start: Start | None, beside: Callable[[], None] | None = None
 ) -> list[float]:
-    """Bytes a second of each (target, source), copied over and over for a while on a stream of its own; `beside` runs as well.
+    """Bytes a second of each (target, source), copied over and over for a while on a stream of its own; `beside` runs as well,
+    on the current stream: cuBLAS keeps 32 MiB for each stream that it was ever used on.
 
     Of the copies that begin in the middle half of that time the median counts: ranks that measure together begin and end
     some milliseconds apart, and unlike a disturbance their copies are to be in the figure.
     """
     work: list[Callable[[], Any]] = [functools.partial(target.copy_, source, non_blocking=True) for target, source in ways]
-    lanes: list[_Lane] = [(launch, torch.cuda.Stream(), []) for launch in (*work, *([beside] if beside else []))]
+    lanes: list[_Lane] = [(launch, torch.cuda.Stream(), []) for launch in work]
+    if beside is not None:
+        lanes.append((beside, torch.cuda.current_stream(), []))
     torch.cuda.synchronize()
     if start is not None:
         start(phase)

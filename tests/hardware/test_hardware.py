@@ -179,8 +179,12 @@ class Device:
     """torch.cuda of a device whose copies share a rate: `rate(at)` bytes a second, at seconds since it was made."""
 
     def __init__(self, rate: Callable[[float], float]) -> None:
-        self.rate, self.begin_s, self.current, self.copies = rate, time.monotonic(), Lane(), 0
-        self.cuda, self.Stream = self, Lane
+        self.rate, self.begin_s, self.copies = rate, time.monotonic(), 0
+        self.cuda, self.Stream, self.main = self, Lane, Lane()
+        self.current = self.main
+
+    def current_stream(self) -> Lane:
+        return self.main
 
     def now_s(self) -> float:
         return time.monotonic() - self.begin_s
@@ -288,10 +292,11 @@ def test_the_figures_of_a_profile(together: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_kernels_run_beside_copies_and_are_no_copies() -> None:
-    """They are launched as long as copies are, a few at a time."""
+    """They are launched as long as copies are, a few at a time, on the current stream: cuBLAS has its workspace there."""
     device, launched = Device(lambda at: 10e9), list[float]()
 
     def kernels() -> None:
+        assert device.current is device.main
         device.current.free_s = max(device.current.free_s, device.now_s()) + 0.01
         launched.append(device.now_s())
 
