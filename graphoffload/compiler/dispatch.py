@@ -24,6 +24,7 @@ from graphoffload.compiler.checkpoint_regions import in_blocks
 from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, in_slices, traced_only
 from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.meeting import least
+from graphoffload.compiler.model_share import share_of_its_model
 from graphoffload.compiler.optimizer_state import share_of_trained
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.pipeline import analyse
@@ -62,11 +63,14 @@ def may_join(graph: Graph) -> bool:
 
 
 def is_one_of_several(graph: Graph) -> bool:
-    """Whether other graphs are trained with this one, and have at least as much of the model: it runs downstream of one, or a
-    graph break ends it."""
+    """Whether other graphs are trained with this one, and have at least as much of the model: it runs downstream of one, a
+    graph break ends it, or the modules that it is in hold far more. The last is so for the first block of a model of which all
+    before the blocks is frozen."""
+    if share_of_trained(graph.inputs) >= _MOST:
+        return False
     fragment = graph.fragment  # model 0 is whatever Dynamo knows nothing of: what broke there says nothing about this graph
     part = graph.limits.downstream or fragment.place == "part" or (bool(fragment) and fragment.model != 0)
-    return part and share_of_trained(graph.inputs) < _MOST
+    return part or share_of_its_model(graph.inputs) < _MOST
 
 
 class Dispatched:

@@ -473,3 +473,19 @@ def test_variants_are_compiled_under_dynamos_lock(lazy: LazyStreams) -> None:
             step(model, batch())
     assert held
     assert all(held)
+
+
+def test_the_first_block_behind_a_frozen_embedding_is_no_model(lazy: LazyStreams) -> None:
+    """As under LoRA: nothing before it is trained, so it looks like a model, and a plan of its own would fill the device."""
+    before = set(GRAPHS)
+    model = compiled(fresh(Block(), Block(), Block()), PLENTY)
+    model.embedding.requires_grad_(False)
+    model.layers[0](torch.rand(2, 32, HIDDEN)).sum().backward()
+    (graph,) = (graph for number, graph in GRAPHS.items() if number not in before)
+    assert graph.is_variant
+    (expected,) = kept(model, [batch()])
+    for _ in range(3):
+        assert_equal(step(model, batch()), expected)
+    plan = plan_now()
+    assert plan is not None
+    assert len(plan.calls) == 3
