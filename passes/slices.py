@@ -26,6 +26,7 @@ def compute_in_slices(module: GraphModule, regions: Sequence[TokenRegion], slice
         given = [joined_of.get(whole, whole) for whole in region.whole]
         first, last = region.nodes[0], region.nodes[-1]
         size = -(-region.length // slices)
+        _clear(region)
         with graph.inserting_before(first):
             splits = {whole: graph.call_function(torch.split, (whole, size), {"dim": region.dim}) for whole in given}
             parts = {whole: _like(split, first) for whole, split in splits.items()}
@@ -38,6 +39,15 @@ def compute_in_slices(module: GraphModule, regions: Sequence[TokenRegion], slice
             graph.erase_node(node)
     module.recompile()
     return module
+
+
+def _clear(region: TokenRegion) -> None:
+    """Put what stands between a region's nodes before it: views of what was there already."""
+    inside, node, last = set(region.nodes), region.nodes[0], region.nodes[-1]
+    while node is not last:
+        node, here = node.next, node
+        if here not in inside:
+            region.nodes[0].prepend(here)
 
 
 def _slice(graph: Graph, region: TokenRegion, parts: Mapping[Node, Node], at: int) -> Node:

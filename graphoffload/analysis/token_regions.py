@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from graphoffload.analysis.token_functions import is_view, tokens_of
 from graphoffload.torch_internals.fake_tensors import FakeTensor
 
 _POINTWISE: set[Any] = {
@@ -31,7 +32,7 @@ _POINTWISE: set[Any] = {
 }  # fmt: skip
 _METHODS = {
     "float", "half", "bfloat16", "double", "sigmoid", "tanh", "relu", "exp", "abs", "square", "sqrt", "rsqrt", "neg",
-    "pow", "clamp", "mul", "add", "sub", "div",
+    "pow", "clamp", "mul", "add", "sub", "div", "clone",
 }  # fmt: skip
 _WIDER = 2.0
 """A region holds at least so many times the bytes of its inputs and its output."""
@@ -42,7 +43,8 @@ class TokenRegion:
     """Operations of a graph that compute each token by itself.
 
     Attributes:
-        nodes: in their order, nothing else between them; the last one is all that others read, and it is contiguous.
+        nodes: in their order, nothing else between them but views of what was there before the first one; the last one is all
+            that others read, and it is contiguous.
         whole: values from outside that hold all tokens, in the order of their first use. dim: the dimension of the tokens,
             counted from the last one, so the same for all of them. length: its size.
         inside_bytes: what the nodes but for the last one compute.
@@ -69,10 +71,13 @@ def regions_by_token(graph: Graph, slices: int) -> list[TokenRegion]:
 
 
 def _runs(graph: Graph) -> Iterator[list[Node]]:
-    """Operations on tokens that follow each other. Nothing between them can write to what they read."""
+    """Operations on tokens that follow each other. Nothing between them can write to what they read, and nothing reads it but
+    views of what was there before, such as a packed matrix in the shape that its product takes."""
     run: list[Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
+            continue
+        if is_view(node) and not any(given in run for given in node.all_input_nodes):
             continue
         if _by_token(node):
             run.append(node)
@@ -115,8 +120,7 @@ def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenReg
         return None
     length, whole = shape[dim], []
     for node in nodes:
-        parts = [_value(node)] if isinstance(_value(node), Tensor) else _value(node)
-        if any(part.dim() != len(shape) or part.shape[dim] != length for part in parts):
+        if any(part.dim() != len(shape) or part.shape[dim] != length for part in _made(node)):
             return None
         for given in _on_tokens(node):
             operand = _value(given)
@@ -149,6 +153,8 @@ def _by_token(node: Node) -> bool:
     parts = value if isinstance(value, tuple | list) else [value]
     if not parts or not all(_is_plain(part) for part in parts):
         return False
+    if tokens_of(node) is not None:
+        return all(_is_plain(_value(given)) for given in node.args[2:] if isinstance(given, Node))
     if not all(_is_plain(_value(given)) or isinstance(_value(given), tuple | list) for given in node.all_input_nodes):
         return False
     if node.op == "call_function" and node.target is F.dropout:
@@ -193,7 +199,16 @@ def _on_tokens(node: Node) -> list[Node]:
     """The operands whose tokens an operation computes on: all but the parameters of a linear."""
     if node.target is F.linear:
         return [_arguments(node, "input")["input"]]
-    return list(node.all_input_nodes)
+    packed = tokens_of(node)
+    return list(node.all_input_nodes) if packed is None else [packed]
+
+
+def _made(node: Node) -> Sequence[Any]:
+    """The values that an operation computes for the tokens; beside the product of packed weights, others may be returned."""
+    value = _value(node)
+    if isinstance(value, Tensor):
+        return [value]
+    return list(value) if tokens_of(node) is None else [value[0]]
 
 
 def _parameters(node: Node) -> list[Node]:
@@ -202,6 +217,9 @@ def _parameters(node: Node) -> list[Node]:
 
 
 def _widens(node: Node) -> bool:
+    packed = tokens_of(node)
+    if packed is not None:
+        return bool(_value(node)[0].shape[-1] > _value(packed).shape[-1])
     return node.target is F.linear and _value(node).shape[-1] > _value(_on_tokens(node)[0]).shape[-1]
 
 

@@ -1,4 +1,4 @@
-"""Operators: their overloads and schemas, registrations that are taken back, and one operator without a public name.
+"""Operators: their overloads and schemas, registrations that are taken back, and two without a public name.
 
 Seen in torch 2.11 to 2.15.
 """
@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._functorch.autograd_function import autograd_function_apply
 from torch._ops import OpOverload
 
-__all__ = ["OpOverload", "implemented", "is_undeclared_view", "packet_of", "schema_of", "zero_all"]
+__all__ = ["OpOverload", "autograd_function_apply", "implemented", "is_undeclared_view", "packet_of", "schema_of", "zero_all"]
 
 
 def schema_of(target: OpOverload) -> torch.FunctionSchema:
