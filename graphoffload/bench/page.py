@@ -196,38 +196,51 @@ def _has(row: dict[str, Any], *names: str) -> bool:
     return all(row.get(name) is not None for name in names)
 
 
-_METHODS = {"keep": "keep-all", "checkpoint": "full checkpointing", "auto": "**graphoffload**"}
+_METHODS = {
+    "keep": "keep-all", "checkpoint": "full checkpointing", "auto": "**graphoffload**",
+    "per-block/auto": "**graphoffload**, blocks", "hf-checkpoint-offload": "checkpoints, inputs on the host",
+    "tiled/hf-checkpoint-offload": "the same, MLPs tiled by hand",
+}  # fmt: skip
 
 
 def longest(source: Source, *subjects: str) -> list[str]:
-    """For each method the longest sequence that trained in any run, and the shortest longer one that did not."""
+    """For each method the longest sequence that trained in any run, and the shortest longer one that did not; and how fast it
+    is at the longest of other methods, where that was measured."""
     lines = []
     for subject in subjects:
         tried = [(row, result) for result in source.results if result.subject == subject for row in result.rows]
         if not tried:
             raise ConfigError(f"no result file has a longest row of {subject}")
         found, name = [], subject.removeprefix("longest-")
-        for method in {row["method"] for row, _ in tried}:
-            own = [(row, result) for row, result in tried if row["method"] == method]
-            trained = [row for row in own if row[0]["tokens_per_s"]]
-            if not trained:
-                (failed, result), *_ = own
-                nothing = [name, _METHODS.get(method, method), "0", *["-"] * 4]
-                found.append([*nothing, f"{failed['tokens']:,}: {failed['why']}", source.link(result)])
+        trained = [(row, result) for row, result in tried if row["tokens_per_s"]]
+        tops = {row["method"]: row["tokens"] for row, _ in sorted(trained, key=lambda row: row[0]["tokens"])}
+        for row, result in trained:
+            if row["tokens"] not in tops.values():
                 continue
-            best, result = max(trained, key=lambda row: row[0]["tokens"])
-            beyond = min((row for row, _ in own if not row["tokens_per_s"] and row["tokens"] > best["tokens"]),
-                         key=lambda row: row["tokens"], default=None)  # fmt: skip
+            missed = [other for other, _ in tried if other["method"] == row["method"] and not other["tokens_per_s"]]
+            beyond = min((other for other in missed if other["tokens"] > row["tokens"]),
+                         key=lambda other: other["tokens"], default=None)  # fmt: skip
+            longer = f"{beyond['tokens']:,}: {_briefly(beyond['why'])}" if beyond else "not tried"
             found.append([
-                name, _METHODS.get(method, method), f"{best['tokens']:,}", f"{best['tokens_per_s']:,.0f}",
-                f"{best['step_ms'] / 1e3:.1f}", f"{best['steps']}", f"{(best['peak_bytes'] or 0) / 1e9:.1f}",
-                f"{beyond['tokens']:,}: {beyond['why']}" if beyond else "not tried", source.link(result),
+                name, _METHODS.get(row["method"], row["method"]), f"{row['tokens']:,}", f"{row['tokens_per_s']:,.0f}",
+                f"{row['step_ms'] / 1e3:.1f}", f"{row['steps']}", f"{(row['peak_bytes'] or 0) / 1e9:.1f}",
+                longer if row["tokens"] == tops[row["method"]] else "longer ones do", source.link(result),
             ])  # fmt: skip
+        for row, result in tried:
+            if row["method"] not in tops:
+                tops[row["method"]] = 0
+                nothing = [name, _METHODS.get(row["method"], row["method"]), "0", *["-"] * 4]
+                found.append([*nothing, f"{row['tokens']:,}: {_briefly(row['why'])}", source.link(result)])
         for who, tokens in catalogue.PUBLISHED_LENGTHS.get(subject, {}).items():
             found.append([name, f"published: {who}", f"{tokens:,}", *["-"] * 5, catalogue.LENGTHS_FROM])
         lines += sorted(found, key=lambda cells: int(cells[2].replace(",", "")))
     header = ("model", "method", "tokens", "tokens/s", "step s", "steps", "peak GB", "does not train", "file")
     return _table(header, lines, left=2)
+
+
+def _briefly(why: str) -> str:
+    """A reason without what torch says of its pools."""
+    return "out of memory" if "CUDA out of memory" in why else why
 
 
 def op_cost(source: Source, *subjects: str) -> list[str]:

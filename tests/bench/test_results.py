@@ -35,9 +35,10 @@ def test_page_is_what_its_files_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "page", str(PAGE), "--check"]) == 0, capsys.readouterr().out
 
 
-def test_published_tables_are_what_their_files_say(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("page", ["published.md", "longest.md"])
+def test_other_tables_are_what_their_files_say(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """To accept new result files: python -m graphoffload bench page docs/published.md"""
-    assert main(["bench", "page", str(PAGE.parent / "published.md"), "--check"]) == 0, capsys.readouterr().out
+    assert main(["bench", "page", str(PAGE.parent / page), "--check"]) == 0, capsys.readouterr().out
 
 
 def test_readme_is_what_the_files_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,6 +209,18 @@ def test_views_of_models_sequences_and_ops(tmp_path: Path) -> None:
     assert page.longest(source, "longest-x")[-1] == (
         "| x | **graphoffload** | 4,096 | 10 | 2.0 | 1 | 1.0 | 8,192: out of memory | [abc1234](results/a/x.json) |"
     )
+    slower = {**tried, "method": "checkpoint", "tokens": 2048, "tokens_per_s": 5.0}
+    failed = {**missed, "method": "checkpoint", "tokens": 4096, "why": "OutOfMemoryError: CUDA out of memory. Tried 8 GiB"}
+    at_its_longest = {**tried, "tokens": 2048, "tokens_per_s": 12.0}
+    never = {**missed, "method": "keep", "why": "OutOfMemoryError: CUDA out of memory."}
+    more = replace(results[1], rows=(tried, slower, at_its_longest, failed, {**tried, "tokens": 1024}, never))
+    lines = page.longest(page.Source([more], tmp_path, tmp_path), "longest-x")[2:]
+    assert [line.split(" | ")[1:4] + line.split(" | ")[-2:-1] for line in lines] == [
+        ["keep-all", "0", "-", "8,192: out of memory"],
+        ["full checkpointing", "2,048", "5", "4,096: out of memory"],
+        ["**graphoffload**", "2,048", "12", "longer ones do"],
+        ["**graphoffload**", "4,096", "10", "not tried"],
+    ], "ours is in the table at the longest of the other one too"
     assert page.op_cost(source, "ops")[-1] == "| loop | 12.3 | - | - | - | - | - | [abc1234, copied](o.json) |"
     assert page.pick(source, "small@over:2*")[-1].startswith("| small | `over:2GB` | 2.000 |")
     assert page.figure(source, "small", "a.png", "A", "title")[0] == "![step time against peak memory: A title](a.png)"
