@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphoffload
 from graphoffload.bench.measure import recorded_peak_bytes
+from graphoffload.compiler import compile_variant
 from graphoffload.compiler import trial as trials
 from graphoffload.errors import BudgetError
 from graphoffload.hardware.profile import PROFILES
@@ -316,3 +317,30 @@ def test_a_sum_over_distant_gradients_does_not_run_early(model: type[nn.Module],
         measured, program, timeline = peaks(model(), torch.randn(8, 64, WIDTH), {"policy": "offload"}, monkeypatch)
     predicted = timeline.peak_bytes - program.static_bytes
     assert 0.98 * measured <= predicted <= 1.2 * measured, (predicted, measured)
+
+
+class OneMlp(nn.Module):
+    """A gated MLP in a residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.RMSNorm(256), nn.Linear(1024, 256, bias=False)
+        self.gate, self.up = (nn.Linear(256, 1024, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return (x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))).square().mean()
+
+
+def test_a_product_that_is_added_runs_where_the_sum_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices, each slice's gradient of a weight is added to that of those before. What only such a product reads is stored
+    where the sum is: after a reload that the graph has between the two."""
+    monkeypatch.setattr(compile_variant, "LEAST_SLICED", 1)
+    torch.manual_seed(0)
+    x = torch.randn(1, 4096, 256, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    measured, program, timeline = peaks(OneMlp(), x, {"device_budget": 41_830_387}, monkeypatch)  # 0.6 of keep-all's peak
+    plan = graphoffload.last_plans()[-1]
+    assert plan.transfers
+    assert "slices of the tokens" in plan.summary
+    assert timeline.peak_bytes - program.static_bytes == pytest.approx(measured, rel=0.005)

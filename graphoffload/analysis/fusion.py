@@ -113,7 +113,7 @@ class Fusion:
     Attributes:
         real: storages that exist in memory.
         sources: storage that does not exist -> the existing storages that it is computed from.
-        added: sum -> the matrix product in the same kernel. The product's own result does not exist.
+        added: sum -> the matrix product in the same kernel. The product's own result does not exist. sums: the other way round.
         order: the nodes in the order in which they run. The nodes of a kernel are adjacent. A node that belongs to no kernel is
             near its place in the graph.
         spans: node -> first and last index in `order` of its kernel. Nodes without a kernel are absent.
@@ -128,6 +128,7 @@ class Fusion:
     real: set[int] = field(default_factory=set)
     sources: dict[int, frozenset[int]] = field(default_factory=dict)
     added: dict[Node, Node] = field(default_factory=dict)
+    sums: dict[Node, Node] = field(default_factory=dict)
     order: list[Node] = field(default_factory=list)
     spans: dict[Node, tuple[int, int]] = field(default_factory=dict)
     readers: dict[int, list[Node]] = field(default_factory=dict)
@@ -165,13 +166,13 @@ def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) ->
     fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, unfused_bytes=unfused_bytes, fuses=fuses)
     fusion.added = _added_to_products(graph, fusion.kinds)
     fusion.kinds.update(dict.fromkeys(fusion.added, "kernel"))
-    products = set(fusion.added.values())
+    fusion.sums = {product: added for added, product in fusion.added.items()}
     for node in graph.nodes:
         value = fake(node)
         if value is None or storage_id(value) in fusion.real or storage_id(value) in fusion.sources:
             continue
         sources = fusion.read_by(node)
-        if node in products:
+        if node in fusion.sums:
             fusion.sources[storage_id(value)] = sources
         elif fusion.kinds[node] != "fused" or _exists(node, sources, fusion.kinds):
             fusion.real.add(storage_id(value))
@@ -349,15 +350,16 @@ def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[
     """The earliest turn of an operation's kernel. An operation's own turn is twice its place in the graph, plus one.
 
     A pointwise value is stored right before its first reader that cannot compute the value itself. It is stored at its own turn
-    if it reads too many tensors, or if it has several readers of which one cannot compute it.
+    if it reads too many tensors, or if it has several readers of which one cannot compute it. A product that runs in the kernel
+    of a sum runs where the sum is.
     """
-    own, value = 2 * places[node] + 1, fake(node)
+    own, value = 2 * places[fusion.sums.get(node, node)] + 1, fake(node)
     if fusion.kinds[node] != "fused" or value is None or _axis(node) is not None or len(reads) > most_reads(value.device.type):
         return own
     turns: list[int] = []
     for member in with_views(node):
         asking = [user for user in member.users if user.op == "output" or fusion.kinds[user] == "kernel"]
-        turns += [2 * places[user] for user in asking]
+        turns += [2 * places[fusion.sums.get(user, user)] for user in asking]
         if len(member.users) > 1 and any(user.op == "output" or len(reads) > 1 for user in asking):
             turns.append(2 * places[member] + 1)
     return min(turns, default=own)
