@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from analysis.test_token_regions import TOKENS, WIDE, WIDTH, found
 from torch import Tensor, nn
 
+from graphoffload.analysis.token_functions import tokens_of
+
 
 def product(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     ctx.save_for_backward(codes, scale)
@@ -143,25 +145,25 @@ def test_four_bits_of_bitsandbytes() -> None:
 
 def test_the_form_of_torch_2_11() -> None:
     """There forward returns a matrix beside the product, and backward takes a gradient of it that it does not read."""
-    from graphoffload.analysis import token_functions
-
     seen: list[Any] = []
 
     def backend(gm: Any, _: Any) -> Any:
         for node in gm.graph.nodes:
-            if token_functions.tokens_of(node) is None:
+            if tokens_of(node) is None:
                 continue
             forward, backward = (getattr(gm, given.target) for given in node.args[:2])
             end = next(iter(forward.graph.find_nodes(op="output")))
-            (product,), saved = end.args[0]
-            end.args = (((product, saved[0]), saved),)
-            first = next(iter(backward.graph.find_nodes(op="placeholder")))
-            with backward.graph.inserting_after(first):
-                unread = backward.graph.placeholder("unused_0")
-            seen.append(token_functions.tokens_of(node))
-            with backward.graph.inserting_after(unread):
-                unread.append(backward.graph.call_function(torch.neg, (unread,)))
-            seen.append(token_functions.tokens_of(node))
+            outputs, saved = end.args[0]
+            takes = backward.graph.find_nodes(op="placeholder")
+            if len(outputs) == 1:
+                end.args = (((*outputs, saved[0]), saved),)
+                with backward.graph.inserting_after(takes[0]):
+                    backward.graph.placeholder("unused_0")
+            seen.append(tokens_of(node))
+            unread = backward.graph.find_nodes(op="placeholder")[1]
+            with backward.graph.inserting_after(backward.graph.find_nodes(op="placeholder")[-1]):
+                backward.graph.call_function(torch.neg, (unread,))
+            seen.append(tokens_of(node))
         return gm.forward
 
     torch._dynamo.reset()

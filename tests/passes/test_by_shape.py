@@ -138,8 +138,7 @@ class Convolved(nn.Module):
         return rows.cos().sum() + self.second(y).square().sum()
 
 
-@pytest.mark.parametrize("kind", [Normed, Convolved])
-@pytest.mark.parametrize("policy", ["offload", "recompute"])
+@pytest.mark.parametrize(("kind", "policy"), [(Normed, "offload"), (Convolved, "recompute")])
 def test_gradients_under_inductor(kind: Any, policy: Any) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2, 8, 8, 8) * torch.tensor([1.0, 3.0])[:, None, None, None]
