@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 def share_of_its_model(inputs: Iterable[Any]) -> float:
@@ -25,9 +26,9 @@ def share_of_its_model(inputs: Iterable[Any]) -> float:
     own = {id(value) for value in inputs if isinstance(value, nn.Parameter) and value.requires_grad}
     trained: dict[int, int] = {}
     for module in _outermost() if own else ():
-        held = {id(parameter): parameter.numel() for parameter in module.parameters() if parameter.requires_grad}
+        held = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
         if not own.isdisjoint(held):
-            trained |= held
+            trained |= {key: 0 if is_lazy(parameter) else parameter.numel() for key, parameter in held.items()}
     total = sum(trained.values())
     return sum(count for key, count in trained.items() if key in own) / total if total else 1.0
 

@@ -41,3 +41,11 @@ def test_parameters_of_two_models() -> None:
     assert share_of_its_model([*model.parameters(), *other.parameters()]) == 1
     other.layers[0] = model.layers[0]
     assert share_of_its_model(model.layers[0].parameters()) == pytest.approx(64 / (2 * 80 + 7 * 64))
+
+
+def test_parameters_without_a_shape() -> None:
+    """Those of a lazy module, in the same model or elsewhere, are none yet."""
+    model, elsewhere = Model(), nn.LazyLinear(3)
+    model.head = nn.LazyLinear(3)
+    assert share_of_its_model(model.layers[0].parameters()) == pytest.approx(64 / (80 + 4 * 64))
+    assert elsewhere.weight is not None
