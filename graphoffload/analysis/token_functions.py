@@ -45,6 +45,28 @@ def is_view(node: Node) -> bool:
     return node.op == "call_method" and node.target in _VIEWS
 
 
+def is_linear(node: Node) -> bool:
+    """Whether a linear is of one matrix and one vector for all tokens."""
+    given = arguments(node, "input", "weight", "bias")
+    matrix, bias = value_of(given.get("weight")), value_of(given.get("bias"))
+    return isinstance(matrix, Tensor) and matrix.dim() == 2 and (bias is None or bias.dim() == 1)
+
+
+def casts(node: Node) -> bool:
+    """Whether a `to` is given a dtype alone."""
+    return all(isinstance(given, torch.dtype) for given in (*node.args[1:], *node.kwargs.values()))
+
+
+def arguments(node: Node, *names: str) -> dict[str, Any]:
+    """What an operation is given, by its parameters' names."""
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def value_of(node: Any) -> Any:
+    """The value that Dynamo left on a node; None for what is none."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
 def _is_linear_of(at: int, operands: int, forward: GraphModule, backward: GraphModule) -> bool:
     """Whether forward and backward compute on the tokens of one operand, and on nothing else that has tokens."""
     given = _placeholders(forward, operands)
@@ -53,7 +75,7 @@ def _is_linear_of(at: int, operands: int, forward: GraphModule, backward: GraphM
         return False
     tokens = _followed(forward, {given[at]})
     outputs, saved = (_sequence(part) for part in returned)
-    if tokens is None or outputs[0] not in tokens or tokens.intersection(outputs[1:]):
+    if tokens is None or not outputs or outputs[0] not in tokens or tokens.intersection(outputs[1:]):
         return False
     taken = _placeholders(backward, len(outputs) + len(saved))
     if not taken or any(node.users for node in taken[1 : len(outputs)]):
@@ -80,12 +102,14 @@ def _followed(body: GraphModule, tokens: set[Node]) -> set[Node] | None:
 
 def _by_token(node: Node, tokens: set[Node]) -> bool:
     """Whether an operation is a cast of tokens, or a product of them and one matrix."""
-    if node.args[0] not in tokens or any(given in tokens for given in node.all_input_nodes if given is not node.args[0]):
+    if not node.args or tokens != {node.args[0]}:
         return False
     if node.op == "call_method":
-        return node.target == "to" and all(isinstance(given, torch.dtype) for given in (*node.args[1:], *node.kwargs.values()))
-    if node.target is F.linear or node.target is torch.matmul:
-        matrix = node.args[1].meta.get("example_value") if isinstance(node.args[1], Node) else None
+        return node.target == "to" and casts(node)
+    if node.target is F.linear:
+        return is_linear(node)
+    if node.target is torch.matmul:
+        matrix = value_of(arguments(node, "input", "other").get("other"))
         return isinstance(matrix, Tensor) and matrix.dim() == 2
     return isinstance(node.target, OpOverload) and schema_of(node.target).name in _PACKED
 

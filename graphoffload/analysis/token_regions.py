@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphoffload.analysis.token_functions import is_view, tokens_of
+from graphoffload.analysis.token_functions import arguments, casts, is_linear, is_view, tokens_of, value_of
 from graphoffload.torch_internals.fake_tensors import FakeTensor
 
 _POINTWISE: set[Any] = {
@@ -89,11 +89,11 @@ def _runs(graph: Graph) -> Iterator[list[Node]]:
 def _region(run: Sequence[Node], first: int, slices: int) -> TokenRegion | None:
     """The shortest region that begins here and ends in one value that is no wider than what it is given."""
     inside: set[Node] = set()
-    width = _value(_on_tokens(run[first])[0]).shape[-1]
+    width = value_of(_on_tokens(run[first])[0]).shape[-1]
     for last in range(first, len(run)):
         node = run[last]
         inside.add(node)
-        if not _may_end(_value(node), width):
+        if not _may_end(value_of(node), width):
             continue
         if any(not inside.issuperset(other.users) for other in inside - {node}):
             continue
@@ -114,7 +114,7 @@ def _may_end(value: Any, width: int) -> bool:
 
 def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenRegion | None:
     """A region of these nodes; None where something has other tokens."""
-    shape = _value(nodes[-1]).shape
+    shape = value_of(nodes[-1]).shape
     dim = _dimension(shape, slices)
     if dim is None:
         return None
@@ -123,7 +123,7 @@ def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenReg
         if any(part.dim() != len(shape) or part.shape[dim] != length for part in _made(node)):
             return None
         for given in _on_tokens(node):
-            operand = _value(given)
+            operand = value_of(given)
             if given in inside or given in whole:
                 continue
             if not isinstance(operand, Tensor):
@@ -135,7 +135,7 @@ def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenReg
             whole.append(given)
     if any(given in inside or given in whole for node in nodes for given in _parameters(node)):
         return None
-    held = sum(_nbytes(node) for node in nodes[:-1] if isinstance(_value(node), Tensor))
+    held = sum(_nbytes(node) for node in nodes[:-1] if isinstance(value_of(node), Tensor))
     return TokenRegion(nodes, tuple(whole), dim, length, held)
 
 
@@ -149,13 +149,13 @@ def _dimension(shape: Sequence[int], slices: int) -> int | None:
 
 def _by_token(node: Node) -> bool:
     """Whether an operation computes each token from that token, writes to nothing and draws no random number."""
-    value = _value(node)
+    value = value_of(node)
     parts = value if isinstance(value, tuple | list) else [value]
     if not parts or not all(_is_plain(part) for part in parts):
         return False
     if tokens_of(node) is not None:
-        return all(_is_plain(_value(given)) for given in node.args[2:] if isinstance(given, Node))
-    if not all(_is_plain(_value(given)) or isinstance(_value(given), tuple | list) for given in node.all_input_nodes):
+        return all(_is_plain(value_of(given)) for given in node.args[2:] if isinstance(given, Node))
+    if not all(_is_plain(value_of(given)) or isinstance(value_of(given), tuple | list) for given in node.all_input_nodes):
         return False
     if node.op == "call_function" and node.target is F.dropout:
         return _is_idle_dropout(node)
@@ -164,48 +164,37 @@ def _by_token(node: Node) -> bool:
     if node.kwargs.get("inplace") or "out" in node.kwargs:
         return False
     if node.op == "call_method":
-        return node.target in _METHODS or (node.target == "to" and _casts(node)) or (node.target == "chunk" and _of_last(node))
+        return node.target in _METHODS or (node.target == "to" and casts(node)) or (node.target == "chunk" and _of_last(node))
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        return isinstance(_value(node.args[0]), tuple | list) and isinstance(node.args[1], int)  # of chunks
+        return isinstance(value_of(node.args[0]), tuple | list) and isinstance(node.args[1], int)  # of chunks
     if node.target is torch.chunk:
         return _of_last(node)
-    return _is_linear(node) if node.target is F.linear else node.target in _POINTWISE
-
-
-def _is_linear(node: Node) -> bool:
-    """Of one matrix and one vector for all tokens."""
-    given = _arguments(node, "input", "weight", "bias")
-    bias = _value(given.get("bias"))
-    return _value(given["weight"]).dim() == 2 and (bias is None or bias.dim() == 1)
-
-
-def _casts(node: Node) -> bool:
-    return all(isinstance(given, torch.dtype) for given in (*node.args[1:], *node.kwargs.values()))
+    return is_linear(node) if node.target is F.linear else node.target in _POINTWISE
 
 
 def _of_last(node: Node) -> bool:
-    given = _arguments(node, "input", "chunks", "dim")
-    return given.get("dim", 0) in (-1, _value(given["input"]).dim() - 1)
+    given = arguments(node, "input", "chunks", "dim")
+    return given.get("dim", 0) in (-1, value_of(given["input"]).dim() - 1)
 
 
 def _is_idle_dropout(node: Node) -> bool:
-    given = _arguments(node, "input", "p", "training", "inplace")
+    given = arguments(node, "input", "p", "training", "inplace")
     return (given.get("p", 0.5) == 0 or given.get("training", True) is False) and not given.get("inplace")
 
 
 def _on_tokens(node: Node) -> list[Node]:
     """The operands whose tokens an operation computes on: all but the parameters of a linear."""
     if node.target is F.linear:
-        return [_arguments(node, "input")["input"]]
+        return [arguments(node, "input")["input"]]
     packed = tokens_of(node)
     return list(node.all_input_nodes) if packed is None else [packed]
 
 
 def _made(node: Node) -> Sequence[Any]:
     """The values that an operation computes for the tokens; beside the product of packed weights, others may be returned."""
-    value = _value(node)
+    value = value_of(node)
     if isinstance(value, Tensor):
         return [value]
     return list(value) if tokens_of(node) is None else [value[0]]
@@ -219,17 +208,8 @@ def _parameters(node: Node) -> list[Node]:
 def _widens(node: Node) -> bool:
     packed = tokens_of(node)
     if packed is not None:
-        return bool(_value(node)[0].shape[-1] > _value(packed).shape[-1])
-    return node.target is F.linear and _value(node).shape[-1] > _value(_on_tokens(node)[0]).shape[-1]
-
-
-def _arguments(node: Node, *names: str) -> dict[str, Any]:
-    """What an operation is given, by its parameters' names."""
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, Node) else None
+        return bool(value_of(node)[0].shape[-1] > value_of(packed).shape[-1])
+    return node.target is F.linear and value_of(node).shape[-1] > value_of(_on_tokens(node)[0]).shape[-1]
 
 
 def _is_plain(value: Any) -> bool:
@@ -239,6 +219,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _nbytes(node: Node) -> int:
-    value = _value(node)
+    value = value_of(node)
     return int(math.prod(value.shape) * value.element_size())
 

@@ -74,6 +74,23 @@ class Noisy(Packed):
         return product(ctx, x, codes, scale * torch.rand_like(scale))
 
 
+class Stacked(Packed):
+    """Tokens in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        return product(ctx, torch.cat([x, x], dim=1)[:, : x.shape[1]], codes, scale)
+
+
+class Named(Packed):
+    """Everything by name, which is not looked into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scale)
+        return F.linear(input=x, weight=codes.to(x.dtype) * scale)
+
+
 class Linear(nn.Module):
     def __init__(self, function: Any, inward: int, outward: int, trained: bool = False) -> None:
         super().__init__()
@@ -113,7 +130,7 @@ def test_packed_linears_are_in_slices(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("function", [Normed, Centred, Noisy])
+@pytest.mark.parametrize("function", [Normed, Centred, Noisy, Stacked, Named])
 def test_functions_that_look_at_all_tokens_are_not(function: Any) -> None:
     torch.manual_seed(0)
     regions, whole, sliced = found(Gated(function), torch.randn(2, TOKENS, WIDTH))
