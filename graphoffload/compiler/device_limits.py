@@ -26,6 +26,7 @@ _MARGIN_BYTES = 512 * 2**20
 _MARGIN_SHARE = 0.02
 _MARGIN_OF_RESERVE = 1 / 16
 _MARGIN_OF_PIECES = {False: 1 / 32, True: 1 / 64}
+_PIECES_BY_PAGES = 768 * 2**20  # 40 blocks that each keep one small tensor, which a page of 20 MiB is held for
 _HOST_SHARE = 0.8
 _ROOMY = 0.9  # of the memory: what needs no more has no trouble with memory in pieces
 
@@ -81,11 +82,18 @@ def device_budget_now(device: torch.device, reserve_bytes: int = 0, *, of_a_step
 
     of_a_step: what eager code allocates between the graphs is in the plan as well. The large blocks of a loss must fit in one
     piece each, and what activations leave is in pieces, so more is left free; less if torch maps its memory page by page.
+    Pages are as large on a small device, and a step has as many kept tensors there, so its share is not smaller than in pieces.
     """
     free, total = torch.cuda.mem_get_info(device)
     most = int(total * allocator.allowed_share(device))
-    pieces = int(most * _MARGIN_OF_PIECES[allocator.maps_by_pages()]) if of_a_step else 0
+    pieces = _for_pieces(most) if of_a_step else 0
     return int(min(free + torch.cuda.memory_reserved(device), most) - _margin(most, reserve_bytes) - pieces)
+
+
+def _for_pieces(most: int) -> int:
+    by_pages = allocator.maps_by_pages()
+    share = int(most * _MARGIN_OF_PIECES[by_pages])
+    return max(share, min(_PIECES_BY_PAGES, int(most * _MARGIN_OF_PIECES[False]))) if by_pages else share
 
 
 def map_by_pages_if_tight(device: torch.device, keep_all_bytes: int, budget_bytes: int | None, *, of_a_step: bool) -> bool:

@@ -435,3 +435,16 @@ def test_a_process_that_may_allocate_a_part(
     """What torch.cuda.set_per_process_memory_fraction leaves is all there is, less 2 % of it."""
     monkeypatch.setattr(limits.allocator, "allowed_share", lambda _: share)
     assert limits.device_budget_now(torch.device("cuda")) == budget
+
+
+@pytest.mark.parametrize(
+    ("share", "by_pages", "budget"),
+    [(1.0, False, 98 * GIB - 100 * GIB // 32), (1.0, True, 98 * GIB - 100 * GIB // 64), (0.25, True, 24.5 * GIB - 0.75 * GIB)],
+)
+def test_a_step_leaves_room_for_memory_in_pieces(
+    gpu: FakeTensorMode, monkeypatch: pytest.MonkeyPatch, share: float, by_pages: bool, budget: int
+) -> None:
+    """A 32nd, or a 64th where memory is mapped by pages of 20 MiB; as many pages on a small device as on a large one."""
+    monkeypatch.setattr(limits.allocator, "allowed_share", lambda _: share)
+    monkeypatch.setattr(limits.allocator, "maps_by_pages", lambda: by_pages)
+    assert limits.device_budget_now(torch.device("cuda"), of_a_step=True) == budget
