@@ -180,11 +180,11 @@ def attempt(method: str, tokens: int, given: argparse.Namespace) -> Tried:
         variant = parse(variant_of(method, device, given))
         session = measure.Session(workload, apply(variant, workload, Eligible()))
         for _ in range(STEPS_TO_PLAN if variant.per_block and variant.ours else 1):
-            session.step()  # compiles; what does not fit fails here
+            _said(session.step())  # compiles; what does not fit fails here
         warm = time.perf_counter()
-        samples = [session.step()]
+        samples = [_said(session.step())]
         while len(samples) <= given.steps and time.perf_counter() - warm < given.attempt_s:
-            samples.append(session.step())
+            samples.append(_said(session.step()))
         samples = samples[1:] or samples  # the first warms up, unless one step takes all the time
         step_ms = statistics.median(sample.step_ms for sample in samples)
         peaks = [sample.static_bytes + sample.peak_bytes for sample in samples if sample.static_bytes and sample.peak_bytes]
@@ -200,6 +200,14 @@ def attempt(method: str, tokens: int, given: argparse.Namespace) -> Tried:
         if session is not None:
             session.close()
         measure.tidy()
+
+
+def _said(sample: measure.Sample) -> measure.Sample:
+    """Print a step that took a second or more: it is all that shows for minutes, and that is known of a search cut off."""
+    if sample.step_ms >= 1e3:
+        peak = (sample.static_bytes or 0) + (sample.peak_bytes or 0)
+        print(f"    a step of {sample.step_ms / 1e3:.1f} s" + (f", peak {peak / 1e9:.1f} GB" if peak else ""), flush=True)
+    return sample
 
 
 def hold_to(gib: float | None) -> None:
