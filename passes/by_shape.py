@@ -104,7 +104,7 @@ def _is_whole(result: Tensor, value: Tensor) -> bool:
     numbers = (*result.shape, *result.stride(), result.storage_offset(), *value.shape)
     if not all(type(number) is int for number in numbers):
         return False
-    return result.storage_offset() == 0 and result.numel() == value.numel() and result.is_contiguous()
+    return bool(result.storage_offset() == 0 and result.numel() == value.numel() and result.is_contiguous())
 
 
 def _made(joint: GraphModule, like: Node, target: OpOverload, source: Node, *args: Any) -> Node:
