@@ -102,7 +102,7 @@ def _followed(body: GraphModule, tokens: set[Node]) -> set[Node] | None:
 
 def _by_token(node: Node, tokens: set[Node]) -> bool:
     """Whether an operation is a cast of tokens, or a product of them and one matrix."""
-    if not node.args or tokens != {node.args[0]}:
+    if not node.args or tokens != {node.args[0]} or "out" in node.kwargs:
         return False
     if node.op == "call_method":
         return node.target == "to" and casts(node)
@@ -116,6 +116,8 @@ def _by_token(node: Node, tokens: set[Node]) -> bool:
 
 def _is_pure(node: Node) -> bool:
     """Whether an operation without tokens always gives the same and writes to nothing. One without a result switches a mode."""
+    if "out" in node.kwargs:
+        return False
     if not node.all_input_nodes:
         return not node.users
     if node.op == "call_method":

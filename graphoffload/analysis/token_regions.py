@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from graphoffload.analysis.token_functions import arguments, casts, is_linear, is_view, tokens_of, value_of
 from graphoffload.torch_internals.fake_tensors import FakeTensor
@@ -34,6 +34,12 @@ _METHODS = {
     "float", "half", "bfloat16", "double", "sigmoid", "tanh", "relu", "exp", "abs", "square", "sqrt", "rsqrt", "neg",
     "pow", "clamp", "mul", "add", "sub", "div", "clone",
 }  # fmt: skip
+_STALE = {
+    "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_",
+}  # fmt: skip
+"""They give a tensor another shape in place, and so what Dynamo left of its value: what that says was not so before."""
+_MODES = {"_enter_inference_mode"}
+"""Splitting tokens makes views, which are not traced in such a mode."""
 _WIDER = 2.0
 """A region holds at least so many times the bytes of its inputs and its output."""
 
@@ -60,14 +66,30 @@ class TokenRegion:
 def regions_by_token(graph: Graph, slices: int) -> list[TokenRegion]:
     """The regions of a graph that may be computed in so many slices, in their order; no node is in two."""
     found: list[TokenRegion] = []
+    if any(_misleads(node) for body in _bodies(graph) for node in body.nodes):
+        return found
     for run in _runs(graph):
-        first = 0
+        first, places = 0, {node: at for at, node in enumerate(run)}
         while first < len(run):
-            region = _region(run, first, slices) if _widens(run[first]) else None
+            region = _region(run, first, slices, places) if _widens(run[first]) else None
             if region is not None:
                 found.append(region)
             first += len(region.nodes) if region is not None else 1
     return found
+
+
+def _bodies(graph: Graph) -> Iterator[Graph]:
+    """A graph and those that its operations run."""
+    yield graph
+    owner = graph.owning_module
+    modules = owner.modules() if owner is not None else ()
+    yield from (body.graph for body in modules if isinstance(body, GraphModule) and body is not owner)
+
+
+def _misleads(node: Node) -> bool:
+    """Whether values of the graph, or what can be computed there, are not what they seem."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and (name in _STALE or name in _MODES)
 
 
 def _runs(graph: Graph) -> Iterator[list[Node]]:
@@ -86,24 +108,27 @@ def _runs(graph: Graph) -> Iterator[list[Node]]:
             run = []
 
 
-def _region(run: Sequence[Node], first: int, slices: int) -> TokenRegion | None:
-    """The shortest region that begins here and ends in one value that is no wider than what it is given."""
+def _region(run: Sequence[Node], first: int, slices: int, places: Mapping[Node, int]) -> TokenRegion | None:
+    """The shortest region that begins here and ends in one value that is no wider than what it is given. places: in `run`."""
     inside: set[Node] = set()
+    waiting: set[Node] = set()  # what operations further on read
     width = value_of(_on_tokens(run[first])[0]).shape[-1]
     for last in range(first, len(run)):
         node = run[last]
+        if not node.users:
+            return None  # nothing that others read comes of it
         inside.add(node)
-        if not _may_end(value_of(node), width):
-            continue
-        if any(not inside.issuperset(other.users) for other in inside - {node}):
-            continue
-        nodes = tuple(run[first : last + 1])
-        region = _sliced(nodes, inside, slices)
-        if region is None:
+        waiting = {other for other in waiting if not inside.issuperset(other.users)} | {node}
+        if waiting == {node} and _may_end(value_of(node), width):
+            nodes = tuple(run[first : last + 1])
+            region = _sliced(nodes, inside, slices)
+            if region is None:
+                return None
+            ends = _nbytes(node) + sum(map(_nbytes, region.whole))
+            if region.inside_bytes >= _WIDER * ends:
+                return region
+        if any(user not in places for user in node.users):
             return None
-        ends = _nbytes(node) + sum(map(_nbytes, region.whole))
-        if region.inside_bytes >= _WIDER * ends:
-            return region
     return None
 
 
@@ -140,11 +165,15 @@ def _sliced(nodes: tuple[Node, ...], inside: set[Node], slices: int) -> TokenReg
 
 
 def _dimension(shape: Sequence[int], slices: int) -> int | None:
-    """The dimension to slice, counted from the last: the first one that slices divide, else the longest."""
+    """The dimension to slice, counted from the last: the first one that slices divide, else the longest.
+
+    Slices but for the last one are of two tokens and more. A single one goes with any number of others, so that a mistake here
+    would be no error but a wrong result.
+    """
     before = shape[:-1]
-    even = [at for at, size in enumerate(before) if size % slices == 0 and size]
+    even = [at for at, size in enumerate(before) if size % slices == 0 and size > slices]
     at = even[0] if even else max(range(len(before)), key=lambda at: before[at])
-    return at - len(shape) if before[at] >= slices else None
+    return at - len(shape) if before[at] > slices else None
 
 
 def _by_token(node: Node) -> bool:
@@ -168,10 +197,19 @@ def _by_token(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        return isinstance(value_of(node.args[0]), tuple | list) and isinstance(node.args[1], int)  # of chunks
+        return _is_part(node)
     if node.target is torch.chunk:
         return _of_last(node)
     return is_linear(node) if node.target is F.linear else node.target in _POINTWISE
+
+
+def _is_part(node: Node) -> bool:
+    """Whether it is one of several chunks, or the product of packed weights: what else that gives holds no tokens."""
+    source, at = node.args
+    given = value_of(source)
+    if not isinstance(source, Node) or not isinstance(at, int) or not isinstance(given, tuple | list):
+        return False
+    return tokens_of(source) is None or at == 0
 
 
 def _of_last(node: Node) -> bool:
@@ -201,8 +239,16 @@ def _made(node: Node) -> Sequence[Any]:
 
 
 def _parameters(node: Node) -> list[Node]:
-    """The operands of a linear that all tokens share."""
-    return [given for given in node.all_input_nodes if given not in _on_tokens(node)]
+    """The operands of a linear that all tokens share. One may be its tokens as well, where it is given them twice."""
+    if node.target is F.linear:
+        given = arguments(node, "input", "weight", "bias")
+        return [value for name in ("weight", "bias") if isinstance(value := given.get(name), Node)]
+    packed = tokens_of(node)
+    if packed is None:
+        return []
+    operands = [value for value in node.args[2:] if isinstance(value, Node)]
+    operands.remove(packed)
+    return operands
 
 
 def _widens(node: Node) -> bool:

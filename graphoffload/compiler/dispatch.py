@@ -99,15 +99,16 @@ class Dispatched:
         """The variants that a plan may choose from."""
         if self._family is None:
             self._family, self._in_slices = family_of(self.graph, self.again), False
-        if self._held_bytes is None:
-            self._held_bytes = held_at_once(self.again.graph)
-        if self._held_bytes and not self._in_slices and may_pay(self._held_bytes, self._budget_bytes()):
-            self._in_slices = True
-            first = self.first.plan.variant if self.first.plan is not None else ""
-            try:
+        try:
+            if self._held_bytes is None:
+                self._held_bytes = held_at_once(self.again.graph)
+            if self._held_bytes and not self._in_slices and may_pay(self._held_bytes, self._budget_bytes()):
+                self._in_slices = True
+                first = self.first.plan.variant if self.first.plan is not None else ""
                 self._family = with_slices(self._family, self.graph, self.again, ran=first)
-            except Exception as error:  # the last resort of a plan that may need none
-                log.info("%s has no variants in slices: %s", self.graph.name, error)
+        except Exception as error:  # the last resort of a plan that may need none
+            self._held_bytes = self._held_bytes or 0
+            log.info("%s has no variants in slices: %s", self.graph.name, error)
         return self._family
 
     def _budget_bytes(self) -> int | None:

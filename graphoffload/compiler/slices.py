@@ -44,7 +44,7 @@ def made_or_in_slices(graph: Graph, fresh: Callable[[], GraphModule], make: Call
     try:
         return make(graph)
     except BudgetError as error:
-        sliced = in_slices(graph, fresh(), SLICES)
+        sliced = _written(graph, fresh)
         if sliced is None:
             raise
         log.info("%s: no plan meets the budget; planning it with MLPs in %d slices of the tokens", graph.name, sliced.slices)
@@ -65,10 +65,21 @@ def first_of_several(graph: Graph, fresh: Callable[[], GraphModule]) -> Compiled
     if compiled.plan is None or compiled.plan.prediction.predicted_peak_bytes <= _TIGHT * most_bytes:
         return compiled
     map_by_pages_if_tight(device_of(graph.inputs), most_bytes, most_bytes, of_a_step=True)
-    sliced = in_slices(graph, fresh(), SLICES)
-    if sliced is not None:
-        compiled = compile_by(sliced, SMALLEST.in_slices(sliced.slices))
+    sliced = _written(graph, fresh)
+    try:
+        compiled = compiled if sliced is None else compile_by(sliced, SMALLEST.in_slices(sliced.slices))
+    except Exception as error:
+        log.info("%s is not compiled in slices: %s", graph.name, error)
     return replace(compiled, tight=True)
+
+
+def _written(graph: Graph, fresh: Callable[[], GraphModule]) -> Graph | None:
+    """A graph in slices; None where it has no MLP, or cannot be written so: it is compiled at once then."""
+    try:
+        return in_slices(graph, fresh(), SLICES)
+    except Exception as error:
+        log.info("%s is not in slices: %s", graph.name, error)
+        return None
 
 
 def _most_bytes(device: torch.device) -> int:

@@ -291,3 +291,85 @@ def test_any_model_gives_the_same(names: list[str], slices: int, batch: int, tok
     torch._dynamo.reset()
     expected = gradients(model)
     torch.testing.assert_close(gradients(torch.compile(model, backend=backend, dynamic=False)), expected, rtol=1e-9, atol=1e-12)
+
+
+class TwoOutputs(torch.autograd.Function):
+    """A linear, and something else that has as many tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight), torch.mul(other, 2.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return torch.matmul(gradients[0], ctx.saved_tensors[0]), None, None
+
+
+class Counting(torch.autograd.Function):
+    """A linear that writes to a tensor of the caller's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+        torch.mul(count, 0.9, out=count)
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return torch.matmul(gradient, ctx.saved_tensors[0]), None, None
+
+
+def squeezed_later(mlp: MLP, x: Tensor) -> Tensor:
+    given = mlp.gate(x[:, :1]).tanh().cumsum(-1)
+    result: Tensor = mlp.down(F.silu(mlp.up(torch.sin(x)) + given))
+    return result.mean() + given.squeeze_(1).mean()
+
+
+def read_by_a_dead_linear(mlp: MLP, x: Tensor) -> Tensor:
+    y = torch.sin(x)
+    mlp.up(y)
+    same = y.float()  # it is y
+    same.add_(1)
+    return y.square().mean() + same.cos().mean()
+
+
+def its_own_matrix(mlp: MLP, x: Tensor) -> Tensor:
+    y = torch.sin(x[0])
+    a, b, c, d = F.silu(F.linear(y, y)).chunk(4, -1)
+    return (a * b * c * d).sum() + mlp.scale.sum()
+
+
+def two_outputs(mlp: MLP, x: Tensor) -> Tensor:
+    y = torch.sin(x)
+    product, other = TwoOutputs.apply(y, mlp.up.weight.detach(), x.detach().cumsum(-1).repeat(1, 1, WIDE // WIDTH))
+    result: Tensor = mlp.down(F.silu(product + other)).square().mean()
+    return result
+
+
+def counting(mlp: MLP, x: Tensor) -> Tensor:
+    count = mlp.scale.detach().clone()
+    product = Counting.apply(torch.sin(x), mlp.up.weight.detach(), count)
+    result: Tensor = mlp.down(F.silu(product)).square().mean() + count.sum()
+    return result
+
+
+def by_a_teacher(mlp: MLP, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        taught = mlp.down(F.silu(mlp.up(torch.sin(x))))
+    return (x - taught.clone()).square().mean()
+
+
+@pytest.mark.parametrize("act", [squeezed_later, read_by_a_dead_linear, its_own_matrix, two_outputs, counting, by_a_teacher])
+@pytest.mark.parametrize("batch", [4, 8])
+def test_what_only_looks_like_an_mlp(act: Callable[[Any, Tensor], Tensor], batch: int) -> None:
+    """Each was taken for one, and gave a wrong result or an error. 4: a batch of one sample a slice."""
+
+    class Net(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return act(self, x)
+
+    torch.manual_seed(0)
+    regions, whole, sliced = found(Net(F.silu), torch.randn(batch, 64, WIDTH))
+    assert regions == []
+    assert all(map(torch.equal, sliced, whole))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -142,6 +143,24 @@ def test_the_first_compile_fits_as_well(lazy: LazyStreams, monkeypatch: pytest.M
     plan = plan_now()
     assert plan is not None
     assert plan.solution.timeline.peak_bytes <= least + 1
+
+
+@pytest.mark.parametrize("fails", ["in_slices", "compile_by"])
+@pytest.mark.usefixtures("lazy")
+def test_a_first_compile_that_fails_is_at_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    plain = model_of()
+    other, at_once = copy.deepcopy(plain), getattr(slices, fails)
+    expected = step(compiled(plain, PLENTY), WORDS)
+
+    def fail(graph: Any, *rest: Any) -> Any:
+        if fails == "in_slices" or graph.slices:
+            raise RuntimeError("not in slices")
+        return at_once(graph, *rest)
+
+    monkeypatch.setattr(slices, "_most_bytes", lambda device: 1)
+    monkeypatch.setattr(slices, fails, fail)
+    torch._dynamo.reset()
+    assert_close(step(compiled(other, PLENTY), WORDS), expected)
 
 
 class Whole(nn.Module):
