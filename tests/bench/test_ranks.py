@@ -107,5 +107,7 @@ def test_ranks_end_with_the_tool(tmp_path: Path) -> None:
     time.sleep(5.0)
     tool.terminate()
     tool.wait(30.0)
-    time.sleep(1.0)
+    deadline = time.monotonic() + 30.0
+    while living() and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert living() == []
