@@ -31,7 +31,7 @@ def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:
         return graphs
     graph = graphs.backward.graph
     placeholders_first(graph)
-    sizes = Sizes(graph)
+    sizes = Sizes(graph, {name for transfer in plan.transfers for name in plan.saved[transfer.tensor].views})
     sources, nodes = node_names(graphs.forward.graph), node_names(graph)
     at = {node: position for position, node in enumerate(graph.nodes)}
 

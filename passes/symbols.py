@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import sympy
 import torch
@@ -13,11 +13,14 @@ from graphoffload.torch_internals.graphs import write_out
 
 
 class Sizes:
-    """Turns symbolic ints into nodes of one graph; each symbol is read once, right after the last placeholder."""
+    """Turns symbolic ints into nodes of one graph; each symbol is read once, right after the last placeholder.
 
-    def __init__(self, graph: Graph) -> None:
+    handles: names of placeholders that are handles, or will be.
+    """
+
+    def __init__(self, graph: Graph, handles: Collection[str] = ()) -> None:
         self._graph = graph
-        self._sources = symbol_sources(graph)
+        self._sources = symbol_sources(graph, handles)
         self._read: dict[sympy.Symbol, Node] = {}
 
     def nodes(self, values: Sequence[int | torch.SymInt]) -> list[int | Node]:

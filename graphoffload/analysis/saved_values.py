@@ -283,6 +283,6 @@ def _refusal(node: Node) -> str:
         return Refusal.NO_MEMORY.because()
     if concrete(value.numel()) == 0:
         return Refusal.EMPTY.because()
-    if "rng_state" in target or "rng_state" in node.name:
+    if any(mark in text for mark in ("rng_state", "inductor_seed") for text in (target, node.name)):
         return Refusal.RANDOM_STATE.because()
     return ""

@@ -6,6 +6,7 @@ the handle that replaces the activation has none of its sizes.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import sympy
@@ -15,13 +16,13 @@ from torch.fx import Graph, Node
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake
 from graphoffload.facts.refusals import Refusal
-from graphoffload.facts.saved_tensors import SavedTable
+from graphoffload.facts.saved_tensors import INPUT, SavedTable
 
 
-def symbol_sources(graph: Graph) -> dict[sympy.Symbol, tuple[Node, int | None]]:
+def symbol_sources(graph: Graph, handles: Collection[str] = ()) -> dict[sympy.Symbol, tuple[Node, int | None]]:
     """For each symbol a placeholder with its value (dim None), or a gradient or graph input with this size in dimension `dim`.
 
-    Saved activations are no sources: a handle may replace each of them.
+    Saved activations are no sources: a handle may replace each of them. `handles`: names of inputs that are such activations.
     """
     sources: dict[sympy.Symbol, tuple[Node, int | None]] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -30,7 +31,7 @@ def symbol_sources(graph: Graph) -> dict[sympy.Symbol, tuple[Node, int | None]]:
             sources[value.node.expr] = (node, None)
     for node in graph.find_nodes(op="placeholder"):
         tensor = fake(node)
-        if tensor is None or not str(node.target).startswith(("tangents", "primals")):
+        if tensor is None or node.name in handles or not str(node.target).startswith(("tangents", "primals")):
             continue
         for dim, size in enumerate(tensor.shape):
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
@@ -38,9 +39,9 @@ def symbol_sources(graph: Graph) -> dict[sympy.Symbol, tuple[Node, int | None]]:
     return sources
 
 
-def missing_symbols(graph: Graph, tensor: torch.Tensor) -> list[str]:
-    """Symbols in a tensor's sizes and strides for which the graph has no source."""
-    known = symbol_sources(graph)
+def missing_symbols(graph: Graph, tensor: torch.Tensor, handles: Collection[str] = ()) -> list[str]:
+    """Symbols in a tensor's sizes and strides for which the graph has no source; `handles` as in symbol_sources."""
+    known = symbol_sources(graph, handles)
     wanted = {
         symbol
         for value in (*tensor.shape, *tensor.stride(), tensor.storage_offset())
@@ -53,11 +54,12 @@ def missing_symbols(graph: Graph, tensor: torch.Tensor) -> list[str]:
 def without_unknown_sizes(pair: GraphPair, table: SavedTable) -> SavedTable:
     """The table, with every activation refused that has a size without a source in backward."""
     nodes = {node.name: node for node in pair.forward.graph.nodes}
+    inputs = {name for tensor in table.tensors if tensor.op == INPUT for name in tensor.views}
     result = []
     for tensor in table.tensors:
         value = fake(nodes[tensor.name])
         assert value is not None
-        missing = missing_symbols(pair.backward.graph, value) if tensor.nbytes is None and tensor.eligible else []
+        missing = missing_symbols(pair.backward.graph, value, inputs) if tensor.nbytes is None and tensor.eligible else []
         if missing:
             why = Refusal.UNKNOWN_SIZE.because(symbols=", ".join(missing))
             tensor = replace(tensor, eligible=False, why_not=why)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphoffload.analysis.storages import example_storage_nbytes
+from graphoffload.analysis.storages import example_storage_nbytes, storage_id
 from graphoffload.analysis.token_regions import TokenRegion, regions_by_token
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.device_limits import map_by_pages_if_tight, resolve_limits
@@ -125,6 +126,9 @@ def in_slices(graph: Graph, module: GraphModule, slices: int) -> Graph | None:
     return replace(graph, module=compute_in_slices(module, regions, slices), slices=slices)
 
 
+_WITHOUT_STORAGE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
     """Compile a graph; `recipe`: None for a plan of its own. Slices that it asks for are written into the graph's module."""
     graph = by_recipe(graph, recipe)
@@ -148,11 +152,15 @@ def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
 
 def _computed(inputs: Sequence[Any]) -> tuple[int, ...]:
     """Positions of inputs that other graphs or eager code computed in this forward: they need a gradient, are no leaves, and
-    are all of their storage, such as a convolution's output with its dimensions in another order."""
+    are all of their storage, such as a convolution's output with its dimensions in another order. Two inputs in one memory
+    would be two copies of it, and neither would free it."""
+    memory = (value for value in inputs if isinstance(value, torch.Tensor) and value.layout not in _WITHOUT_STORAGE)
+    owners = Counter(map(storage_id, memory))
     return tuple(
         at
         for at, value in enumerate(inputs)
         if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf and _is_whole(value)
+        if value.layout not in _WITHOUT_STORAGE and owners[storage_id(value)] == 1
     )
 
 

@@ -38,7 +38,9 @@ class Recipe:
 
     @property
     def identity(self) -> str:
-        """What the key of a plan knows it by."""
+        """What the key of a plan knows it by; that of FIRST is not yet any variant's."""
+        if self.name == FIRST.name:
+            return FIRST.name
         parts = ("*" if names is None else ",".join(sorted(names)) for names in (self.recomputes, self.offloads))
         steps = ",".join(f"{name}:{step}" for name, step in self.reload_steps)
         ways = (*(("blocks",) if self.blocks else ()), *((f"slices {self.slices}",) if self.slices else ()))

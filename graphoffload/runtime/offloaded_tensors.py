@@ -39,7 +39,7 @@ from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.pinned.slabs import HostBuffer
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.streams.copy_streams import streams_of
-from graphoffload.torch_internals.autograd import version
+from graphoffload.torch_internals.autograd import version, with_its_version
 
 if TYPE_CHECKING:
     from graphoffload.runtime.step.between_graphs import Call
@@ -158,7 +158,7 @@ class OffloadedTensor:
         self.weak = 0
         self.ticket: Ticket | None = None
         if id in run.inputs:
-            self.source = source.detach()  # the same memory and version, without what computed it
+            self.source = with_its_version(source)
             self.version = version(source)
 
     @property

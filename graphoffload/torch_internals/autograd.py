@@ -17,6 +17,14 @@ from graphoffload.torch_internals import pytrees
 version: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor was written to. Without it: a write to memory that stayed on the device for backward is not noticed."""
 
+
+def with_its_version(value: torch.Tensor) -> torch.Tensor:
+    """The same memory and the same counter of writes, without what computed it. Without it: below autograd, where ops run, a
+    detached tensor has a counter of its own, which no write to the memory of others moves."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return value.detach()
+
+
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward that runs now was asked to retain its graph. Without it: host copies cannot be closed, nor memory handed
 back, before the graph dies."""

@@ -1,4 +1,5 @@
-"""Inputs of later graphs in a planned step: a write to one is noticed while it is copied, and harmless after that."""
+"""Inputs of later graphs in a planned step: a write to one is noticed while it is copied, and harmless after that.
+Inputs in one memory, and nested ones."""
 
 from __future__ import annotations
 
@@ -127,5 +128,100 @@ def test_a_part_of_a_tensor_is_no_activation() -> None:
     """Offloading it would free nothing while the other part lives."""
     whole = torch.ones(4, 6, requires_grad=True) * 2
     left, right = whole.chunk(2, dim=1)
-    found = compile_variant._computed((whole, left, right, whole.t(), whole[:, :1].expand(4, 6), whole.detach()))
-    assert found == (0, 3)
+    for value in (left, right, whole[:, :1].expand(4, 6), whole.detach()):
+        assert compile_variant._computed((value,)) == ()
+    assert compile_variant._computed((whole,)) == compile_variant._computed((whole.t(),)) == (0,)
+    assert compile_variant._computed((whole, left * 1, whole.t(), torch.ones(2).to_sparse())) == (1,), "two in one memory"
+
+
+def test_a_view_of_an_input_is_given_as_well() -> None:
+    """The same memory twice, neither a view of the other in the block's graph."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            again = other.transpose(0, 1)
+            return torch.tanh(self.a(x)) * (again.sin() * again)
+
+    def run(backend: str, **options: object) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        first, blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Twice() for _ in range(3))
+        for block in blocks:
+            block.compile(backend=backend, dynamic=False, **({"options": options} if options else {}))
+        x = first(torch.randn(4, 8, WIDTH))
+        for block in blocks:
+            x = block(x, x.transpose(0, 1))
+        x.sum().backward()
+        return [p.grad for p in (*first.parameters(), *blocks.parameters()) if p.grad is not None]
+
+    expected = run("aot_eager")
+    with lazy_streams() as lazy:
+        assert all(map(torch.equal, run("graphoffload", **{**OPTIONS, "device_budget": "1B"}), expected))
+        assert not lazy.complaints
+
+
+@pytest.mark.parametrize("how", ["add_", "copy_", "dropout"])
+def test_an_input_that_was_written_to_before_the_call(how: str) -> None:
+    """Its counter of writes is not at zero."""
+
+    def changed(x: Tensor) -> Tensor:
+        if how == "copy_":
+            return torch.empty_like(x).copy_(x)
+        return (x * 1.0).add_(0.1) if how == "add_" else functional.dropout(x * 2.0, 0.0, True, inplace=True)
+
+    def run(backend: str, **options: object) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = built()
+        for block in model.blocks:
+            block.compile(backend=backend, dynamic=False, **({"options": options} if options else {}))
+        x = model.embedding(torch.arange(WORDS).view(4, -1))
+        for block in model.blocks:
+            x = block(changed(x))
+        x.square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = run("aot_eager")
+    with lazy_streams() as lazy:
+        assert all(map(torch.equal, run("graphoffload", **{**OPTIONS, "device_budget": "1B"}), expected))
+        assert not lazy.complaints
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_write_after_the_first_call_of_a_plan_is_noticed_as_well(number: int) -> None:
+    """The first call of a graph runs below autograd's counting of writes."""
+    plain, model = built(), built()
+    for block in model.blocks:
+        block.compile(backend="graphoffload", options=OPTIONS)
+    with lazy_streams():
+        for seed in range(2):
+            assert all(map(torch.equal, step(model, seed), step(plain, seed)))
+        plain.write = model.write = number, number
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(plain, 2)
+        with pytest.raises(RuntimeStateError, match="modified in place while it was copied"):
+            step(model, 2)
+
+
+def test_sizes_that_only_an_activation_has_are_not_read_from_it() -> None:
+    """Hidden states are nested tensors: a reload that needs its own size cannot be written."""
+
+    def run(backend: str, **options: object) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block() for _ in range(3))
+        for block in blocks:
+            block.compile(backend=backend, dynamic=False, **({"options": options} if options else {}))
+        parts = [torch.randn(count, WIDTH) for count in (5, 9, 7)]
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True) * 1.0
+        for block in blocks:
+            x = block(x)
+        x.values().sum().backward()
+        return [p.grad for p in blocks.parameters() if p.grad is not None]
+
+    expected = run("aot_eager")
+    with lazy_streams():
+        assert all(map(torch.equal, run("graphoffload", **{**OPTIONS, "device_budget": "1B"}), expected))
