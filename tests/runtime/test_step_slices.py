@@ -145,7 +145,7 @@ def test_the_first_compile_fits_as_well(lazy: LazyStreams, monkeypatch: pytest.M
     assert plan.solution.timeline.peak_bytes <= least + 1
 
 
-@pytest.mark.parametrize("fails", ["in_slices", "compile_by"])
+@pytest.mark.parametrize("fails", [pytest.param("in_slices", marks=pytest.mark.long), "compile_by"])
 @pytest.mark.usefixtures("lazy")
 def test_a_first_compile_that_fails_is_at_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     plain = model_of()
