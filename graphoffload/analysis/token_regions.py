@@ -115,9 +115,11 @@ def _region(run: Sequence[Node], first: int, slices: int, places: Mapping[Node, 
     width = value_of(_on_tokens(run[first])[0]).shape[-1]
     for last in range(first, len(run)):
         node = run[last]
+        inside.add(node)
+        if _is_unread(node):
+            continue
         if not node.users:
             return None  # nothing that others read comes of it
-        inside.add(node)
         waiting = {other for other in waiting if not inside.issuperset(other.users)} | {node}
         if waiting == {node} and _may_end(value_of(node), width):
             nodes = tuple(run[first : last + 1])
@@ -197,7 +199,7 @@ def _by_token(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        return _is_part(node)
+        return _is_part(node) or _is_unread(node)
     if node.target is torch.chunk:
         return _of_last(node)
     return is_linear(node) if node.target is F.linear else node.target in _POINTWISE
@@ -210,6 +212,13 @@ def _is_part(node: Node) -> bool:
     if not isinstance(source, Node) or not isinstance(at, int) or not isinstance(given, tuple | list):
         return False
     return tokens_of(source) is None or at == 0
+
+
+def _is_unread(node: Node) -> bool:
+    """Whether it takes what a function gives beside a product that others read, and nobody reads it."""
+    if node.users or node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return False
+    return tokens_of(node.args[0]) is not None and any(other.users for other in node.args[0].users)
 
 
 def _of_last(node: Node) -> bool:
@@ -233,6 +242,8 @@ def _on_tokens(node: Node) -> list[Node]:
 def _made(node: Node) -> Sequence[Any]:
     """The values that an operation computes for the tokens; beside the product of packed weights, others may be returned."""
     value = value_of(node)
+    if _is_unread(node):
+        return []
     if isinstance(value, Tensor):
         return [value]
     return list(value) if tokens_of(node) is None else [value[0]]

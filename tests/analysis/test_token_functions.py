@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from analysis.test_token_regions import TOKENS, WIDE, WIDTH, found
 from torch import Tensor, nn
 
 from graphoffload.analysis.token_functions import tokens_of
+from graphoffload.analysis.token_regions import regions_by_token
 
 
 def product(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -163,6 +165,7 @@ def test_four_bits_of_bitsandbytes() -> None:
 def test_the_form_of_torch_2_11() -> None:
     """There forward returns a matrix beside the product, and backward takes a gradient of it that it does not read."""
     seen: list[Any] = []
+    regions: list[Any] = []
 
     def backend(gm: Any, _: Any) -> Any:
         for node in gm.graph.nodes:
@@ -177,10 +180,18 @@ def test_the_form_of_torch_2_11() -> None:
                 with backward.graph.inserting_after(takes[0]):
                     backward.graph.placeholder("unused_0")
             seen.append(tokens_of(node))
+            with gm.graph.inserting_after(node):
+                beside = gm.graph.call_function(operator.getitem, (node, 1))
+            beside.meta["example_value"] = torch.empty(WIDE, WIDTH)
             unread = backward.graph.find_nodes(op="placeholder")[1]
             with backward.graph.inserting_after(backward.graph.find_nodes(op="placeholder")[-1]):
-                backward.graph.call_function(torch.neg, (unread,))
+                read = backward.graph.call_function(torch.neg, (unread,))
             seen.append(tokens_of(node))
+            backward.graph.erase_node(read)
+        regions.extend(regions_by_token(gm.graph, 4))
+        for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
+            if not node.users:
+                gm.graph.erase_node(node)
         return gm.forward
 
     torch._dynamo.reset()
@@ -189,3 +200,4 @@ def test_the_form_of_torch_2_11() -> None:
     assert len(seen) == 6
     assert None not in seen[::2]
     assert seen[1::2] == [None] * 3
+    assert len(regions) == 1, "what nobody reads beside a product does not matter"
