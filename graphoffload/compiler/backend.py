@@ -28,6 +28,7 @@ from graphoffload.compiler.device_limits import device_of
 from graphoffload.compiler.dispatch import dispatcher, is_one_of_several, may_join
 from graphoffload.compiler.link import measure_with_ranks
 from graphoffload.compiler.meeting import meet, tell_of_parts
+from graphoffload.compiler.override import asked_now
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.resets import RESETS
 from graphoffload.compiler.session import new_key
@@ -136,6 +137,9 @@ def compile_graph(
         warn_of_parts()
     alone = again is None or not is_one_of_several(graph)
     if alone:
+        now = asked_now(config)
+        if now != config:  # what set_budget asked for holds for a new shape as well
+            graph, config = dynamos_graph(gm, example_inputs, now, graph.name), now
         graph = replace(graph, limits=_met(graph))
     else:
         tell_of_parts()

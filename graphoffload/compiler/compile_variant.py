@@ -83,12 +83,12 @@ class Compiled:
     tight: bool = False
 
 
-def dynamos_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Graph:
-    """The graph that Dynamo compiles now, with the limits that hold for it."""
+def dynamos_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, name: str = "") -> Graph:
+    """The graph that Dynamo compiles now, with the limits that hold for it; `name`: a new one where none is given."""
     name_modules(gm)
     limits = resolve_limits(config, (*example_inputs, *gm.parameters(), *gm.buffers()))
     limits = where_it_runs(limits, gm, example_inputs, config)
-    name = f"graph{next(_graphs)}"
+    name = name or f"graph{next(_graphs)}"
     fragment, device_name = _fragment(gm, config), _device_name(example_inputs)
     return Graph(gm, example_inputs, config, limits, fragment, name, device_name, _computed(example_inputs))
 

@@ -26,7 +26,7 @@ from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.meeting import least
 from graphoffload.compiler.model_share import share_of_its_model
 from graphoffload.compiler.optimizer_state import share_of_trained
-from graphoffload.compiler.override import OVERRIDE
+from graphoffload.compiler.override import OVERRIDE, asked_now
 from graphoffload.compiler.pipeline import analyse
 from graphoffload.compiler.recipes import is_less, variants_of
 from graphoffload.compiler.request import Request
@@ -113,10 +113,10 @@ class Dispatched:
 
     def _budget_bytes(self) -> int | None:
         """What holds where another budget was set since."""
-        config = self.graph.config
-        if not OVERRIDE.options or config.digest() not in OVERRIDE.configs:
+        config = asked_now(self.graph.config)
+        if config == self.graph.config:
             return self.graph.limits.device_budget_bytes
-        return resolve_limits(config.with_options(**OVERRIDE.options), self.again.inputs).device_budget_bytes
+        return resolve_limits(config, self.again.inputs).device_budget_bytes
 
     def take_family(self, recipes: Sequence[Recipe]) -> bool:
         """Have the variants of another rank from now on; whether they are others than those of this one.

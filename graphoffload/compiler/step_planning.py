@@ -24,7 +24,7 @@ import torch
 from graphoffload.compiler.device_limits import device_budget_now, map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.optimizer_state import unmade_state_bytes
-from graphoffload.compiler.override import OVERRIDE
+from graphoffload.compiler.override import OVERRIDE, asked_now
 from graphoffload.compiler.ranks import StoreFailed, ranks_text
 from graphoffload.compiler.rounds import Alone, Decided, Opened, Rounds, Solve
 from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, WARM, Known, why_again
@@ -109,8 +109,7 @@ def _graphs(sequence: Sequence[int]) -> list[Dispatched]:
 
 def config_of(graph: Dispatched) -> OffloadConfig:
     """What is asked for now: as it was compiled, or as it was changed since."""
-    config = graph.graph.config
-    return config.with_options(**OVERRIDE.options) if config.digest() in OVERRIDE.configs else config
+    return asked_now(graph.graph.config)
 
 
 def _asked(graph: Dispatched, known: Known) -> tuple[Asked, Limits]:

@@ -143,12 +143,24 @@ class Retraceable:
         context = torch._guards.TracingContext(self.fake_mode)
         compiling = torch._guards.CompileContext(None)
         with (
-            compile_lock, outside_all_modes(), as_in(self.state), torch._guards.tracing(context),
+            compile_lock, _compiling(), outside_all_modes(), as_in(self.state), torch._guards.tracing(context),
             torch._guards.compile_context(compiling),
         ):  # fmt: skip
             yield
         if shape_env is not None and len(shape_env.guards) > before:
             raise ShapeGuardError(f"compiling it again asks {shape_env.guards[before].expr} of the sizes")
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """A context that says so to the process, as Dynamo does; without it, compiled code that other threads call raises, since it
+    takes itself for code that is traced."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 class ShapeGuardError(RuntimeError):
