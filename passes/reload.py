@@ -31,7 +31,6 @@ def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:
         return graphs
     graph = graphs.backward.graph
     placeholders_first(graph)
-    sizes = Sizes(graph, {name for transfer in plan.transfers for name in plan.saved[transfer.tensor].views})
     sources, nodes = node_names(graphs.forward.graph), node_names(graph)
     at = {node: position for position, node in enumerate(graph.nodes)}
 
@@ -41,6 +40,7 @@ def insert_reloads(graphs: GraphPair, plan: Plan) -> GraphPair:
         return at[issued], at[needed], transfer.id
 
     origins = {transfer.id: find(sources, transfer.tensor, plan.key) for transfer in plan.transfers}
+    sizes = Sizes(graph, {name for transfer in plan.transfers for name in plan.saved[transfer.tensor].views})
     for transfer in sorted(plan.transfers, key=deadline):
         _reload_one(nodes, transfer, plan, origins[transfer.id], sizes)
     finish(graphs.backward)

@@ -71,6 +71,7 @@ def test_every_way_has_sizes_and_words(way: str) -> None:
     assert f"    {way} " in (parallel.__doc__ or "")
 
 
+@pytest.mark.long
 def test_a_variant_that_fails_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The variants after it run in new processes, after a keep that is no row; the file is one of training steps."""
     given = ["--tiny", "--ranks", "1", "--size", "layers=1", "--steps", "1", "--settled", "4", "--out", str(tmp_path)]
