@@ -235,7 +235,7 @@ def test_plans_know_the_order_of_the_methods(example: ModuleType) -> None:
     assert auto > 2 * sum(p.numel() * p.element_size() for p in module.parameters()), "parameters and gradients"
 
 
-def test_budget_leaves_what_auto_leaves(example: ModuleType) -> None:
+def test_graphoffload_has_its_default_budget(example: ModuleType) -> None:
     given = options(example, "--gib", "80", "--host-gib", "100")
     assert example.variant_of("auto", "cuda", given) == "auto+reserve=0+host_budget=100.0GiB"
     assert example.variant_of("keep", "cuda", given) == "keep"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,9 @@ def regions_by_token(graph: Graph, slices: int) -> list[TokenRegion]:
     if any(_misleads(node) for body in _bodies(graph) for node in body.nodes):
         return found
     for run in _runs(graph):
-        first, places = 0, {node: at for at, node in enumerate(run)}
+        first, members = 0, set(run)
         while first < len(run):
-            region = _region(run, first, slices, places) if _widens(run[first]) else None
+            region = _region(run, first, slices, members) if _widens(run[first]) else None
             if region is not None:
                 found.append(region)
             first += len(region.nodes) if region is not None else 1
@@ -108,8 +108,8 @@ def _runs(graph: Graph) -> Iterator[list[Node]]:
             run = []
 
 
-def _region(run: Sequence[Node], first: int, slices: int, places: Mapping[Node, int]) -> TokenRegion | None:
-    """The shortest region that begins here and ends in one value that is no wider than what it is given. places: in `run`."""
+def _region(run: Sequence[Node], first: int, slices: int, members: Collection[Node]) -> TokenRegion | None:
+    """The shortest region that begins here and ends in one value that is no wider than what it is given. members: of `run`."""
     inside: set[Node] = set()
     waiting: set[Node] = set()  # what operations further on read
     width = value_of(_on_tokens(run[first])[0]).shape[-1]
@@ -129,7 +129,7 @@ def _region(run: Sequence[Node], first: int, slices: int, places: Mapping[Node, 
             ends = _nbytes(node) + sum(map(_nbytes, region.whole))
             if region.inside_bytes >= _WIDER * ends:
                 return region
-        if any(user not in places for user in node.users):
+        if any(user not in members for user in node.users):
             return None
     return None
 

@@ -126,9 +126,6 @@ def in_slices(graph: Graph, module: GraphModule, slices: int) -> Graph | None:
     return replace(graph, module=compute_in_slices(module, regions, slices), slices=slices)
 
 
-_WITHOUT_STORAGE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
 def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
     """Compile a graph; `recipe`: None for a plan of its own. Slices that it asks for are written into the graph's module."""
     graph = by_recipe(graph, recipe)
@@ -154,14 +151,17 @@ def _computed(inputs: Sequence[Any]) -> tuple[int, ...]:
     """Positions of inputs that other graphs or eager code computed in this forward: they need a gradient, are no leaves, and
     are all of their storage, such as a convolution's output with its dimensions in another order. Two inputs in one memory
     would be two copies of it, and neither would free it."""
-    memory = (value for value in inputs if isinstance(value, torch.Tensor) and value.layout not in _WITHOUT_STORAGE)
-    owners = Counter(map(storage_id, memory))
+    tensors = {at: value for at, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.layout not in _SPARSE}
+    owners = Counter(map(storage_id, tensors.values()))
     return tuple(
         at
-        for at, value in enumerate(inputs)
-        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf and _is_whole(value)
-        if value.layout not in _WITHOUT_STORAGE and owners[storage_id(value)] == 1
+        for at, value in tensors.items()
+        if value.requires_grad and not value.is_leaf and _is_whole(value) and owners[storage_id(value)] == 1
     )
+
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+"""Layouts of tensors without a storage."""
 
 
 def _is_whole(value: torch.Tensor) -> bool:

@@ -82,7 +82,6 @@ def device_budget_now(device: torch.device, reserve_bytes: int = 0, *, of_a_step
 
     of_a_step: what eager code allocates between the graphs is in the plan as well. The large blocks of a loss must fit in one
     piece each, and what activations leave is in pieces, so more is left free; less if torch maps its memory page by page.
-    Pages are as large on a small device, and a step has as many kept tensors there, so its share is not smaller than in pieces.
     """
     free, total = torch.cuda.mem_get_info(device)
     most = int(total * allocator.allowed_share(device))
@@ -91,9 +90,9 @@ def device_budget_now(device: torch.device, reserve_bytes: int = 0, *, of_a_step
 
 
 def _for_pieces(most: int) -> int:
-    by_pages = allocator.maps_by_pages()
-    share = int(most * _MARGIN_OF_PIECES[by_pages])
-    return max(share, min(_PIECES_BY_PAGES, int(most * _MARGIN_OF_PIECES[False]))) if by_pages else share
+    """Bytes left free since memory is in pieces. A step has as many kept tensors on a small device, and pages are as large."""
+    in_blocks, in_pages = (int(most * _MARGIN_OF_PIECES[by_pages]) for by_pages in (False, True))
+    return min(in_blocks, max(in_pages, _PIECES_BY_PAGES)) if allocator.maps_by_pages() else in_blocks
 
 
 def map_by_pages_if_tight(device: torch.device, keep_all_bytes: int, budget_bytes: int | None, *, of_a_step: bool) -> bool:

@@ -11,32 +11,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphoffload
 from graphoffload.compiler.dispatch import GRAPHS
-from tests.runtime.stepping import COUNT, OPTIONS, PLENTY, Wide, batch, compiled, fresh, lazy, step
+from graphoffload.testing.attention import HIDDEN
+from tests.runtime.stepping import OPTIONS, PLENTY, Whole, batch, compiled, fresh, lazy, step
 
 __all__ = ["lazy"]
-
-
-class Whole(nn.Module):
-    """Blocks in one graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Wide(64) for _ in range(COUNT)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
 
 
 @pytest.mark.usefixtures("lazy")
 def test_a_goal_holds_for_shapes_that_come_later() -> None:
     """Blocks compiled one by one look at what is asked for now; so does a graph that is planned alone."""
     model = Whole()
-    width = model.layers[0].norm.normalized_shape[0]
     model.compile(backend=graphoffload.OffloadBackend(**{**OPTIONS, "device_budget": PLENTY}), dynamic=False)
 
     def peak(rows: int) -> tuple[int, int]:
-        model(torch.randn(rows, width, requires_grad=True)).square().sum().backward()
+        model(torch.randn(rows, HIDDEN, requires_grad=True)).square().sum().backward()
         found = graphoffload.last_plans()[-1].prediction
         return found.predicted_peak_bytes, found.keep_peak_bytes
 
@@ -70,6 +58,7 @@ def test_other_threads_train_while_a_graph_is_traced_again() -> None:
 
     with graph.again.traced():
         assert torch.compiler.is_compiling()
+
         def function(x: Tensor) -> Tensor:
             thread = threading.Thread(target=train)
             thread.start()

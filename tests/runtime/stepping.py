@@ -64,6 +64,19 @@ class Wide(nn.Module):
         return y
 
 
+class Whole(nn.Module):
+    """Blocks in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide(64) for _ in range(COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def batch(seed: int = 0, rows: int = 2, length: int = 32) -> Tensor:
     """Words."""
     return torch.randint(0, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -31,6 +31,7 @@ from tests.runtime.stepping import (
     OPTIONS,
     PLENTY,
     Model,
+    Whole,
     Wide,
     assert_equal,
     batch,
@@ -111,19 +112,6 @@ def test_a_goal_in_the_middle_of_a_step_and_from_another_thread(lazy: LazyStream
     assert offloads(model) > 0
     assert peak() <= budget_at(0.1)
     assert_equal(step(model, batch()), expected)
-
-
-class Whole(nn.Module):
-    """Blocks in one graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Wide(64) for _ in range(COUNT))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 @pytest.mark.parametrize("when", [1, 2, 4])

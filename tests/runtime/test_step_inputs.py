@@ -58,6 +58,11 @@ def step(model: Model, seed: int) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def each_compiled(blocks: nn.ModuleList, backend: str, options: dict[str, object]) -> None:
+    for block in blocks:
+        block.compile(backend=backend, dynamic=False, **({"options": options} if options else {}))
+
+
 def built() -> Model:
     torch.manual_seed(0)
     return Model()
@@ -150,8 +155,7 @@ def test_a_view_of_an_input_is_given_as_well() -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         first, blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Twice() for _ in range(3))
-        for block in blocks:
-            block.compile(backend=backend, dynamic=False, **({"options": options} if options else {}))
+        each_compiled(blocks, backend, options)
         x = first(torch.randn(4, 8, WIDTH))
         for block in blocks:
             x = block(x, x.transpose(0, 1))
@@ -176,8 +180,7 @@ def test_an_input_that_was_written_to_before_the_call(how: str) -> None:
     def run(backend: str, **options: object) -> list[Tensor]:
         torch._dynamo.reset()
         model = built()
-        for block in model.blocks:
-            block.compile(backend=backend, dynamic=False, **({"options": options} if options else {}))
+        each_compiled(model.blocks, backend, options)
         x = model.embedding(torch.arange(WORDS).view(4, -1))
         for block in model.blocks:
             x = block(changed(x))
@@ -213,8 +216,7 @@ def test_sizes_that_only_an_activation_has_are_not_read_from_it() -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         blocks = nn.ModuleList(Block() for _ in range(3))
-        for block in blocks:
-            block.compile(backend=backend, dynamic=False, **({"options": options} if options else {}))
+        each_compiled(blocks, backend, options)
         parts = [torch.randn(count, WIDTH) for count in (5, 9, 7)]
         x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True) * 1.0
         for block in blocks:
