@@ -36,6 +36,7 @@ AS_PLANNED = {
 KEPT, APART = {"score_fusion_memory_threshold": 11}, {"score_fusion_memory_threshold": 65}
 """Settings for a plan that changes nothing, and for an unfused one. They are in the key of torch's compile cache, which so
 distinguishes code under `planned_fusions` from Inductor's own. Inductor's own threshold is 10 bytes."""
+RELEASES = (torch.ops.graphoffload.release.default, torch.ops.graphoffload.release_captured.default)
 
 _LEFT_OUT = (
     "everything is kept; {} times Inductor was kept from making one kernel of two that share less than 1 % of their data: all "
@@ -72,7 +73,13 @@ def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
         if kwargs.get("is_backward"):
             reload_as_laid_out(gm, plan.key, run.strides)
         settings = {**AS_PLANNED, **(APART if plan.unfused_bytes is not None else {}), "disabled_passes": disabled}
-        with inductor.config.patch(settings), planned_fusions(plan.unfused_bytes), noting_strides(run), direct_calls():
+        with (
+            inductor.config.patch(settings),
+            planned_fusions(plan.unfused_bytes),
+            noting_strides(run),
+            direct_calls(),
+            inductor.reads_before(*RELEASES),
+        ):
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return inductor.compile_inner(gm, example_inputs, **kwargs)
             why_not = _why_cut(plan, kwargs)

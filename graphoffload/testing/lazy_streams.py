@@ -12,6 +12,7 @@ is captured, streams for captures record what they are given and run nothing; a 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any, final
 
@@ -37,14 +38,15 @@ class LazyEvent(CopyEvent):
         self.done = self.recorded = False
 
     def synchronize(self) -> None:
-        """Make the copy now."""
-        while not self.done:
-            first = self.queue.pop(0)
-            for event in first.after:
-                if event is not None:
-                    event.synchronize()
-            first.copy()
-            first.done = True
+        """Make the copy now. Threads share the queues."""
+        with self.streams.lock:
+            while not self.done:
+                first = self.queue.pop(0)
+                for event in first.after:
+                    if event is not None:
+                        event.synchronize()
+                first.copy()
+                first.done = True
 
     def wait(self, stream: Any) -> None:
         """Compute is synchronous: whoever waits for a copy has it made."""
@@ -88,6 +90,7 @@ class LazyStreams(CaptureStreams):
         self.times: CopyTimes | None = None
         self.device = torch.device("cpu")
         self.for_captures = for_captures
+        self.lock = threading.RLock()
         self.queues: dict[str, list[LazyEvent]] = {"d2h": [], "h2d": []}
         self.stream: Any = "compute"
         self.headroom = 10**12
@@ -137,7 +140,8 @@ class LazyStreams(CaptureStreams):
         assert first is None, "only captures have something to run before a copy"
         copy = run if block is None else self._raw(direction, entry.name, run, block)
         event = LazyEvent(self, f"{direction} of {entry.name}", self.queues[direction], after, copy)
-        self.queues[direction].append(event)
+        with self.lock:
+            self.queues[direction].append(event)
         return event
 
     def _raw(self, direction: str, name: str, run: Any, block: Block) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
     "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
-    "is_pointwise_use", "most_reads", "options_of_mode", "watching_codegen", "wrapper_imports", "written_code",
+    "is_pointwise_use", "most_reads", "options_of_mode", "reads_before", "watching_codegen", "wrapper_imports", "written_code",
 ]  # fmt: skip
 
 
@@ -141,6 +141,31 @@ def wrapper_imports(line: str) -> Iterator[None]:
             lowering.wrapper_code.imports.writeline(line)
 
     with replaced(GraphLowering, init_wrapper_code=importing):
+        yield
+
+
+@contextlib.contextmanager
+def reads_before(*targets: OpOverload) -> Iterator[None]:
+    """A context in which what reads the first operand of one of `targets`, which say that they write to it, is computed before
+    it where the graph has it before.
+
+    Inductor keeps that order where an operation has code of its own. Of another one, it notes the operation first, and only
+    then what reads the operand and was not written out yet. Without it: memory is released before the last kernel that
+    reads it.
+    """
+    from torch._inductor.ir import FallbackKernel
+    from torch._inductor.virtualized import V
+
+    create: Any = vars(FallbackKernel)["create"].__func__
+
+    def created(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if kernel in targets:
+            args[0].realize()
+            for name in args[0].get_read_names():
+                V.graph.mark_buffer_mutated(name)
+        return create(cls, kernel, *args, **kwargs)
+
+    with replaced(FallbackKernel, create=classmethod(created)):
         yield
 
 
