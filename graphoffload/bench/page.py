@@ -15,7 +15,8 @@ each variant:
     op-cost SUBJECT[@PATTERN] ...     host time of the four ops
     figure SUBJECT PATH TITLE         a picture at PATH of all rows of a model
     training FILE                     measured training steps of several graphs, all runs of a file (training.py)
-    published NAME                    a table of `bench table`, with the figures that others published for its rows
+    published NAME [GPU]              a table of `bench table`, with the figures that others published for its rows; GPU: on
+                                      devices with this in their name, such as H100
 
 Every row links its result file. A new run replaces only the rows that it measured: add its folder and run the command.
 Patterns have * and ? as in a shell; write ? for a space in a name. A SUBJECT is a model with the sizes that were changed, in
@@ -30,7 +31,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -273,13 +274,15 @@ def trained(source: Source, file: str) -> list[str]:
     return [training.caption(content), "", *_table(header, lines)]
 
 
-def published(source: Source, name: str) -> list[str]:
+def published(source: Source, name: str, gpu: str = "") -> list[str]:
     """A named table: every subject of it that was measured, the rows of all its processes in their order, failures included.
+
+    gpu: of devices with this in their name.
 
     Raises:
         ConfigError: the table is not known, or no result file has any of it.
     """
-    table = catalogue.find(name)
+    table, source = catalogue.find(name), replace(source, results=[one for one in source.results if gpu in one.device])
     processes: dict[str, list[Process]] = {}
     for process in table.parsed():
         processes.setdefault(process.subject, []).append(process)

@@ -474,6 +474,19 @@ def test_a_page_has_the_rows_of_all_processes_of_one_subject(tmp_path: Path) -> 
     assert "x keep-all [95 %]" in "".join(lines)
 
 
+def test_a_page_has_the_rows_of_one_gpu() -> None:
+    """Whatever was measured later on another."""
+    row = {"variant": "total:24.35GB", "status": "ok", "steps": 5}
+    empty = Result("llama3-1b,optimizer=adamw,precision=cast", "steps", "2026", "", "2", "abc", "", (), path=Path())
+    device = {"NVIDIA H100 80GB HBM3": 1.5, "NVIDIA H200": 1.25}
+    files = [replace(empty, device=name, rows=({**row, "ratio": ratio},)) for name, ratio in device.items()]
+    source = page.Source(files, Path(), Path())
+    assert "| 1.2500 |" in "".join(page.published(source, "perf-maxing-llama3-1b", "H200"))
+    assert "| 1.5000 |" in "".join(page.published(source, "perf-maxing-llama3-1b", "H100"))
+    with pytest.raises(ConfigError, match="no result file has a row of the table"):
+        page.published(source, "perf-maxing-llama3-1b", "A100")
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_terminal_shows_what_is_being_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bar with the variant and how many are done; the table is printed after it is gone."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from graphoffload.runtime.streams.copy_streams import DeviceStreams
 
 CYCLES = 8_000_000  # some milliseconds
 OTHERS = 32  # as many as torch has of a priority
+TRIES = 3  # another process may have the GPU meanwhile; a connection that is shared holds every copy
 
 
 @pytest.mark.parametrize("priority", [0, -1])
@@ -29,22 +31,29 @@ def test_copies_do_not_wait_for_streams_that_wait(priority: int) -> None:
         if other in (*sides.values(), busy):
             continue
         for name, side in sides.items():
-            torch.cuda.synchronize()
-            over, copied = torch.cuda.Event(), torch.cuda.Event()
-            with torch.cuda.stream(busy):
-                torch.cuda._sleep(CYCLES)
-                over.record()
-            other.wait_event(over)
-            with torch.cuda.stream(other):
-                on_device[:1].add_(0)
-            with torch.cuda.stream(side):
-                source, target = (on_device, on_host) if name == "d2h" else (on_host, on_device)
-                target[1:].copy_(source[1:], non_blocking=True)
-                copied.record()
-            while not copied.query():
-                pass
-            if over.query():
+            source, target = (on_device, on_host) if name == "d2h" else (on_host, on_device)
+            if all(is_held(side, source[1:], target[1:], other, on_device, busy) for _ in range(TRIES)):
                 held.append(f"{name} by stream {number}")
     torch.cuda.synchronize()
     print(f"priority {priority}: {len(held)} of {2 * len(others)}: {', '.join(held)}")
     assert not held, held
+
+
+def is_held(
+    side: torch.cuda.Stream, source: Tensor, target: Tensor, other: torch.cuda.Stream, work: Tensor, busy: torch.cuda.Stream
+) -> bool:
+    """Whether a copy on `side` is over only after what `other` waits for, with work of its own behind that."""
+    torch.cuda.synchronize()
+    over, copied = torch.cuda.Event(), torch.cuda.Event()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(CYCLES)
+        over.record()
+    other.wait_event(over)
+    with torch.cuda.stream(other):
+        work[:1].add_(0)
+    with torch.cuda.stream(side):
+        target.copy_(source, non_blocking=True)
+        copied.record()
+    while not copied.query():
+        pass
+    return over.query()

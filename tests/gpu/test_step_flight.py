@@ -149,9 +149,11 @@ def test_a_copy_that_is_not_waited_for_shows(event: str) -> None:
     stage = compiled("aot_eager")
     for _ in range(4):
         step(stage)
-    graphoffload.set_budget(int(0.65 * plan_now().solution.timeline.peak_bytes))
+    graphoffload.set_budget(int(1.02 * least(stage)))  # under a looser one a plan may copy nothing, if copies are slow just now
+    graphoffload.reset_stats()
     for _ in range(2):
         reference = step(stage)
+    assert graphoffload.stats()["offloads"] > 0, plan_now().summary
     assert not _differ(stage, SLOW_COPIES, 0, reference)
     with without(event):
         assert any(_differ(stage, SLOW_COPIES, seed, reference) for seed in range(REPEATS)), f"nothing noticed {event}"
