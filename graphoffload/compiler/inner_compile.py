@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from graphoffload.analysis.fusion import CRUMBS, FARTHEST
 from graphoffload.compiler.session import CompileSession
+from graphoffload.compiler.written_order import check_written_order
 from graphoffload.facts.plan import Plan
 from graphoffload.log import log
 from graphoffload.monitor.caveats import warn_of_cuts
@@ -79,6 +80,8 @@ def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
             noting_strides(run),
             direct_calls(),
             inductor.reads_before(*RELEASES),
+            inductor.writes_remembered(),
+            inductor.watching_codegen(after=check_written_order),
         ):
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return inductor.compile_inner(gm, example_inputs, **kwargs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from graphoffload.torch_internals.operators import OpOverload
 from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
-    "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
-    "is_pointwise_use", "most_reads", "options_of_mode", "reads_before", "watching_codegen", "wrapper_imports", "written_code",
+    "Ran", "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
+    "is_pointwise_use", "most_reads", "operations_of", "options_of_mode", "reads_before", "watching_codegen",
+    "wrapper_imports", "writes_remembered", "written_code",
 ]  # fmt: skip
 
 
@@ -167,6 +169,66 @@ def reads_before(*targets: OpOverload) -> Iterator[None]:
 
     with replaced(FallbackKernel, create=classmethod(created)):
         yield
+
+
+@contextlib.contextmanager
+def writes_remembered() -> Iterator[None]:
+    """A context in which a kernel runs behind the writes to what it reads, also if its loops are made anew to fit another's.
+
+    Before 2.15, Inductor forgets those writes for kernels of CPUs. Without it: a kernel reads memory before the wait for its
+    copy, which is a wrong result where copies are not synchronous.
+    """
+    from torch._inductor.scheduler import SchedulerNode
+
+    recompute = SchedulerNode.recompute_size_and_body
+
+    def recomputed(node: Any, *args: Any, **kwargs: Any) -> None:
+        recompute(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    with replaced(SchedulerNode, recompute_size_and_body=recomputed):
+        yield
+
+
+@dataclass(frozen=True)
+class Ran:
+    """An operation in the code that Inductor writes.
+
+    name: Inductor's. target: the operator that it calls, if it is one without code of Inductor's own. operand, constants: that
+    operator's first operand, and what it is given besides tensors. reads: what it reads. Memory goes by the name of the
+    operation that allocates it, whoever writes to it later.
+    """
+
+    name: str
+    target: OpOverload | None
+    operand: str
+    constants: tuple[Any, ...]
+    reads: frozenset[str]
+
+
+def operations_of(lowering: Any) -> Iterator[Ran]:
+    """What a lowered graph runs, in its order, once its code is generated; parts of fused kernels one by one.
+
+    Without it: nobody checks that the code keeps the order of copies and of what reads their memory.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    scheduler = lowering.scheduler
+    nodes = [part for whole in scheduler.nodes for part in whole.get_nodes()]
+    owners: dict[str, str] = dict(scheduler.mutation_real_name)
+    owners.update({made.get_name(): aliased for node in nodes for made in node.get_outputs() for aliased in made.get_aliases()})
+
+    def owner(name: str) -> str:
+        while name in owners and owners[name] != name:
+            name = owners[name]
+        return name
+
+    for node in nodes:
+        kernel = node.node
+        target = getattr(kernel, "op_overload", None)
+        operand = owner(kernel.inputs[0].get_name()) if target is not None and kernel.inputs else ""
+        reads = frozenset(owner(read.name) for read in node.read_writes.reads if not isinstance(read, WeakDep))
+        yield Ran(node.get_name(), target, operand, tuple(getattr(kernel, "constant_args", ())), reads)
 
 
 def written_code() -> Iterator[Path]:

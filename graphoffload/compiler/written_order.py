@@ -1,0 +1,44 @@
+"""Whether the code that Inductor writes reads what a copy brings only behind the wait for that copy.
+
+Analysis/verify.py checks the graphs that Inductor is given. Inductor has an order of its own, and makes one kernel of several
+operations, each of which has a place in the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphoffload.errors import VerifyError
+from graphoffload.runtime import registry
+from graphoffload.torch_internals import inductor
+
+WAITS = (torch.ops.graphoffload.wait.default, torch.ops.graphoffload.wait_captured.default)
+
+
+def check_written_order(lowering: Any) -> None:
+    """Check a graph whose code is generated.
+
+    What runs behind a release and reads its tensor is no error: Python holds the tensor, and its memory, until then.
+
+    Raises:
+        VerifyError: something reads a reloaded tensor before the wait for its copy.
+    """
+    ran = list(inductor.operations_of(lowering))
+    read_at: dict[str, str] = {}
+    for operation in ran:
+        if operation.target in WAITS and operation.operand in read_at:
+            plan, number = operation.constants[:2]
+            raise VerifyError(
+                f"Inductor's code reads {_name(plan, number)} in {read_at[operation.operand]}, before the wait for its copy "
+                f'({operation.name}). Keep that tensor with policy={{"<its module>": "keep"}}, or take inner="aot_eager", '
+                "and report this. Nothing was run."
+            )
+        for name in operation.reads:
+            read_at.setdefault(name, operation.name)
+
+
+def _name(plan: str, number: int) -> str:
+    """A tensor as reports call it."""
+    return registry.run_plan(plan).name(number)

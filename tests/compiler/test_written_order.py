@@ -1,0 +1,148 @@
+"""Inductor's code has the order that a plan needs: readers, release; wait, readers. Code that has another is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InductorError
+from torch._inductor.scheduler import SchedulerNode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphoffload.compiler.inner_compile import AS_PLANNED, RELEASES
+from graphoffload.compiler.written_order import check_written_order
+from graphoffload.torch_internals import inductor
+
+OURS = torch.ops.graphoffload
+ROWS, WIDTH = 24, 64
+
+pytestmark = pytest.mark.usefixtures("kernels_that_do_nothing")
+
+
+def graph_of(function: Callable[..., object], *shapes: tuple[int, ...]) -> tuple[GraphModule, list[Tensor]]:
+    """As Inductor gets it, and inputs."""
+    inputs = [torch.randn(shape) for shape in shapes]
+    return make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs), inputs
+
+
+def ran(module: GraphModule, inputs: list[Tensor], check: Callable[[Any], object] = check_written_order) -> list[inductor.Ran]:
+    """What Inductor's code runs."""
+    found: list[inductor.Ran] = []
+    settings = torch._inductor.config.patch({**AS_PLANNED, "fx_graph_cache": False})
+    noting = inductor.watching_codegen(after=lambda lowering: found.extend(inductor.operations_of(lowering)))
+    with settings, noting, inductor.watching_codegen(after=check):
+        compile_fx_inner(module, inputs)
+    return found
+
+
+# Release
+
+
+def of_a_product(x: Tensor, w: Tensor) -> tuple[Tensor]:
+    """A product's result is read, pointwise, for another product."""
+    y = (x.view(8, 16) @ w).view(2, 4, 8)
+    return ((y.tanh() * y).view(8, 8) @ w.t(),)
+
+
+def of_two_outputs(x: Tensor, w: Tensor) -> tuple[Tensor]:
+    """The same of an operator that Inductor has no code for, and that has two outputs."""
+    y, _ = torch.linalg.qr(x)
+    return ((y.tanh() * y).reshape(-1, 4) @ w.view(4, 32),)
+
+
+def of_a_part(x: Tensor, w: Tensor) -> tuple[Tensor]:
+    """A part of it is read."""
+    y, _ = torch.linalg.qr(x)
+    return ((y[:, 1:].tanh() * 2).reshape(-1, 4) @ w.view(4, 32),)
+
+
+def with_release(module: GraphModule) -> GraphModule:
+    """Offload what the first pointwise operation reads, and release it behind the last one that does."""
+    graph = module.graph
+    tanh = next(node for node in graph.nodes if node.target is torch.ops.aten.tanh.default)
+    source, last = tanh.args[0], tanh.next if tanh.next.target is torch.ops.aten.mul.Tensor else tanh
+    assert isinstance(source, Node)
+    with graph.inserting_before(tanh), source.meta["val"].fake_mode:
+        handle = graph.call_function(OURS.offload.default, (source, "plan", 0))
+        handle.meta["val"] = torch.empty(1, dtype=torch.int64)
+    with graph.inserting_after(last):
+        graph.call_function(OURS.release.default, (source, handle, "plan", 0)).meta["val"] = None
+    return GraphModule(module, graph)
+
+
+@pytest.mark.parametrize("function", [of_a_product, of_two_outputs, of_a_part])
+def test_readers_run_before_the_release(function: Callable[..., object]) -> None:
+    module, inputs = graph_of(function, (2, 4, 16), (16, 8))
+    with inductor.reads_before(*RELEASES):
+        operations = ran(with_release(module), inputs)
+    at = next(at for at, operation in enumerate(operations) if operation.target is OURS.release.default)
+    released = operations[at].operand
+    assert sum(released in operation.reads for operation in operations[:at]) > 1, "the copy, and what reads it"
+    assert not any(released in operation.reads for operation in operations[at + 1 :])
+
+
+# Wait
+
+
+def beside_other_loops(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """What y is multiplied with is written by loops of another form; one kernel has both."""
+    t = torch.slice_scatter(x * 2, x[:, ::2] * 3, 1, 0, ROWS, 2)
+    return t @ w, (t * y).view(-1, WIDTH) @ w
+
+
+def read_with_itself(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The same, where it is returned."""
+    t = torch.slice_scatter(x, x[:, ::2] * 3, 1, 0, ROWS, 2)
+    return (t + t.sin() * y).view(-1, WIDTH) @ w, t
+
+
+def with_wait(module: GraphModule) -> GraphModule:
+    """Y comes back at the start of the graph, and is waited for right before its first use."""
+    graph = module.graph
+    nodes = list(graph.nodes)
+    y, first = nodes[1], next(node for node in nodes if node.op == "call_function")
+    value, users = y.meta["val"], sorted(y.users, key=nodes.index)
+    with graph.inserting_before(first), value.fake_mode:
+        handle = graph.call_function(torch.ops.aten.empty.memory_format, ([1],), {"dtype": torch.int64, "device": value.device})
+        handle.meta["val"] = torch.empty(1, dtype=torch.int64)
+        asked = handle, "plan", 0, list(value.shape), list(value.stride()), value.dtype
+        back = graph.call_function(OURS.reload.default, asked)
+        back.meta["val"] = torch.empty_like(value)
+    for user in users:
+        user.replace_input_with(y, back)
+    with graph.inserting_before(users[0]):
+        graph.call_function(OURS.wait.default, (back, handle, "plan", 0)).meta["val"] = None
+    return GraphModule(module, graph)
+
+
+def forgetful(node: Any, *args: Any, **kwargs: Any) -> None:
+    """As torch has it before 2.15: loops that are made anew forget what was written to."""
+    node._compute_attrs(*args, **kwargs)
+
+
+FORMS = [beside_other_loops, read_with_itself]
+SHAPES = (2, ROWS, WIDTH), (2, ROWS, WIDTH), (WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_readers_run_behind_the_wait(function: Callable[..., object]) -> None:
+    module, inputs = graph_of(function, *SHAPES)
+    with mock.patch.object(SchedulerNode, "recompute_size_and_body", forgetful), inductor.writes_remembered():
+        operations = ran(with_wait(module), inputs)
+    at = next(at for at, operation in enumerate(operations) if operation.target is OURS.wait.default)
+    assert any(operations[at].operand in operation.reads for operation in operations[at + 1 :])
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_code_that_reads_before_the_wait_is_not_run(function: Callable[..., object]) -> None:
+    module, inputs = graph_of(function, *SHAPES)
+    forgotten = mock.patch.object(SchedulerNode, "recompute_size_and_body", forgetful)
+    with forgotten, pytest.raises(InductorError, match=r"VerifyError: Inductor's code reads tensor 0 in op\d+, before the"):
+        ran(with_wait(module), inputs)
