@@ -208,7 +208,9 @@ def test_offload_under_inductor(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute", "scattered"])
-@pytest.mark.parametrize("name", ["attention", "dropout", pytest.param("conv_net", marks=pytest.mark.long), "counted_buffer"])
+@pytest.mark.parametrize(
+    "name", ["attention", "counted_buffer", *(pytest.param(name, marks=pytest.mark.long) for name in ("dropout", "conv_net"))]
+)
 def test_recompute_under_inductor(name: str, policy: str) -> None:
     """Recomputed values are as accurate as kept ones, and recomputed dropout draws the same numbers."""
     case = ZOO[name]

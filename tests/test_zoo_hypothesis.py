@@ -115,21 +115,21 @@ def check(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype, policy: objec
         assert seen.copied_bytes == eligible
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(chain=CHAINS, dtype=DTYPES)
 def test_offload(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype) -> None:
     """All that may go goes, and comes back."""
     check(chain, dtype, "offload")
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(chain=CHAINS, dtype=DTYPES)
 def test_recompute(chain: tuple[tuple[Step, ...], int], dtype: torch.dtype) -> None:
     """All that may be computed again is, to the same bits."""
     check(chain, dtype, "recompute")
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(chain=CHAINS, dtype=DTYPES, seed=st.integers(0, 1000))
 @example(
     chain=((Step("layer_norm", 0, 0), Step("tanh", 0, 0), Step("tanh", 0, 0), Step("maximum", 0, 2)), 1),

@@ -115,6 +115,7 @@ def test_a_card_that_is_too_small_has_the_least(folder: Path, monkeypatch: pytes
     assert found.budget_bytes < found.least_bytes <= full.keep_bytes
 
 
+@pytest.mark.long
 def test_one_record_serves_all_cards(folder: Path, monkeypatch: pytest.MonkeyPatch, full: Estimate) -> None:
     """A card that is planned with others has the figures that it has alone, to the last one: where everything fits, where
     something is offloaded or computed again, where the link is slower, and where nothing fits."""

@@ -93,7 +93,7 @@ def lazy() -> Iterator[LazyStreams]:
 
 @pytest.mark.parametrize(
     ("share", "inner"),
-    [*((share, "aot_eager") for share in (0.0, 0.3, 0.5, 1.0)), pytest.param(0.5, "inductor", marks=pytest.mark.slow)],
+    [*((share, "aot_eager") for share in (0.0, 0.3, 0.5, 1.0)), pytest.param(0.5, "inductor", marks=pytest.mark.long)],
 )
 def test_gradients_and_how_much_stays(lazy: LazyStreams, inner: str, share: float) -> None:
     """Sources that went are overwritten, so a wrong hand-back shows; what stays is the end of the forward, as much as fits."""
