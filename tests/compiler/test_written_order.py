@@ -146,3 +146,9 @@ def test_code_that_reads_before_the_wait_is_not_run(function: Callable[..., obje
     forgotten = mock.patch.object(SchedulerNode, "recompute_size_and_body", forgetful)
     with forgotten, pytest.raises(InductorError, match=r"VerifyError: Inductor's code reads tensor 0 in op\d+, before the"):
         ran(with_wait(module), inputs)
+
+
+def test_code_that_cannot_be_looked_through_is_run(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "graphoffload"):
+        check_written_order(object())
+    assert "the order of Inductor's code was not checked: AttributeError" in caplog.text
