@@ -1,7 +1,7 @@
 """Whether the code that Inductor writes reads what a copy brings only behind the wait for that copy.
 
-Analysis/verify.py checks the graphs that Inductor is given. Inductor has an order of its own, and makes one kernel of several
-operations, each of which has a place in the graph.
+The graphs that Inductor is given are checked by analysis/verify.py. Inductor has an order of its own, and makes one kernel of
+several operations, each of which has a place in the graph.
 """
 
 from __future__ import annotations
