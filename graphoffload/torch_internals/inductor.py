@@ -163,8 +163,7 @@ def reads_before(*targets: OpOverload) -> Iterator[None]:
     def created(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if kernel in targets:
             args[0].realize()
-            for name in args[0].get_read_names():
-                V.graph.mark_buffer_mutated(name)
+            V.graph.mark_buffer_mutated(args[0].get_name())
         return create(cls, kernel, *args, **kwargs)
 
     with replaced(FallbackKernel, create=classmethod(created)):

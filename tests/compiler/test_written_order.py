@@ -63,6 +63,12 @@ def of_a_part(x: Tensor, w: Tensor) -> tuple[Tensor]:
     return ((y[:, 1:].tanh() * 2).reshape(-1, 4) @ w.view(4, 32),)
 
 
+def of_a_kernel(x: Tensor, w: Tensor) -> tuple[Tensor]:
+    """What is offloaded comes from a kernel of Inductor's own, and is read with another."""
+    y = x.sin()
+    return ((y.tanh() * y).view(8, 16) @ w,)
+
+
 def with_release(module: GraphModule) -> GraphModule:
     """Offload what the first pointwise operation reads, and release it behind the last one that does."""
     graph = module.graph
@@ -77,7 +83,7 @@ def with_release(module: GraphModule) -> GraphModule:
     return GraphModule(module, graph)
 
 
-@pytest.mark.parametrize("function", [of_a_product, of_two_outputs, of_a_part])
+@pytest.mark.parametrize("function", [of_a_product, of_two_outputs, of_a_part, of_a_kernel])
 def test_readers_run_before_the_release(function: Callable[..., object]) -> None:
     module, inputs = graph_of(function, (2, 4, 16), (16, 8))
     with inductor.reads_before(*RELEASES):
