@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch._inductor.scheduler import SchedulerNode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphoffload.analysis.storages import storage_id
 from graphoffload.compiler.inner_compile import AS_PLANNED, RELEASES
 from graphoffload.compiler.written_order import check_written_order
 from graphoffload.torch_internals import inductor
@@ -92,6 +94,52 @@ def test_readers_run_before_the_release(function: Callable[..., object]) -> None
     released = operations[at].operand
     assert sum(released in operation.reads for operation in operations[:at]) > 1, "the copy, and what reads it"
     assert not any(released in operation.reads for operation in operations[at + 1 :])
+
+
+OPS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda x, y: x.tanh() * y, lambda x, y: (x + y).softmax(-1), lambda x, y: x @ x.mT @ y, lambda x, y: x.roll(1, 1) - y,
+    lambda x, y: (y.sin()[:, ::2] + x[:, 1::2]).repeat_interleave(2, 1), lambda x, y: torch.linalg.qr(x)[0] * y,
+    lambda x, y: torch.slice_scatter(x, y[:, ::2] * 3, 1, 0, ROWS, 2), lambda x, y: x - y.mean(1, keepdim=True),
+    lambda x, y: x.sort(-1)[0] + y,
+]  # fmt: skip
+
+
+def random_chain(x: Tensor, choice: random.Random) -> tuple[Tensor]:
+    """Each operation reads the last result and some earlier one. Without cat, whose parts Inductor writes into its memory."""
+    values = [x.exp()]
+    for _ in range(10):
+        values.append(choice.choice(OPS)(values[-1], choice.choice(values)))
+    return (values[-1],)
+
+
+def with_all_releases(module: GraphModule, choice: random.Random) -> GraphModule:
+    """Half of what operations make is offloaded, and released right behind what reads it last, through views as well."""
+    graph = module.graph
+    nodes = [node for node in graph.nodes if node.op == "call_function" and isinstance(node.meta["val"], Tensor)]
+    memory = {node: storage_id(node.meta["val"]) for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)}
+    returned = {memory[node] for node in graph.find_nodes(op="output")[0].all_input_nodes}
+    makers = {memory[node]: node for node in reversed(nodes)}
+    for number, (identity, maker) in enumerate(makers.items()):
+        readers = [node for node in graph.nodes if any(memory.get(source) == identity for source in node.all_input_nodes)]
+        if identity in returned or not readers or choice.random() < 0.5:
+            continue
+        with graph.inserting_after(maker), maker.meta["val"].fake_mode:
+            handle = graph.call_function(OURS.offload.default, (maker, "plan", number))
+            handle.meta["val"] = torch.empty(1, dtype=torch.int64)
+        with graph.inserting_after(readers[-1]):
+            graph.call_function(OURS.release.default, (maker, handle, "plan", number)).meta["val"] = None
+    return GraphModule(module, graph)
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 60))])
+def test_readers_of_any_graph_run_before_the_releases(seed: int) -> None:
+    choice = random.Random(seed)
+    module, inputs = graph_of(lambda x: random_chain(x, choice), (2, ROWS, ROWS))
+    with inductor.reads_before(*RELEASES):
+        operations = ran(with_all_releases(module, choice), inputs)
+    releases = [(at, operation.operand) for at, operation in enumerate(operations) if operation.target is RELEASES[0]]
+    assert releases
+    assert not [(at, name) for at, name in releases if any(name in later.reads for later in operations[at + 1 :])]
 
 
 # Wait

@@ -109,6 +109,24 @@ def test_variants(lazy: LazyStreams, hardware: str) -> None:
     assert_equal(step(model, batch()), expected)
 
 
+@pytest.mark.parametrize(("budget", "options"), [(PLENTY, {}), ("auto", {"max_slowdown": 0.01})])
+@pytest.mark.parametrize("policy", [{"*up*": "offload"}, {"*up*": "offload", "*norm*": "recompute"}])
+def test_a_policy_that_asks_for_copies(
+    lazy: LazyStreams, policy: dict[str, str], budget: Any, options: dict[str, Any]
+) -> None:
+    """Though everything fits, or the copies take longer than is allowed; a slowdown is one of everything kept."""
+    model = fresh(*(Wide(64) for _ in range(COUNT)))
+    (expected,) = kept(model, [batch()])
+    compiled(model, budget, **options, policy=policy, hardware=stepping.slow_link(1e7))
+    for _ in range(5):
+        assert_equal(step(model, batch()), expected)
+    plan = plan_now()
+    assert plan is not None
+    assert counted("offloads") > 0
+    assert plan.solution.timeline.time_s > 1.01 * plan.solution.keep_timeline.time_s, plan.summary
+    assert plan.solution.keep_timeline.host_bytes == 0
+
+
 def test_memory_of_a_step_is_as_predicted(lazy: LazyStreams) -> None:
     """Bytes that the calls hold for backward, counted by the tensors that live, at every moment of forward."""
     model, _ = planned(0.3)

@@ -18,7 +18,7 @@ def step_infeasible(runs: Runs, least: Run) -> BudgetError:
     held = describe(held_at(arrays, least.actions, least.result, timeline.peak_step))
     reserve = f" and {format_bytes(problem.reserve_bytes)} in reserve" if problem.reserve_bytes else ""
     least_bytes = timeline.peak_bytes + problem.reserve_bytes
-    keep_s = runs.keep.timeline.time_s
+    keep_s = runs.reference.time_s
     slowdown = timeline.time_s / keep_s - 1.0 if keep_s else 0.0
     host = problem.host_budget_bytes
     within = "" if host is None else f" with host_budget {format_bytes(host)}"

@@ -167,7 +167,7 @@ def _with_others(problem: StepProblem, solution: StepSolution) -> StepSolution:
         found,
         in_flight=facts.in_flight,
         timeline=replace(found.timeline, host_bytes=facts.in_flight * found.timeline.host_bytes),
-        keep_timeline=Runs(kept).keep.timeline,
+        keep_timeline=Runs(kept).reference,
         lower_bound_s=None,
         lower_bound_peak_bytes=None,
     )

@@ -76,7 +76,7 @@ class Runs:
 
     Attributes:
         limit_bytes: the budget less the reserve; None for a slowdown. limit_s: what a slowdown allows; None for a budget.
-        keep: every call runs variant 0 and keeps everything.
+        keep: every call runs variant 0 and keeps everything but what a policy asks for. reference: everything is kept.
     """
 
     def __init__(self, problem: StepProblem, known: Known | None = None) -> None:
@@ -84,12 +84,16 @@ class Runs:
         facts, goal = problem.facts, problem.goal
         self._named: Named = {}
         joined = join(facts, [0] * len(facts.calls), self._named)
-        self.keep = self._scheduled((0,) * len(facts.calls), joined, joined.program.keep_actions(), None, "fits", ())
+        self.keep = self._kept((0,) * len(facts.calls), joined, "fits")
+        self.reference = self.keep.timeline
+        if set(self.keep.actions) - {"keep"}:
+            everything: list[Action] = ["keep"] * len(self.keep.actions)
+            self.reference = self._scheduled(self.keep.chosen, joined, everything, None, "fits", ()).timeline
         budget = goal.device_budget_bytes
         self.limit_bytes = None if budget is None else budget - problem.reserve_bytes
         self.limit_s: float | None = None
         if isinstance(goal, WithinSlowdown):
-            self.limit_s = (1.0 + goal.max_slowdown) * self.keep.timeline.time_s * (1.0 + _ROUNDING)
+            self.limit_s = (1.0 + goal.max_slowdown) * self.reference.time_s * (1.0 + _ROUNDING)
 
     def over(self) -> bool:
         """Whether planning has to end."""
@@ -174,7 +178,7 @@ class Runs:
                 return
             tightened += missed
         if goal is None and not tightened:
-            yield self._scheduled(chosen, joined, joined.program.keep_actions(), None, "keep", ())
+            yield self._kept(chosen, joined, "keep")
 
     def _solved(self, chosen: tuple[int, ...], joined: Joined, goal: MeetBudget | WithinSlowdown, evaluations: int) -> Run:
         solution = solve(
@@ -231,6 +235,12 @@ class Runs:
                 yield release_later(program, timeline, limit_bytes=limit_bytes)
                 yield timeline
         yield just_in_time
+
+    def _kept(self, chosen: tuple[int, ...], joined: Joined, solver: str) -> Run:
+        """Everything is kept but what a policy asks for; what it has offloaded comes back just in time."""
+        actions, arrays = joined.program.keep_actions(), arrays_of(joined.program, self.problem.hardware)
+        planned = timeline_of(arrays, evaluate(arrays, actions)).schedule if "offload" in actions else ()
+        return self._scheduled(chosen, joined, actions, None, solver, planned)
 
     def _scheduled(
         self,

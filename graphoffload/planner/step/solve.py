@@ -336,7 +336,7 @@ class _Found:
         actions: list[list[Action]] = [[] for _ in runs.problem.facts.calls]
         for (call, _), action in zip(run.joined.of, run.actions, strict=True):
             actions[call].append(action)
-        time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.keep.timeline.time_s
+        time_s, peak_bytes, keep_s = run.timeline.time_s, run.timeline.peak_bytes, runs.reference.time_s
         slowdown = isinstance(runs.problem.goal, WithinSlowdown)
         again_s = max(0.0, run.timeline.keep_time_s - keep_s)
         return StepSolution(
@@ -344,7 +344,7 @@ class _Found:
             actions=tuple(tuple(each) for each in actions),
             joined=run.joined,
             timeline=replace(run.timeline, keep_time_s=keep_s, recompute_s=again_s),
-            keep_timeline=runs.keep.timeline,
+            keep_timeline=runs.reference,
             lower_bound_s=None if slowdown or bound is None else min(bound, time_s),
             lower_bound_peak_bytes=int(min(bound, peak_bytes)) if slowdown and bound is not None else None,
             max_inflight_bytes=run.window_bytes,
