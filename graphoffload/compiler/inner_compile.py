@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from graphoffload.analysis.fusion import CRUMBS, FARTHEST
 from graphoffload.compiler.session import CompileSession
-from graphoffload.compiler.written_order import check_written_order
+from graphoffload.compiler.written_order import in_order
 from graphoffload.facts.plan import Plan
 from graphoffload.log import log
 from graphoffload.monitor.caveats import warn_of_cuts
@@ -37,7 +37,6 @@ AS_PLANNED = {
 KEPT, APART = {"score_fusion_memory_threshold": 11}, {"score_fusion_memory_threshold": 65}
 """Settings for a plan that changes nothing, and for an unfused one. They are in the key of torch's compile cache, which so
 distinguishes code under `planned_fusions` from Inductor's own. Inductor's own threshold is 10 bytes."""
-RELEASES = (torch.ops.graphoffload.release.default, torch.ops.graphoffload.release_captured.default)
 
 _LEFT_OUT = (
     "everything is kept; {} times Inductor was kept from making one kernel of two that share less than 1 % of their data: all "
@@ -79,9 +78,7 @@ def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
             planned_fusions(plan.unfused_bytes),
             noting_strides(run),
             direct_calls(),
-            inductor.reads_before(*RELEASES),
-            inductor.writes_remembered(),
-            inductor.watching_codegen(after=check_written_order),
+            in_order(),
         ):
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return inductor.compile_inner(gm, example_inputs, **kwargs)

@@ -1,4 +1,4 @@
-"""Whether the code that Inductor writes reads what a copy brings only behind the wait for that copy.
+"""The code that Inductor writes keeps the order of a plan's ops and of what reads their memory, or is not run.
 
 The graphs that Inductor is given are checked by analysis/verify.py. Inductor has an order of its own, and makes one kernel of
 several operations, each of which has a place in the graph.
@@ -6,6 +6,8 @@ several operations, each of which has a place in the graph.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,19 @@ from graphoffload.log import log
 from graphoffload.runtime import registry
 from graphoffload.torch_internals import inductor
 
+RELEASES = (torch.ops.graphoffload.release.default, torch.ops.graphoffload.release_captured.default)
 WAITS = (torch.ops.graphoffload.wait.default, torch.ops.graphoffload.wait_captured.default)
+
+
+@contextlib.contextmanager
+def in_order() -> Iterator[None]:
+    """Let graphs that are compiled in the block run what reads memory before its release, and after the wait for its copy.
+
+    Raises:
+        VerifyError: as `check_written_order`.
+    """
+    with inductor.reads_before(*RELEASES), inductor.writes_remembered(), inductor.watching_codegen(after=check_written_order):
+        yield
 
 
 def check_written_order(lowering: Any) -> None:
@@ -37,14 +51,9 @@ def check_written_order(lowering: Any) -> None:
         if operation.target in WAITS and operation.operand in read_at:
             plan, number = operation.constants[:2]
             raise VerifyError(
-                f"Inductor's code reads {_name(plan, number)} in {read_at[operation.operand]}, before the wait for its copy "
-                f'({operation.name}). Keep that tensor with policy={{"<its module>": "keep"}}, or take inner="aot_eager", '
-                "and report this. Nothing was run."
+                f"Inductor's code reads {registry.run_plan(plan).name(number)} in {read_at[operation.operand]}, before the "
+                f'wait for its copy ({operation.name}). Keep that tensor with policy={{"<its module>": "keep"}}, or take '
+                'inner="aot_eager", and report this. Nothing was run.'
             )
         for name in operation.reads:
             read_at.setdefault(name, operation.name)
-
-
-def _name(plan: str, number: int) -> str:
-    """A tensor as reports call it."""
-    return registry.run_plan(plan).name(number)

@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphoffload.analysis.storages import storage_id
-from graphoffload.compiler.inner_compile import AS_PLANNED, RELEASES
-from graphoffload.compiler.written_order import check_written_order
+from graphoffload.compiler.inner_compile import AS_PLANNED
+from graphoffload.compiler.written_order import RELEASES, check_written_order
 from graphoffload.torch_internals import inductor
 
 OURS = torch.ops.graphoffload
