@@ -71,6 +71,22 @@ def statuses(runner: Runner) -> dict[str, str]:
     return {row.variant: row.status for row in runner.rows}
 
 
+@pytest.mark.usefixtures("quick")
+def test_an_eager_step_that_finds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left no gradients; the baseline is measured all the same, and others are compared with it."""
+    run = Session._run
+
+    def out_of_memory(session: Session) -> torch.Tensor:
+        if torch._dynamo.eval_frame._stance.stance == "force_eager":
+            raise torch.OutOfMemoryError("no memory")
+        return run(session)
+
+    monkeypatch.setattr(Session, "_run", out_of_memory)
+    runner = runner_of("llama3-1b,optimizer=adamw@selective")
+    assert statuses(runner) == {"keep-all before": "ok", "selective": "ok", "keep-all after": "ok"}
+    assert runner.noise is None
+
+
 # Every table runs
 
 

@@ -88,13 +88,14 @@ def least(stage: Stage) -> int:
     return found
 
 
-def peak_of(stage: Stage) -> int:
+def peaks_of(stage: Stage) -> tuple[int, int]:
+    """What the allocator counts, and what it was asked for: a block is split only where more than 1 MiB of it is left over."""
     stage.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     train(stage)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["requested_bytes.all.peak"]
 
 
 @pytest.fixture(autouse=True)
@@ -114,17 +115,18 @@ def test_microbatches_in_flight(inner: str) -> None:
     for _ in range(4):
         kept = step(stage)
     keep = plan_now().solution.timeline.peak_bytes
-    assert peak_of(stage) == pytest.approx(keep, rel=0.005)
+    assert peaks_of(stage)[0] == pytest.approx(keep, rel=0.005)
     for budget in (int(0.8 * keep), int(0.65 * keep), int(1.02 * least(stage))):
         graphoffload.set_budget(budget)
         for _ in range(2):
             found = step(stage)
-        plan, peak = plan_now(), peak_of(stage)
-        print(f"{inner}: {plan.summary}; measured {peak}, predicted {plan.solution.timeline.peak_bytes}, budget {budget}")
+        plan, (peak, asked) = plan_now(), peaks_of(stage)
+        predicted = plan.solution.timeline.peak_bytes
+        print(f"{inner}: {plan.summary}; measured {peak}, asked for {asked}, predicted {predicted}, budget {budget}")
         print(f"variants {plan.solution.chosen}; offloads {[call.offloads for call in plan.solution.calls]}")
         if inner == "inductor":  # aot_eager took 0.7 to 3.4 % more than predicted: not known why
             assert peak <= budget * 1.0025
-            assert peak == pytest.approx(plan.solution.timeline.peak_bytes, rel=0.005)
+            assert asked == pytest.approx(predicted, rel=0.005)
         assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-3) for one, other in zip(found, kept, strict=True))
     with twin_copies(), mock.patch.object(step_again, "tolerated_bytes", return_value=PLENTY):
         reference = step(stage)
