@@ -344,6 +344,10 @@ def budgets() -> list[int]:
     return [int(share * len(kept.layers) * each) for share in (0.5, 0.3, 0.4)]
 
 
+Seen = dict[str, list[dict[str, Any]]]
+Together = Callable[[str], list[dict[str, Any]]]
+
+
 def seen_in(cases: list[str], folder: Path, budgets: list[int]) -> dict[str, list[dict[str, Any]]]:
     """What both ranks saw in each case; their gradients were always those of keep-all, and nothing else was warned of."""
     server()
@@ -355,10 +359,10 @@ def seen_in(cases: list[str], folder: Path, budgets: list[int]) -> dict[str, lis
     return {case: [seen[case] for seen in found] for case in cases}
 
 
-@pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory, budgets: list[int]) -> dict[str, list[dict[str, Any]]]:
-    """Cases in which no rank goes away."""
-    return seen_in(["equal", "variants", "again", "copies", "stages", "options"], tmp_path_factory.mktemp("ranks"), budgets)
+@pytest.fixture
+def together(tmp_path: Path, budgets: list[int]) -> Together:
+    """A case in which no rank goes away."""
+    return lambda case: seen_in([case], tmp_path, budgets)[case]
 
 
 SAME = ("schedule", "ids", "chosen", "actions", "decisions", "family")
@@ -370,12 +374,9 @@ def assert_equal_plans(found: list[dict[str, Any]], part: int = 0) -> None:
         assert one[name] == other[name], (name, one, other)
 
 
-Seen = dict[str, list[dict[str, Any]]]
-
-
-def test_plans_are_equal(together: Seen, budgets: list[int]) -> None:
+def test_plans_are_equal(together: Together, budgets: list[int]) -> None:
     """Where one rank has less memory, is slower and has half the link: as tight as the one with the least."""
-    found = together["equal"]
+    found = together("equal")
     assert_equal_plans(found)
     assert [seen["warnings"] for seen in found] == [[], []]
     (first,), (second,) = (seen["parts"] for seen in found)
@@ -384,18 +385,18 @@ def test_plans_are_equal(together: Seen, budgets: list[int]) -> None:
     assert any(action == "offload" for actions in first["actions"] for action in actions)
 
 
-def test_variants_that_one_rank_finds(together: Seen) -> None:
+def test_variants_that_one_rank_finds(together: Together) -> None:
     """The other one compiles by them as well."""
-    found = together["variants"]
+    found = together("variants")
     assert_equal_plans(found)
     assert [seen["warnings"] for seen in found] == [[], []]
     assert {name for part in found[1]["parts"] for name in part["family"]} == set(found[0]["parts"][0]["family"])
     assert any(found[0]["parts"][0]["chosen"])
 
 
-def test_planned_again_on_all_ranks(together: Seen, budgets: list[int]) -> None:
+def test_planned_again_on_all_ranks(together: Together, budgets: list[int]) -> None:
     """For a reason of one, and for a budget that the program sets on each."""
-    found = together["again"]
+    found = together("again")
     for part in range(3):
         assert_equal_plans(found, part)
     peaks = [part["peak"] for part in found[0]["parts"]]
@@ -404,24 +405,24 @@ def test_planned_again_on_all_ranks(together: Seen, budgets: list[int]) -> None:
     assert [seen["warnings"] for seen in found] == [[], []]
 
 
-def test_slow_copies_of_one_rank(together: Seen) -> None:
+def test_slow_copies_of_one_rank(together: Together) -> None:
     """Both plan again for them, once."""
-    found = together["copies"]
+    found = together("copies")
     assert_equal_plans(found)
     assert found[0]["parts"][0]["schedule"] == found[0]["parts"][1]["schedule"]
     assert [seen["warnings"] for seen in found] == [[], []]
 
 
-def test_stages_of_a_pipeline(together: Seen) -> None:
+def test_stages_of_a_pipeline(together: Together) -> None:
     """Each has a plan of its own at once, with no warning: what other ranks run is no concern of it."""
-    found = together["stages"]
+    found = together("stages")
     assert [len(seen["parts"][0]["chosen"]) for seen in found] == [3, 5]
     assert [seen["warnings"] for seen in found] == [[], []]
 
 
-def test_different_options(together: Seen, budgets: list[int]) -> None:
+def test_different_options(together: Together, budgets: list[int]) -> None:
     """An error on both ranks, with both ranks and both values."""
-    for seen in together["options"]:
+    for seen in together("options"):
         for part in ("ranks 0 and 1", f"device_budget: {budgets[0]} and {budgets[1]}", "Give every rank the same"):
             assert part in seen["error"]
 

@@ -13,6 +13,7 @@ at any time, and `runs_after` finds a cycle before it is closed. Inductor's sche
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -76,27 +77,25 @@ def add_needs(kernels: Sequence[Kernel], home: Kernel, needs: set[int]) -> None:
 
 
 def in_order(kernels: Sequence[Kernel]) -> tuple[list[Kernel], list[tuple[int, int]]]:
-    """The kernels in the order in which they run; and (turn, number of kernels that have run at its end) for each turn.
+    """The kernels in the order in which they run; and (turn, kernels that have run once this turn is over), by turn.
 
-    A kernel runs when its turn comes. Kernels that it needs run right before it, even if their own turns come later.
+    A kernel runs when its turn comes, or as soon as all that it needs has run, if that is later. What it needs does not run
+    earlier for it (`torch_internals.inductor.in_graph_order`).
     """
-    opened: set[int] = set()
-    placed: set[int] = set()
+    missing = [len(kernel.needs) for kernel in kernels]
+    ready = [(kernel.turn, kernel.number) for kernel in kernels if not kernel.needs]
+    heapq.heapify(ready)
     sequence: list[Kernel] = []
     turns: list[tuple[int, int]] = []
-    for kernel in sorted(kernels, key=lambda kernel: (kernel.turn, kernel.number)):
-        pending = [(kernel, False)]
-        while pending:
-            current, ready = pending.pop()
-            if current.number in placed:
-                continue
-            if ready:
-                placed.add(current.number)
-                sequence.append(current)
-                continue
-            assert current.number not in opened, f"kernel {current.number} needs itself: {current.nodes}"
-            opened.add(current.number)
-            pending.append((current, True))
-            pending.extend((kernels[number], False) for number in sorted(current.needs, reverse=True) if number not in placed)
-        turns.append((kernel.turn, len(sequence)))
+    latest = 0
+    while ready:
+        turn, number = heapq.heappop(ready)
+        latest = max(latest, turn)
+        sequence.append(kernels[number])
+        turns.append((latest, len(sequence)))
+        for user in kernels[number].users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (kernels[user].turn, user))
+    assert len(sequence) == len(kernels), f"kernels need each other: {[kernels[at].nodes for at, n in enumerate(missing) if n]}"
     return sequence, turns

@@ -28,7 +28,12 @@ def in_order() -> Iterator[None]:
     Raises:
         VerifyError: as `check_written_order`.
     """
-    with inductor.reads_before(*RELEASES), inductor.writes_remembered(), inductor.watching_codegen(after=check_written_order):
+    with (
+        inductor.in_graph_order(),
+        inductor.reads_before(*RELEASES),
+        inductor.writes_remembered(),
+        inductor.watching_codegen(after=check_written_order),
+    ):
         yield
 
 

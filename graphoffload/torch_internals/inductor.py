@@ -6,6 +6,7 @@ Seen in torch 2.11 to 2.15. What is slow to import is imported where it is calle
 from __future__ import annotations
 
 import contextlib
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
     "Ran", "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
-    "is_pointwise_use", "most_reads", "operations_of", "options_of_mode", "reads_before", "watching_codegen",
+    "in_graph_order", "is_pointwise_use", "most_reads", "operations_of", "options_of_mode", "reads_before", "watching_codegen",
     "wrapper_imports", "writes_remembered", "written_code",
 ]  # fmt: skip
 
@@ -167,6 +168,43 @@ def reads_before(*targets: OpOverload) -> Iterator[None]:
         return create(cls, kernel, *args, **kwargs)
 
     with replaced(FallbackKernel, create=classmethod(created)):
+        yield
+
+
+@contextlib.contextmanager
+def in_graph_order() -> Iterator[None]:
+    """A context in which a kernel of several operations runs as soon as all that it reads is there, and everything else where
+    the graph has it.
+
+    Inductor puts such a kernel where the first of its operations stands, and runs ahead of their turn all operations that it
+    needs. Without it: labels that are shifted, and then looked up in the logits, have the logits computed before a release
+    that stands behind them, and a plan has no place there for it.
+    """
+    from torch._inductor.scheduler import Scheduler
+
+    def ordered(_: Any, nodes: Sequence[Any]) -> list[Any]:
+        makers = {name: node for node in nodes for name in node.get_buffer_names()}
+        places = {node: place for place, node in enumerate(nodes)}
+        readers: dict[Any, list[Any]] = {}
+        missing = {}
+        for node in nodes:
+            needs = {makers[dep.name] for dep in node.unmet_dependencies if dep.name in makers} - {node}
+            missing[node] = len(needs)
+            for need in needs:
+                readers.setdefault(need, []).append(node)
+        ready = [places[node] for node in nodes if not missing[node]]
+        result: list[Any] = []
+        while ready:
+            node = nodes[heapq.heappop(ready)]
+            result.append(node)
+            for reader in readers.get(node, ()):
+                missing[reader] -= 1
+                if not missing[reader]:
+                    heapq.heappush(ready, places[reader])
+        assert len(result) == len(nodes), "operations need each other"
+        return result
+
+    with replaced(Scheduler, topological_sort_schedule=ordered):
         yield
 
 

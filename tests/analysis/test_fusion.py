@@ -23,7 +23,7 @@ from graphoffload.analysis.fusion import FARTHEST, Fusion, fusion_of
 from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
 from graphoffload.hardware.profile import PROFILES
-from graphoffload.torch_internals.inductor import most_reads
+from graphoffload.torch_internals.inductor import in_graph_order, most_reads
 
 
 def traced(function: Callable[..., object], *shapes: tuple[int, ...], decomposed: bool = False) -> Graph:
@@ -99,6 +99,15 @@ def late(gate: Tensor, up: Tensor, d: Tensor, w: Tensor) -> tuple[Tensor, Tensor
     return first, (gradient * up * active).t() @ d, (gradient * active * gate).t() @ d
 
 
+def looked_up(gate: Tensor, up: Tensor, d: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Labels are shifted first and looked up in the last product, as in the loss of a language model: they are one kernel."""
+    labels = torch.cat([gate[1:, :1], gate[:1, :1]]).abs().long() % 32
+    first = gate.t() @ up
+    logits = d @ w
+    loss = logits.float().logsumexp(1, keepdim=True) - logits.gather(1, labels)
+    return first, loss.sum(), logits.t() @ d
+
+
 def products_before_marks(graph: Graph) -> dict[int, list[str]]:
     """Of a mark in front of each of a graph's operations, one compile each: the products that Inductor runs before it."""
     found: dict[int, list[str]] = {}
@@ -127,15 +136,14 @@ def products_before_marks(graph: Graph) -> dict[int, list[str]]:
         module = GraphModule({}, marked)
         inputs = [fake(node) for node in nodes if node.op == "placeholder"]
         settings = torch._inductor.config.patch({**AS_PLANNED, "fx_graph_cache": False})
-        with settings, planned_fusions(None), mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception):
+        with settings, planned_fusions(None), in_graph_order(), mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception):
             compile_fx_inner(module, inputs)
     return found
 
 
-@pytest.mark.parametrize("function", [gated, late])
+@pytest.mark.parametrize("function", [gated, late, looked_up])
 def test_what_stands_in_front_of_an_operation_runs_where_inductor_runs_it(function: Callable[..., object]) -> None:
-    """A kernel's turn is that of the first of its readers, and what it needs is fetched from behind: in front of `mm`, none of
-    `late` has run; behind it, nearly all has, though most of it stands behind."""
+    """A kernel's turn is that of the first of its readers, or as soon as what it needs is there; nothing runs earlier for it."""
     graph = traced(function, (64, 32), (64, 32), (64, 16), (16, 32), decomposed=True)
     fusion = fusion_of(graph, fuses=True)
     found = products_before_marks(graph)
@@ -143,6 +151,15 @@ def test_what_stands_in_front_of_an_operation_runs_where_inductor_runs_it(functi
     for at, products in found.items():
         run = [node.name for node in fusion.order[: fusion.begun[at]] if node.name.startswith("mm")]
         assert sorted(run) == sorted(products), (at, list(graph.nodes)[at])
+
+
+def test_an_op_has_a_place_between_the_last_product_and_the_loss() -> None:
+    """Memory that the loss takes may be waited for when the product is there."""
+    graph = traced(looked_up, (64, 32), (64, 32), (64, 16), (16, 32), decomposed=True)
+    fusion = fusion_of(graph, fuses=True)
+    product = named(graph, "mm_1")
+    behind = list(graph.nodes).index(product) + 1
+    assert fusion.order[fusion.begun[behind] - 1] is product
 
 
 def test_operations_over_other_sizes_or_with_a_product_between_them_stay_apart() -> None:
