@@ -136,14 +136,15 @@ def products_before_marks(graph: Graph) -> dict[int, list[str]]:
         module = GraphModule({}, marked)
         inputs = [fake(node) for node in nodes if node.op == "placeholder"]
         settings = torch._inductor.config.patch({**AS_PLANNED, "fx_graph_cache": False})
-        with settings, planned_fusions(None), in_graph_order(), mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception):
+        stopped = mock.patch.object(Scheduler, "codegen", noting), contextlib.suppress(Exception)
+        with settings, planned_fusions(None), in_graph_order(), stopped[0], stopped[1]:
             compile_fx_inner(module, inputs)
     return found
 
 
 @pytest.mark.parametrize("function", [gated, late, looked_up])
 def test_what_stands_in_front_of_an_operation_runs_where_inductor_runs_it(function: Callable[..., object]) -> None:
-    """A kernel's turn is that of the first of its readers, or as soon as what it needs is there; nothing runs earlier for it."""
+    """A kernel's turn is that of the first of its readers, or comes when what it needs is there; nothing runs early for it."""
     graph = traced(function, (64, 32), (64, 32), (64, 16), (16, 32), decomposed=True)
     fusion = fusion_of(graph, fuses=True)
     found = products_before_marks(graph)
