@@ -109,6 +109,7 @@ def link_other_packages(folder: Path) -> None:
                 (folder / entry.name).symlink_to(entry)
 
 
+@pytest.mark.long
 def test_editable_install(checkout: Path, tmp_path: Path) -> None:
     """In an environment of its own that sees this one's torch; the backend is found by name without an import."""
     venv.create(tmp_path / "env", with_pip=False)

@@ -46,7 +46,7 @@ INDUCTOR = (
     "block_autocast", "checkpoint",
 )  # fmt: skip
 """Where compilers change layouts, fuse, or draw random numbers of their own. Each costs several compiles."""
-LONG = ("block_autocast", "checkpoint", "conv_net", "embedding_loss", "sdpa_dropout", "small_slice")
+LONG = ("block_autocast", "checkpoint", "conv_net", "dynamic_views", "embedding_loss", "sdpa_dropout", "small_slice")
 """Whose like every run has by others: layouts and slices in tests/runtime/test_layouts.py."""
 
 FLOOR = 1e-8

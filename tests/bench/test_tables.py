@@ -31,7 +31,7 @@ from graphoffload.report import progress
 
 LONG = ("module-choices", "memory-budget", "perf-maxing-qwen3-1.7b")
 """Tables of many variants, and one whose variants another table has, and whose model a third one."""
-PARTS = LONG[:2]
+PARTS = LONG[:1]
 """Of these every run has the first and the last variant, each with a plan at its peak."""
 
 

@@ -321,7 +321,7 @@ def test_evaluation_between_steps(lazy: LazyStreams) -> None:
 
 
 @pytest.mark.usefixtures("afresh")
-@pytest.mark.parametrize("dynamic", [False, None, True])
+@pytest.mark.parametrize("dynamic", [None, *(pytest.param(dynamic, marks=pytest.mark.long) for dynamic in (False, True))])
 def test_batches_of_other_shapes(lazy: LazyStreams, dynamic: bool | None) -> None:
     """Each shape has a plan of its own, or with symbolic sizes one plan for all."""
     model = fresh()
