@@ -7,7 +7,7 @@
 
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST  ?=
 MARK    ?= not long
 DEMO    ?=
@@ -23,8 +23,8 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(DEMO)
 
-# Two workers on two cores, a quarter of an hour. The longest tests as well: make test MARK=. The tests of streams and time
-# want the device to themselves: make test WORKERS=0 PYTEST=tests/gpu
+# Three workers for two cores, since some tests wait: a quarter of an hour. The longest tests as well: make test MARK=. The
+# tests of streams and time want the device to themselves: make test WORKERS=0 PYTEST=tests/gpu
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "$(MARK)" $(PYTEST)
 

@@ -29,8 +29,8 @@ from graphoffload.cli.command_line import main
 from graphoffload.errors import ConfigError
 from graphoffload.report import progress
 
-LONG = ("module-choices", "memory-budget", "perf-maxing-qwen3-1.7b")
-"""Tables of many variants, and one whose variants another table has, and whose model a third one."""
+LONG = ("module-choices", "memory-budget", "perf-maxing-qwen3-1.7b", "hf-qwen3-8b")
+"""Tables of many variants, and two whose models and kinds of variants others have."""
 PARTS = LONG[:1]
 """Of these every run has the first and the last variant, each with a plan at its peak."""
 

@@ -124,7 +124,7 @@ def test_microbatches_in_flight(inner: str) -> None:
         predicted = plan.solution.timeline.peak_bytes
         print(f"{inner}: {plan.summary}; measured {peak}, asked for {asked}, predicted {predicted}, budget {budget}")
         print(f"variants {plan.solution.chosen}; offloads {[call.offloads for call in plan.solution.calls]}")
-        if inner == "inductor":  # aot_eager took 0.7 to 3.4 % more than predicted: not known why
+        if inner == "inductor":  # aot_eager took 4 MiB and 8 KiB more than predicted at each budget: not known why
             assert peak <= budget * 1.0025
             assert asked == pytest.approx(predicted, rel=0.005)
         assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-3) for one, other in zip(found, kept, strict=True))
