@@ -182,7 +182,9 @@ def in_graph_order() -> Iterator[None]:
     """
     from torch._inductor.scheduler import Scheduler
 
-    def ordered(_: Any, nodes: Sequence[Any]) -> list[Any]:
+    as_inductor_does = Scheduler.topological_sort_schedule
+
+    def ordered(scheduler: Any, nodes: list[Any]) -> list[Any]:
         makers = {name: node for node in nodes for name in node.get_buffer_names()}
         places = {node: place for place, node in enumerate(nodes)}
         readers: dict[Any, list[Any]] = {}
@@ -201,7 +203,8 @@ def in_graph_order() -> Iterator[None]:
                 missing[reader] -= 1
                 if not missing[reader]:
                     heapq.heappush(ready, places[reader])
-        assert len(result) == len(nodes), "operations need each other"
+        if len(result) < len(nodes):  # some need each other
+            return as_inductor_does(scheduler, nodes)
         return result
 
     with replaced(Scheduler, topological_sort_schedule=ordered):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError
-from torch._inductor.scheduler import SchedulerNode
+from torch._inductor.scheduler import Scheduler, SchedulerNode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -206,3 +207,31 @@ def test_code_that_cannot_be_looked_through_is_run(caplog: pytest.LogCaptureFixt
     with caplog.at_level("INFO", "graphoffload"):
         check_written_order(object())
     assert "the order of Inductor's code was not checked: AttributeError" in caplog.text
+
+
+class Operation:
+    """What Inductor's scheduler sorts, as far as it is asked."""
+
+    def __init__(self, name: str, *needs: str) -> None:
+        self.name, self.unmet_dependencies = name, [SimpleNamespace(name=need) for need in needs]
+
+    def get_buffer_names(self) -> list[str]:
+        return [self.name]
+
+
+def names_in_order(*operations: Operation) -> list[str]:
+    with inductor.in_graph_order():
+        ordered = Scheduler.topological_sort_schedule(mock.Mock(), list(operations))  # type: ignore[arg-type]
+    return [operation.name for operation in ordered]  # type: ignore[attr-defined]
+
+
+def test_an_operation_that_is_not_ready_waits_and_nothing_runs_early_for_it() -> None:
+    """Labels and their place in the logits, one kernel, stand first; the release stays between the head and the maximum."""
+    looked_up, maximum = Operation("looked up", "head", "maximum"), Operation("maximum", "head")
+    assert names_in_order(looked_up, Operation("head", "weight"), Operation("release"), maximum) == [
+        "head", "release", "maximum", "looked up",
+    ]  # fmt: skip
+
+
+def test_operations_that_need_each_other_are_sorted_as_inductor_does() -> None:
+    assert names_in_order(Operation("a", "b"), Operation("b", "a"), Operation("c")) == ["b", "a", "c"]
