@@ -308,27 +308,22 @@ CASES: dict[str, Callable[[int, list[int]], Iterator[Training]]] = {
 }
 
 
-def run_cases(rank: int, port: int, folder: str, place: Place, cases: list[str], budgets: list[int]) -> None:
-    """One rank of some cases, one after the other, since starting a process takes longest; what it saw goes to a file."""
+def run_case(rank: int, port: int, folder: str, place: Place, case: str, budgets: list[int]) -> None:
+    """One rank of a case; what it saw goes to a file."""
     os.environ.update(GRAPHOFFLOAD_CACHE_DIR=f"{folder}/cache{rank}", TEST_FOLDER=folder)
     in_a_group(rank, port, place)
-    seen: dict[str, Any] = {}
-    for case in cases:
-        torch._dynamo.reset()
-        registry.forget()
-        seen[case] = {"parts": [], "error": ""}
-        with warnings.catch_warnings(record=True) as caught, lazy_steps():
-            warnings.simplefilter("always")
-            for training in CASES[case](rank, budgets):
-                ours = [item for item in caught if issubclass(item.category, GraphOffloadWarning)]
-                seen[case]["warnings"] = [str(item.message) for item in ours if item.category is PerRankPlanWarning]
-                seen[case]["other"] = [str(item.message) for item in ours if item.category is not PerRankPlanWarning]
-                seen[case]["parts"].append(training.seen())
-                seen[case]["error"] = training.error
-                Path(folder, f"{rank}.json").write_text(json.dumps(seen))
-            training.model.zero_grad()
-            training.twin.zero_grad()
-            del training
+    seen: dict[str, Any] = {"parts": [], "error": ""}
+    torch._dynamo.reset()
+    registry.forget()
+    with warnings.catch_warnings(record=True) as caught, lazy_steps():
+        warnings.simplefilter("always")
+        for training in CASES[case](rank, budgets):
+            ours = [item for item in caught if issubclass(item.category, GraphOffloadWarning)]
+            seen["warnings"] = [str(item.message) for item in ours if item.category is PerRankPlanWarning]
+            seen["other"] = [str(item.message) for item in ours if item.category is not PerRankPlanWarning]
+            seen["parts"].append(training.seen())
+            seen["error"] = training.error
+            Path(folder, f"{rank}.json").write_text(json.dumps(seen))
     os._exit(0)  # a group whose other rank is gone cannot be destroyed
 
 
@@ -344,25 +339,23 @@ def budgets() -> list[int]:
     return [int(share * len(kept.layers) * each) for share in (0.5, 0.3, 0.4)]
 
 
-Seen = dict[str, list[dict[str, Any]]]
-Together = Callable[[str], list[dict[str, Any]]]
+Seen = list[dict[str, Any]]
 
 
-def seen_in(cases: list[str], folder: Path, budgets: list[int]) -> dict[str, list[dict[str, Any]]]:
-    """What both ranks saw in each case; their gradients were always those of keep-all, and nothing else was warned of."""
+def seen_in(case: str, folder: Path, budgets: list[int]) -> Seen:
+    """What both ranks saw; their gradients were always those of keep-all, and nothing else was warned of."""
     server()
-    found = spawned(run_cases, folder, PLACE, cases, budgets, method="forkserver")
+    found = spawned(run_case, folder, PLACE, case, budgets, method="forkserver")
     for seen in found:
-        for case in cases:
-            assert all(part["equal"] for part in seen[case]["parts"]), (case, seen[case])
-            assert seen[case]["other"] == [], (case, seen[case])
-    return {case: [seen[case] for seen in found] for case in cases}
+        assert all(part["equal"] for part in seen["parts"]), (case, seen)
+        assert seen["other"] == [], (case, seen)
+    return found
 
 
 @pytest.fixture
-def together(tmp_path: Path, budgets: list[int]) -> Together:
-    """A case in which no rank goes away."""
-    return lambda case: seen_in([case], tmp_path, budgets)[case]
+def run_both(tmp_path: Path, budgets: list[int]) -> Callable[[str], Seen]:
+    """Both ranks of a case."""
+    return lambda case: seen_in(case, tmp_path, budgets)
 
 
 SAME = ("schedule", "ids", "chosen", "actions", "decisions", "family")
@@ -374,9 +367,9 @@ def assert_equal_plans(found: list[dict[str, Any]], part: int = 0) -> None:
         assert one[name] == other[name], (name, one, other)
 
 
-def test_plans_are_equal(together: Together, budgets: list[int]) -> None:
+def test_plans_are_equal(run_both: Callable[[str], Seen], budgets: list[int]) -> None:
     """Where one rank has less memory, is slower and has half the link: as tight as the one with the least."""
-    found = together("equal")
+    found = run_both("equal")
     assert_equal_plans(found)
     assert [seen["warnings"] for seen in found] == [[], []]
     (first,), (second,) = (seen["parts"] for seen in found)
@@ -385,18 +378,18 @@ def test_plans_are_equal(together: Together, budgets: list[int]) -> None:
     assert any(action == "offload" for actions in first["actions"] for action in actions)
 
 
-def test_variants_that_one_rank_finds(together: Together) -> None:
+def test_variants_that_one_rank_finds(run_both: Callable[[str], Seen]) -> None:
     """The other one compiles by them as well."""
-    found = together("variants")
+    found = run_both("variants")
     assert_equal_plans(found)
     assert [seen["warnings"] for seen in found] == [[], []]
     assert {name for part in found[1]["parts"] for name in part["family"]} == set(found[0]["parts"][0]["family"])
     assert any(found[0]["parts"][0]["chosen"])
 
 
-def test_planned_again_on_all_ranks(together: Together, budgets: list[int]) -> None:
+def test_planned_again_on_all_ranks(run_both: Callable[[str], Seen], budgets: list[int]) -> None:
     """For a reason of one, and for a budget that the program sets on each."""
-    found = together("again")
+    found = run_both("again")
     for part in range(3):
         assert_equal_plans(found, part)
     peaks = [part["peak"] for part in found[0]["parts"]]
@@ -405,32 +398,32 @@ def test_planned_again_on_all_ranks(together: Together, budgets: list[int]) -> N
     assert [seen["warnings"] for seen in found] == [[], []]
 
 
-def test_slow_copies_of_one_rank(together: Together) -> None:
+def test_slow_copies_of_one_rank(run_both: Callable[[str], Seen]) -> None:
     """Both plan again for them, once."""
-    found = together("copies")
+    found = run_both("copies")
     assert_equal_plans(found)
     assert found[0]["parts"][0]["schedule"] == found[0]["parts"][1]["schedule"]
     assert [seen["warnings"] for seen in found] == [[], []]
 
 
-def test_stages_of_a_pipeline(together: Together) -> None:
+def test_stages_of_a_pipeline(run_both: Callable[[str], Seen]) -> None:
     """Each has a plan of its own at once, with no warning: what other ranks run is no concern of it."""
-    found = together("stages")
+    found = run_both("stages")
     assert [len(seen["parts"][0]["chosen"]) for seen in found] == [3, 5]
     assert [seen["warnings"] for seen in found] == [[], []]
 
 
-def test_different_options(together: Together, budgets: list[int]) -> None:
+def test_different_options(run_both: Callable[[str], Seen], budgets: list[int]) -> None:
     """An error on both ranks, with both ranks and both values."""
-    for seen in together("options"):
+    for seen in run_both("options"):
         for part in ("ranks 0 and 1", f"device_budget: {budgets[0]} and {budgets[1]}", "Give every rank the same"):
             assert part in seen["error"]
 
 
 @pytest.mark.long
-def test_a_rank_that_is_slow(tmp_path: Path, budgets: list[int]) -> None:
+def test_a_rank_that_is_slow(run_both: Callable[[str], Seen]) -> None:
     """At each step, and in what it tells: the other one waits in collectives alone, and then has the same plan."""
-    found = seen_in(["delayed"], tmp_path, budgets)["delayed"]
+    found = run_both("delayed")
     assert_equal_plans(found)
     assert [seen["warnings"] for seen in found] == [[], []]
 
@@ -443,9 +436,11 @@ def test_a_rank_that_is_slow(tmp_path: Path, budgets: list[int]) -> None:
         ("no_store", 1, ("rank 1 of 2 plans alone", "the store of the process group does not answer")),
     ],
 )
-def test_a_rank_that_is_not_there(tmp_path: Path, budgets: list[int], case: str, rank: int, parts: tuple[str, ...]) -> None:
+def test_a_rank_that_is_not_there(
+    run_both: Callable[[str], Seen], budgets: list[int], case: str, rank: int, parts: tuple[str, ...]
+) -> None:
     """The other one goes on alone, in bounded time, and says so."""
-    found = seen_in([case], tmp_path, budgets)[case]
+    found = run_both(case)
     assert found[rank]["parts"][0]["planned"] is not None
     said = "\n".join(found[rank]["warnings"])
     for part in parts:

@@ -13,9 +13,9 @@ at any time, and `runs_after` finds a cycle before it is closed. Inductor's sche
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, count
 from typing import Literal
 
 from torch.fx import Node
@@ -82,20 +82,10 @@ def in_order(kernels: Sequence[Kernel]) -> tuple[list[Kernel], list[tuple[int, i
     A kernel runs when its turn comes, or as soon as all that it needs has run, if that is later. What it needs does not run
     earlier for it (`torch_internals.inductor.in_graph_order`).
     """
-    missing = [len(kernel.needs) for kernel in kernels]
-    ready = [(kernel.turn, kernel.number) for kernel in kernels if not kernel.needs]
-    heapq.heapify(ready)
-    sequence: list[Kernel] = []
-    turns: list[tuple[int, int]] = []
-    latest = 0
-    while ready:
-        turn, number = heapq.heappop(ready)
-        latest = max(latest, turn)
-        sequence.append(kernels[number])
-        turns.append((latest, len(sequence)))
-        for user in kernels[number].users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (kernels[user].turn, user))
-    assert len(sequence) == len(kernels), f"kernels need each other: {[kernels[at].nodes for at, n in enumerate(missing) if n]}"
-    return sequence, turns
+    import networkx as nx
+
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(kernels)))
+    graph.add_edges_from((need, kernel.number) for kernel in kernels for need in kernel.needs)
+    sequence = [kernels[at] for at in nx.lexicographical_topological_sort(graph, key=lambda at: kernels[at].turn)]
+    return sequence, list(zip(accumulate((kernel.turn for kernel in sequence), max), count(1)))

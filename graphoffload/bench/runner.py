@@ -170,7 +170,8 @@ class Runner:
         except Exception as error:
             self.say(f"eager step for the noise failed: {first_line(error)}")
         measure.tidy()
-        session.step()  # one that failed has left no gradients, which are shared
+        if self.noise is None:
+            session.step()  # one that failed has left no gradients, which are shared
 
     def _finish_keep_row(self, row: Row, session: Session) -> None:
         check = session.check(self.reference, 0.0)

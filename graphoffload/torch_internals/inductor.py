@@ -6,7 +6,6 @@ Seen in torch 2.11 to 2.15. What is slow to import is imported where it is calle
 from __future__ import annotations
 
 import contextlib
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,32 +179,21 @@ def in_graph_order() -> Iterator[None]:
     needs. Without it: labels that are shifted, and then looked up in the logits, have the logits computed before a release
     that stands behind them, and a plan has no place there for it.
     """
+    import networkx as nx
     from torch._inductor.scheduler import Scheduler
 
     as_inductor_does = Scheduler.topological_sort_schedule
 
     def ordered(scheduler: Any, nodes: list[Any]) -> list[Any]:
-        makers = {name: node for node in nodes for name in node.get_buffer_names()}
-        places = {node: place for place, node in enumerate(nodes)}
-        readers: dict[Any, list[Any]] = {}
-        missing = {}
-        for node in nodes:
-            needs = {makers[dep.name] for dep in node.unmet_dependencies if dep.name in makers} - {node}
-            missing[node] = len(needs)
-            for need in needs:
-                readers.setdefault(need, []).append(node)
-        ready = [places[node] for node in nodes if not missing[node]]
-        result: list[Any] = []
-        while ready:
-            node = nodes[heapq.heappop(ready)]
-            result.append(node)
-            for reader in readers.get(node, ()):
-                missing[reader] -= 1
-                if not missing[reader]:
-                    heapq.heappush(ready, places[reader])
-        if len(result) < len(nodes):  # some need each other
+        makers = {name: place for place, node in enumerate(nodes) for name in node.get_buffer_names()}
+        needs = ((makers.get(dep.name, at), at) for at, node in enumerate(nodes) for dep in node.unmet_dependencies)
+        graph = nx.DiGraph()
+        graph.add_nodes_from(range(len(nodes)))
+        graph.add_edges_from((maker, at) for maker, at in needs if maker != at)
+        try:
+            return [nodes[at] for at in nx.lexicographical_topological_sort(graph)]
+        except nx.NetworkXUnfeasible:  # some need each other
             return as_inductor_does(scheduler, nodes)
-        return result
 
     with replaced(Scheduler, topological_sort_schedule=ordered):
         yield

@@ -88,14 +88,13 @@ def least(stage: Stage) -> int:
     return found
 
 
-def peaks_of(stage: Stage) -> tuple[int, int]:
-    """What the allocator counts, and what it was asked for: a block is split only where more than 1 MiB of it is left over."""
+def peak_of(stage: Stage) -> int:
     stage.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     train(stage)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    return torch.cuda.max_memory_allocated()
 
 
 @pytest.fixture(autouse=True)
@@ -115,18 +114,17 @@ def test_microbatches_in_flight(inner: str) -> None:
     for _ in range(4):
         kept = step(stage)
     keep = plan_now().solution.timeline.peak_bytes
-    assert peaks_of(stage)[0] == pytest.approx(keep, rel=0.005)
+    assert peak_of(stage) == pytest.approx(keep, rel=0.005)
     for budget in (int(0.8 * keep), int(0.65 * keep), int(1.02 * least(stage))):
         graphoffload.set_budget(budget)
         for _ in range(2):
             found = step(stage)
-        plan, (peak, asked) = plan_now(), peaks_of(stage)
-        predicted = plan.solution.timeline.peak_bytes
-        print(f"{inner}: {plan.summary}; measured {peak}, asked for {asked}, predicted {predicted}, budget {budget}")
+        plan, peak = plan_now(), peak_of(stage)
+        print(f"{inner}: {plan.summary}; measured {peak}, predicted {plan.solution.timeline.peak_bytes}, budget {budget}")
         print(f"variants {plan.solution.chosen}; offloads {[call.offloads for call in plan.solution.calls]}")
-        if inner == "inductor":  # aot_eager took 4 MiB and 8 KiB more than predicted at each budget: not known why
+        if inner == "inductor":  # aot_eager took 4 to 5 MiB more than predicted at each budget: not known why
             assert peak <= budget * 1.0025
-            assert asked == pytest.approx(predicted, rel=0.005)
+            assert peak == pytest.approx(plan.solution.timeline.peak_bytes, rel=0.005)
         assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-3) for one, other in zip(found, kept, strict=True))
     with twin_copies(), mock.patch.object(step_again, "tolerated_bytes", return_value=PLENTY):
         reference = step(stage)
