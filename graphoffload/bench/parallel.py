@@ -4,8 +4,10 @@
     ddp         blocks compiled one by one, then DistributedDataParallel; each block stays one graph (optimize_ddp=False)
     ddp_whole   the model compiled as a whole under DistributedDataParallel, which torch splits by gradient buckets
     tp          tensor parallel: columns and rows of the weights are split, the same data on each rank
+    tp_fsdp2    two ranks divide each block as in tp, and those with the same half shard it as in fsdp2
     cp          context parallel: each rank has a part of every sequence, attention passes keys and values around; fully_shard
     pp          a pipeline: each rank has a part of the blocks, microbatches of one sequence by 1F1B
+    pp_fsdp2    a pipeline of two stages; ranks of one stage shard it as in fsdp2, with other data on each
     alone       each rank trains a model of its own: what DistributedDataParallel is compared with
     accelerate  its FSDP2 plugin and regional compilation, a Llama of Transformers, graphoffload by its switch; checkpointed
                 is activation_checkpointing=True of the plugin
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from graphoffload.bench.models import Sizes, transformers_llama
@@ -106,9 +108,9 @@ class Stage(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, sizes: Sizes, device: torch.device, number: int, count: int) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, number: int, count: int, dtype: torch.dtype = LOW) -> None:
         super().__init__()
-        whole = llama({**sizes, "layers": sizes["layers"] // count}, device)
+        whole = llama({**sizes, "layers": sizes["layers"] // count}, device, dtype)
         self.embed = whole.embed if number == 0 else None
         self.layers = whole.layers
         self.norm: RMSNorm | None = whole.norm if number == count - 1 else None
@@ -130,17 +132,22 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def fsdp2(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     """Float32 shards, gathered as bfloat16 for each block and again in its backward."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     model = llama(sizes, device, torch.float32)
     compiling.blocks(model.layers)
+    _shard(model)
+    ids = _ids(sizes, device, dist.get_rank())
+    return Share([model], lambda: _backward(model(ids)))
+
+
+def _shard(model: Llama | Stage, **options: Any) -> None:
+    """Each block, then what is left: float32 shards of what is computed in bfloat16. options: of fully_shard."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     model.cos, model.sin = model.cos.to(LOW), model.sin.to(LOW)
     policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    ids = _ids(sizes, device, own=True)
-    return Share([model], lambda: _backward(model(ids)))
+        fully_shard(layer, mp_policy=policy, **options)
+    fully_shard(model, mp_policy=policy, **options)
 
 
 def ddp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
@@ -148,7 +155,7 @@ def ddp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     model = llama(sizes, device)
     compiling.blocks(model.layers)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ids = _ids(sizes, device, own=True)
+    ids = _ids(sizes, device, dist.get_rank())
     return Share([model], lambda: _backward(wrapped(ids)), dynamo.whole_under_ddp)
 
 
@@ -157,7 +164,7 @@ def ddp_whole(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share
     model = llama(sizes, device)
     compiling.whole(model)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ids = _ids(sizes, device, own=True)
+    ids = _ids(sizes, device, dist.get_rank())
     return Share([model], lambda: _backward(wrapped(ids)))
 
 
@@ -165,30 +172,44 @@ def alone(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     """No collective at all."""
     model = llama(sizes, device)
     compiling.blocks(model.layers)
-    ids = _ids(sizes, device, own=True)
+    ids = _ids(sizes, device, dist.get_rank())
     return Share([model], lambda: _backward(model(ids)))
 
 
 def tp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     """Heads and the hidden width of every block are divided among the ranks, the head by words."""
+    model = llama(sizes, device)
+    _divide(model, init_device_mesh(device.type, (dist.get_world_size(),)))
+    compiling.blocks(model.layers, around=True)
+    ids = _ids(sizes, device)
+    return Share([model], lambda: _backward(model(ids)))
+
+
+def tp_fsdp2(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """Two ranks divide a block, and each shards its half with those that have the same one; other data on each pair."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = llama(sizes, device, torch.float32)
+    _divide(model, mesh["tensor"])
+    compiling.blocks(model.layers, around=True)
+    _shard(model, mesh=mesh["data"])
+    ids = _ids(sizes, device, mesh.get_local_rank("data"))
+    return Share([model], lambda: _backward(model(ids)))
+
+
+def _divide(model: Llama, mesh: DeviceMesh) -> None:
+    """Weights become DTensors, split by columns and by rows."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,))
-    model = llama(sizes, device)
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
     for layer in model.layers:
         parallelize_module(layer, mesh, plan)
         attention: Any = layer.self_attn
-        attention.heads //= ranks
-        attention.kv_heads //= ranks
+        attention.heads //= mesh.size()
+        attention.kv_heads //= mesh.size()
     parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
-    compiling.blocks(model.layers, around=True)
-    ids = _ids(sizes, device, own=False)
-    return Share([model], lambda: _backward(model(ids)))
 
 
 def cp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
@@ -203,7 +224,7 @@ def cp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    given = _ids(sizes, device, own=False)
+    given = _ids(sizes, device)
 
     def run() -> Tensor:
         ids, labels = given.clone(), torch.roll(given, -1, 1)
@@ -217,19 +238,34 @@ def cp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
 
 def pp(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
     """As many microbatches as there are sequences; each rank's blocks are one stage."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    stage = Stage(sizes, device, mesh.get_local_rank(), mesh.size())
+    compiling.blocks(stage.layers)
+    return _pipeline(stage, mesh, _ids(sizes, device))
+
+
+def pp_fsdp2(sizes: Sizes, device: torch.device, compiling: Compiling) -> Share:
+    """Two stages; ranks of a stage shard it, and keep what they have gathered for a forward until its backward."""
+    mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("stage", "data"))
+    stage = Stage(sizes, device, mesh.get_local_rank("stage"), 2, torch.float32)
+    compiling.blocks(stage.layers)
+    _shard(stage, mesh=mesh["data"], reshard_after_forward=False)
+    return _pipeline(stage, mesh["stage"], _ids(sizes, device, mesh.get_local_rank("data")))
+
+
+def _pipeline(stage: Stage, mesh: DeviceMesh, ids: Tensor) -> Share:
+    """Stages on the ranks of a mesh; each sequence of `ids` is a microbatch."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    stage = Stage(sizes, device, rank, ranks)
-    compiling.blocks(stage.layers)
-    ids = _ids(sizes, device, own=False)
-    schedule = Schedule1F1B(PipelineStage(stage, rank, ranks, device), sizes["batch"], loss_fn=loss_of)
+    number, count = mesh.get_local_rank(), mesh.size()
+    part = PipelineStage(stage, number, count, ids.device, group=mesh.get_group())
+    schedule = Schedule1F1B(part, len(ids), loss_fn=loss_of)
     labels = torch.roll(ids, -1, 1)
 
     def run() -> Tensor | None:
         losses: list[Tensor] = []
-        last: dict[str, Any] = {"target": labels, "losses": losses} if rank == ranks - 1 else {}
-        schedule.step(*([ids] if rank == 0 else []), **last)
+        last: dict[str, Any] = {"target": labels, "losses": losses} if number == count - 1 else {}
+        schedule.step(*([ids] if number == 0 else []), **last)
         return torch.stack(losses).mean().detach() if losses else None
 
     return Share([stage], run)
@@ -257,7 +293,7 @@ def accelerate(sizes: Sizes, device: torch.device, compiling: Compiling, *, offl
     with device:
         made = transformers_llama(sizes)
     model, _ = trainer.prepare(made, torch.optim.SGD(made.parameters()))  # it asks for an optimizer; the bench has its own
-    ids = _ids(sizes, device, own=True)
+    ids = _ids(sizes, device, dist.get_rank())
 
     def run() -> Tensor:
         with trainer.autocast():
@@ -283,7 +319,8 @@ def _uninstalled() -> Iterator[None]:
 
 
 WAYS: dict[str, Callable[[Sizes, torch.device, Compiling], Share]] = {
-    way.__name__: way for way in (fsdp2, ddp, ddp_whole, tp, cp, pp, alone, accelerate, accelerate_offload)
+    way.__name__: way
+    for way in (fsdp2, ddp, ddp_whole, tp, tp_fsdp2, cp, pp, pp_fsdp2, alone, accelerate, accelerate_offload)
 }
 _SMALL = {"layers": 24, "dim": 2048, "hidden": 8192, "heads": 32, "kv_heads": 8, "vocab": 32000, "batch": 2, "tokens": 8192}
 _BASE = {"layers": 8, "dim": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000, "batch": 4, "tokens": 4096}
@@ -293,8 +330,10 @@ REAL: dict[str, Sizes] = {
     "ddp_whole": _BASE,
     "alone": _BASE,
     "tp": {**_BASE, "tokens": 8192},
+    "tp_fsdp2": {**_BASE, "tokens": 8192},
     "cp": {**_BASE, "kv_heads": 32, "batch": 1, "tokens": 65536},
     "pp": {**_BASE, "layers": 16, "batch": 8, "tokens": 8192},
+    "pp_fsdp2": {**_BASE, "layers": 16, "batch": 8, "tokens": 8192},
     "accelerate": _SMALL,
     "accelerate_offload": _SMALL,
 }
@@ -310,8 +349,9 @@ def llama(sizes: Sizes, device: torch.device, dtype: torch.dtype = LOW) -> Llama
     return model.to(dtype).train()
 
 
-def _ids(sizes: Sizes, device: torch.device, *, own: bool) -> Tensor:
-    generator = torch.Generator().manual_seed(7 + (dist.get_rank() if own else 0))
+def _ids(sizes: Sizes, device: torch.device, part: int = 0) -> Tensor:
+    """The same on all ranks that have the same `part` of the data."""
+    generator = torch.Generator().manual_seed(7 + part)
     return torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["tokens"]), generator=generator, device="cpu").to(device)
 
 

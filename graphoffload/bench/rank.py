@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,11 @@ from graphoffload.bench.measure import compare_gradients, recorded_peak_bytes
 from graphoffload.bench.observed import forget_plans
 from graphoffload.bench.parallel import Compiling, Share
 from graphoffload.bench.variants import Inductor
+from graphoffload.compiler import step_link
 from graphoffload.compiler.backend import OffloadBackend
 from graphoffload.errors import ConfigError
+from graphoffload.hardware.measurement import cache_path, kept
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.report.offload_report import OffloadReport
 from graphoffload.runtime import host_memory, release_host_memory, stats
 from graphoffload.runtime.registry import last_plans
@@ -107,8 +111,8 @@ class _Rank:
         sizes = {**(parallel.TINY if self.given.tiny else parallel.REAL[self.way]), **dict(self.given.size)}
         share = parallel.WAYS[self.way](sizes, self.device, self._compiling(name))
         optimizers = _optimizers(share.parameters)
-        with share.context():
-            steps = list(self._steps(share, optimizers, self.given.settled if name.startswith("ours") else PLAIN_SETTLED))
+        with share.context(), _timed_copies(not name.startswith("unshared")):
+            steps = list(self._steps(share, optimizers, self.given.settled if _is_ours(name) else PLAIN_SETTLED))
             peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else self._peak_of_cpu(share, optimizers)
             error = self._error(share)
             if self.given.trace:
@@ -118,7 +122,7 @@ class _Rank:
         own |= {"loss": steps[-1].loss, "worst_grad": error}
         own |= {"host_ms": 1e3 * statistics.median(step.host_seconds for step in steps)}
         own |= {"counts": {field: sum(step.counts[field] for step in steps) for field in _counts(self.device)}}
-        if name.startswith("ours"):
+        if _is_ours(name):
             own |= _planned()
         everybody: list[Row] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everybody, own)
@@ -184,11 +188,13 @@ class _Rank:
 
     def _compiling(self, name: str) -> Compiling:
         kind, _, budget = name.partition(":")
-        if kind != "ours":
+        if not _is_ours(name):
             return Compiling(Inductor(), checkpointed=kind == "checkpoint")
         options: Row = {"device_budget": f"{self._budget(budget)}B"} if budget else {}
         if self.given.tiny:
             options |= {"hardware": "h200-sxm", "min_tensor_bytes": 1}
+        elif kind == "unshared":
+            options |= {"hardware": _of_one_rank(torch.cuda.get_device_name(self.device))}
         return Compiling(OffloadBackend(**options), options=options)
 
     def _budget(self, text: str) -> int:
@@ -242,11 +248,35 @@ def _optimizers(parameters: list[torch.nn.Parameter]) -> Optimizers:
     return [torch.optim.AdamW(kind, lr=0.0, fused=kind[0].device.type == "cuda") for kind in kinds if kind]
 
 
+def _is_ours(name: str) -> bool:
+    return name.startswith(("ours", "unshared"))
+
+
+def _of_one_rank(device_name: str) -> HardwareProfile:
+    """What one process alone has measured.
+
+    Raises:
+        ConfigError: none has.
+    """
+    profile = kept(cache_path(device_name, str(torch.__version__)))
+    if profile is None:
+        raise ConfigError("unshared needs a profile of one process alone. Run `python -m graphoffload hardware` before.")
+    return profile
+
+
+def _timed_copies(timed: bool) -> contextlib.AbstractContextManager[Any]:
+    """Without it a plan is not made again for copies that are slower than it has them."""
+    return contextlib.nullcontext() if timed else mock.patch.object(step_link, "LOOKS", 0)
+
+
 def _planned() -> Row:
-    """What this rank's plans predict."""
+    """What this rank's plans predict, the link that they are for, and host memory; all local ranks have one host."""
     report = OffloadReport(plans=tuple(last_plans()))
     bound = report.lower_bound_slowdown
+    held = host_memory()
     return {
+        "pinned_GB": held.pinned_bytes / 1e9,
+        "host_peak_GB": held.peak_bytes / 1e9,
         "predicted_GB": (report.predicted_peak_bytes + report.reserve_bytes) / 1e9,
         "slowdown": report.predicted_slowdown,
         **({} if bound is None else {"bound": bound}),
@@ -262,7 +292,8 @@ def _joined(name: str, ranks: list[Row]) -> Row:
     for field in (*_PLANNED, "peak_GB", "worst_grad", "compile_s", "host_ms"):
         found = [own[field] for own in ranks if own.get(field) is not None]
         row |= {field: max(found)} if found else {}
-    row |= {f"{field}s": [own[field] for own in ranks] for field in ("peak_GB", "predicted_GB") if field in ranks[0]}
+    each = ("peak_GB", "predicted_GB", "pinned_GB", "host_peak_GB")
+    row |= {f"{field}s": [own[field] for own in ranks] for field in each if field in ranks[0]}
     row |= {field: [own.get(field) for own in ranks] for field in ("counts", "settled_s")}
     return {**row, "losses": [own["loss"] for own in ranks], "times_s": times}
 

@@ -6,8 +6,10 @@
 
 Variants: keep (plain torch.compile), checkpoint (torch.utils.checkpoint around each block, inside what is compiled; tensor
 parallel: around it), ours (no options), ours:SIZE (a device_budget), ours:checkpoint (the peak that checkpointing had on any
-rank), and ours:halfway (between that and keep's). A step is forward, backward and AdamW's step. Its time is the slowest rank's,
-its peak is everything that a rank has allocated. Gradients of the last step are compared with those of the first keep.
+rank), and ours:halfway (between that and keep's). unshared:SIZE is ours, planned for the link that one process has measured
+alone (`python -m graphoffload hardware`), and not again where copies are slower. A step is forward, backward and AdamW's step.
+Its time is the slowest rank's, its peak is everything that a rank has allocated. Gradients of the last step are compared with
+those of the first keep.
 
 A row also says how long each step before the measured ones took, in which ours is planned and compiled; until when the host
 issued a step; how often the measured steps asked the system for memory, what host memory they gave back, and what they copied.
@@ -85,8 +87,9 @@ def start(given: argparse.Namespace) -> int:
 
 def _check(name: str) -> None:
     kind, _, budget = name.partition(":")
-    if kind not in ("keep", "checkpoint", "ours") or (budget and kind != "ours"):
-        raise ConfigError(f"unknown variant {name!r}; there are keep, checkpoint, ours, and ours:SIZE, :checkpoint, :halfway")
+    if kind not in ("keep", "checkpoint", "ours", "unshared") or (budget and kind in ("keep", "checkpoint")):
+        known = "keep, checkpoint, ours, unshared, and the last two with :SIZE, :checkpoint or :halfway"
+        raise ConfigError(f"unknown variant {name!r}; there are {known}")
     if budget and budget not in ("checkpoint", "halfway"):
         parse_size(budget, field="ours")
 

@@ -23,7 +23,8 @@ from graphoffload.planner.step.flight import follow_flight, offloads_of
 from graphoffload.runtime.step.calls import StepRun
 from graphoffload.runtime.streams.copy_times import CopyTimes
 
-_LOOKS = 2  # at plans of one sequence: rates that change from day to day are no reason to compile again and again
+LOOKS = 2
+"""At plans of one sequence: rates that change from day to day are no reason to compile again and again."""
 _TRIES = 4  # runs of one plan that are timed until one can be looked at
 _SLOWER = 0.04
 _WORTH = 0.005  # of the step: what a new plan may save is less
@@ -69,7 +70,7 @@ class LinkSeen:
                 self._tries = _TRIES
                 self.looks += 1
                 return self._judged(plan, planned, (found["d2h"], found["h2d"]))
-        if self._tries < _TRIES and self.looks < _LOOKS and plan.solution.timeline.host_bytes and last.streams is not None:
+        if self._tries < _TRIES and self.looks < LOOKS and plan.solution.timeline.host_bytes and last.streams is not None:
             self._tries += 1
             self._times = last.streams.times = CopyTimes()
         return ""

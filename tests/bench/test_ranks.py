@@ -17,6 +17,8 @@ from graphoffload.bench import parallel, rank, ranks, training
 from graphoffload.bench.parallel import Stage, llama
 from graphoffload.cli.command_line import main
 from graphoffload.errors import ConfigError
+from graphoffload.hardware.measurement import cache_path, keep
+from graphoffload.hardware.profile import PROFILES
 
 META = torch.device("meta")
 
@@ -27,9 +29,20 @@ def test_names_that_are_none(name: str) -> None:
         ranks._check(name)
 
 
-@pytest.mark.parametrize("name", ranks.DEFAULT)
+@pytest.mark.parametrize("name", [*ranks.DEFAULT, "unshared", "unshared:8GB", "unshared:halfway"])
 def test_names_that_are_known(name: str) -> None:
     ranks._check(name)
+
+
+def test_a_link_that_one_process_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its profile, whatever ranks have measured together; without one nothing is planned, and the error says what to run."""
+    monkeypatch.setenv("GRAPHOFFLOAD_CACHE_DIR", str(tmp_path))
+    alone = PROFILES["h200-sxm"]
+    keep(cache_path("A GPU", str(torch.__version__), 4), alone.scaled(link=0.5))
+    with pytest.raises(ConfigError, match="graphoffload hardware"):
+        rank._of_one_rank("A GPU")
+    keep(cache_path("A GPU", str(torch.__version__)), alone)
+    assert rank._of_one_rank("A GPU") == alone
 
 
 def test_more_ranks_than_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
