@@ -338,6 +338,19 @@ def test_pieces_of_a_slab_join() -> None:
     assert slabs.rounded(65) == 128
 
 
+@pytest.mark.parametrize("in_advance", [False, True])
+def test_the_peak_is_what_was_in_use(in_advance: bool) -> None:
+    """Memory that is allocated in advance counts once it is used, and then it does."""
+    memory = HostPool()
+    if in_advance:
+        memory.prepare([KIB, KIB], pin=False, wait=True)
+        assert memory.snapshot().peak_bytes == 0
+    buffers = [memory.acquire(KIB, pin=False) for _ in range(2)]
+    for buffer in buffers:
+        memory.give_back(buffer)
+    assert memory.snapshot().peak_bytes == 2 * KIB
+
+
 def test_the_peak_is_in_stats() -> None:
     """The most that was ever in use, not what is now; reset_stats() leaves it, as it is of the process."""
     before = graphoffload.stats()["host_peak_bytes"]

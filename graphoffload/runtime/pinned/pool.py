@@ -97,8 +97,8 @@ class HostPool:
         self._in_use_bytes = in_use = self._in_use_bytes + buffer.nbytes
         if in_use > window.peak_bytes:
             window.peak_bytes = in_use
-            if in_use > self._peak_bytes:
-                self._peak_bytes = in_use
+        if in_use > self._peak_bytes:
+            self._peak_bytes = in_use
         return buffer
 
     def _acquire_slowly(self, key: Key, name: str, *, reclaim: bool = True) -> HostBuffer:
