@@ -24,6 +24,7 @@ Memory and time of the plan are then slightly off.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.kernels import Axis, Kernel, add_needs, in_order, runs_after
 from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, is_in, storage_id, with_views
-from graphoffload.torch_internals.inductor import falls_back, is_pointwise_use, most_reads
+from graphoffload.torch_internals.inductor import falls_back, is_pointwise_use, mixes_sums, most_reads
 from graphoffload.torch_internals.operators import OpOverload, packet_of
 
 Kind = Literal["view", "kernel", "fused", "none"]
@@ -264,8 +265,9 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         space = _space(node) if kind == "fused" else None
         weights = {identity: sizes.get(identity, 0) for identity in reads}
         outputs = {identity: sizes.get(identity, 0) for identity in map(storage_id, _tensors(node))}
+        written = sum(outputs.values())
         axis = _axis(node) if space else None
-        home = _home(kernels, touching, weights, sum(outputs.values()), needs, space, axis, order, fusion) if space else None
+        home = _home(kernels, touching, weights, written, needs, space, axis, order, fusion, node) if space else None
         turn = _turn(node, fusion, places, reads)
         if home is None:
             home = Kernel(len(kernels), turn, order, space)
@@ -276,7 +278,7 @@ def _group(graph: Graph, fusion: Fusion) -> None:
             home.axes.add(axis)
         add_needs(kernels, home, needs)
         home.touched |= weights | outputs
-        home.written += sum(outputs.values())
+        home.written += written
         for identity in outputs:
             made_by.setdefault(identity, home.number)
         if kind == "fused":
@@ -295,12 +297,13 @@ def _home(
     axis: Axis | None,
     order: int,
     fusion: Fusion,
+    node: Node,
 ) -> Kernel | None:
     """The kernel that an operation joins; None if it starts one.
 
     The kernel has the same iteration space, is near, and reads or writes some of the same storages. If the operation does not
     read the kernel's results, these are more than a few bytes. Nothing that the operation needs must run after the kernel. A
-    reduction of rows and one of columns share a kernel only if neither needs the other.
+    reduction of rows and one of columns share a kernel only if they are large and neither needs the other.
     """
     shared: dict[int, int] = {}
     for identity, nbytes in reads.items():
@@ -317,7 +320,7 @@ def _home(
             continue
         if runs_after(kernels, number, needs):
             continue
-        if across[number] and number in needs:
+        if across[number] and (number in needs or not _mixes(node, axis)):
             continue
         return kernel
     return None
@@ -333,6 +336,15 @@ def _axis(node: Node) -> Axis | None:
     dims = [given] if isinstance(given, int) else given if isinstance(given, (list, tuple)) else []
     last = source.dim() - 1
     return "rows" if not dims or any(dim in (last, -1) for dim in dims) else "columns"
+
+
+def _mixes(node: Node, axis: Axis | None) -> bool:
+    """Whether a reduction of all rows or all columns is large enough to run with one of the other axis."""
+    source, value = fake(node.args[0]) if axis and isinstance(node.args[0], Node) else None, fake(node)
+    if source is None or value is None or source.dim() < 2 or concrete(source.numel()) is None:
+        return False
+    rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
+    return value.numel() == (rows if axis == "rows" else columns) and mixes_sums(rows, columns)
 
 
 def _space(node: Node) -> int | None:

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch._inductor import config
 from torch.fx import GraphModule, Node
+from torch.torch_version import TorchVersion
 
 from graphoffload.torch_internals.operators import OpOverload
 from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
     "Ran", "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
-    "in_graph_order", "is_pointwise_use", "most_reads", "operations_of", "options_of_mode", "reads_before", "watching_codegen",
-    "wrapper_imports", "writes_remembered", "written_code",
+    "in_graph_order", "is_pointwise_use", "mixes_sums", "most_reads", "operations_of", "options_of_mode", "reads_before",
+    "watching_codegen", "wrapper_imports", "writes_remembered", "written_code",
 ]  # fmt: skip
 
 
@@ -77,6 +78,17 @@ def most_reads(device_type: str) -> int:
         name = "realize_cpu_acc_reads_threshold" if device_type == "cpu" else "_realize_acc_reads_threshold_default"
         chosen = int(getattr(config, name))
     return chosen
+
+
+def mixes_sums(rows: int, columns: int) -> bool:
+    """Whether sums over the rows and over the columns of one matrix may be one kernel on a GPU: not where it is small, and
+    before 2.15 not where it is wide. Without it: as for is_pointwise_use."""
+    if not getattr(config.triton, "mix_order_reduction", False) or columns > 2**14:
+        return False
+    if getattr(config.triton, "mix_order_reduction_non_strict_mode", False):
+        return True
+    tall = TorchVersion(torch.__version__) >= "2.15" or rows >= 2 * columns
+    return tall and rows >= 2**12 and rows * columns >= 5 * 2**20
 
 
 def falls_back(target: OpOverload) -> bool:

@@ -23,7 +23,7 @@ from graphoffload.analysis.fusion import FARTHEST, Fusion, fusion_of
 from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
 from graphoffload.hardware.profile import PROFILES
-from graphoffload.torch_internals.inductor import in_graph_order, most_reads
+from graphoffload.torch_internals.inductor import in_graph_order, mixes_sums, most_reads
 
 
 def traced(function: Callable[..., object], *shapes: tuple[int, ...], decomposed: bool = False) -> Graph:
@@ -377,22 +377,50 @@ def test_large_operations_run_apart_where_a_plan_asks_for_it() -> None:
 def norm_backward(x: Tensor, d: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Of a norm: its input's gradient takes a sum of each row, its weight's a sum over all of them."""
     hat = x * rstd
-    return rstd * (d - hat * (d * hat).mean(-1, keepdim=True)), (d * hat).sum(0)
+    return rstd * (d - hat * (d * hat).mean(-1, keepdim=True)), (d * hat).sum(tuple(range(x.dim() - 1)))
 
 
-def test_sums_of_rows_and_columns_are_one_kernel_only_if_neither_needs_the_other() -> None:
-    """Inductor mixes the two orders where both merely read the same; a sum of rows that the other needs runs before it."""
+ROWS_AND_COLUMNS = [
+    pytest.param((8192, 1024), True, id="large"),
+    pytest.param((2, 4096, 1024), True, id="batch"),
+    pytest.param((64, 32), False, id="small"),
+    pytest.param((2048, 4096), False, id="few"),
+    pytest.param((8192, 512), False, id="few bytes"),
+    pytest.param((65536, 2**15), False, id="long"),
+]
+
+
+def test_a_sum_over_some_of_the_rows_runs_alone() -> None:
+    def sums(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin().sum(-1), x.sin().sum(0)
+
+    graph = traced(sums, (2, 4096, 1024))
+    fusion = fusion_of(graph, fuses=True)
+    assert fusion.spans[named(graph, "sum_1")] != fusion.spans[named(graph, "sum_2")]
+
+
+@pytest.mark.parametrize(("shape", "mixed"), ROWS_AND_COLUMNS)
+def test_sums_of_rows_and_columns_are_one_kernel_only_if_neither_needs_the_other(shape: tuple[int, ...], mixed: bool) -> None:
+    """Inductor mixes the two orders where both merely read the same, and this is large; a sum of rows that the other needs runs
+    before it."""
 
     def computes_rstd(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         return norm_backward(x, d, torch.rsqrt(x.square().mean(-1, keepdim=True)))
 
-    graph = traced(norm_backward, (64, 32), (64, 32), (64, 1))
+    graph = traced(norm_backward, shape, shape, (*shape[:-1], 1))
     fusion = fusion_of(graph, fuses=True)
-    assert fusion.spans[named(graph, "sum_1")] == fusion.spans[named(graph, "mean")]
-    graph = traced(computes_rstd, (64, 32), (64, 32))
+    assert (fusion.spans[named(graph, "sum_1")] == fusion.spans[named(graph, "mean")]) is mixed
+    graph = traced(computes_rstd, shape, shape)
     fusion = fusion_of(graph, fuses=True)
     assert fusion.spans[named(graph, "mean")] == fusion.spans[named(graph, "mean_1")]
     assert fusion.spans[named(graph, "sum_1")][0] > fusion.spans[named(graph, "mean")][1]
+
+
+@pytest.mark.parametrize(("version", "mixed"), [("2.13.0", False), ("2.15.0", True)])
+def test_wide_matrices_are_mixed_from_a_release_on(version: str, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert mixes_sums(8192, 8192) is mixed
+    assert mixes_sums(16384, 8192)
 
 
 def grouped(x: Tensor, w: Tensor, d: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
