@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,6 +39,7 @@ from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.report.offload_report import OffloadReport
 from graphoffload.runtime import host_memory, release_host_memory, stats
 from graphoffload.runtime.registry import last_plans
+from graphoffload.torch_internals.patching import replaced
 from graphoffload.units import parse_size
 
 PLAIN_SETTLED = 3
@@ -266,7 +266,7 @@ def _of_one_rank(device_name: str) -> HardwareProfile:
 
 def _timed_copies(timed: bool) -> contextlib.AbstractContextManager[Any]:
     """Without it a plan is not made again for copies that are slower than it has them."""
-    return contextlib.nullcontext() if timed else mock.patch.object(step_link, "LOOKS", 0)
+    return contextlib.nullcontext() if timed else replaced(step_link, LOOKS=0)
 
 
 def _planned() -> Row:

@@ -2,12 +2,13 @@
 
     keep ──▶ light ──▶ third ──▶ two thirds ──▶ smallest      recompute more and more: what costs least time a byte comes first
     keep ──▶ third of light ──▶ two thirds of light ──▶ light ──▶ smallest              where nearly everything is cheap
+    keep ──▶ lightest ──▶ light                           where some of what is cheap costs far less than the rest of it
                                                                   smallest ──▶ blocks    where whole blocks save clearly less
     light in slices ──▶ smallest in slices                                where MLPs hold much (slices.py)
 
-A family of variants has at most six members, nested, and two in slices. Each is partitioned for real, since memory follows the
-kernels that the compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the step
-says which (planner/step).
+A family of variants has at most seven members, nested, and two in slices. Each is partitioned for real, since memory follows
+the kernels that the compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the
+step says which (planner/step).
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _SHARES = (("third", 1 / 3), ("two thirds", 2 / 3))
 _LEFT, _CLEARLY = 0.02, 0.97
 """A graph is tried as one block where the smallest variant saves more than this share of keep-all's bytes, besides inputs.
 Blocks are a variant where they save, or have at their peak, at most this share of what the smallest does."""
+_BEND = 0.02
+"""Of the time that copies of what is cheap take: what calls of keep and of light, mixed, may cost above the prices themselves.
+Where it is more, there is the lightest variant, at the price where the difference is largest."""
 _IN_SLICES = ("light", SMALLEST.name)
 _FEW = 0.1
 """Of the bytes that may be computed again: if fewer are not cheap, there are variants lighter than the lightest instead."""
@@ -180,10 +184,7 @@ def _recipes(analysis: GraphAnalysis, keep: Instance, slices: int) -> list[Recip
 
 
 def _between(analysis: GraphAnalysis, keep: Instance) -> list[Recipe]:
-    """Recipes between the two ends, cheapest first: what is cheap to compute again, and shares of the bytes of the rest.
-
-    Where nearly everything is cheap, there is no rest to share, and shares of what is cheap come before all of it.
-    """
+    """Recipes between the two ends, cheapest first."""
     rate = analysis.hardware.copy_rate_bytes_per_s("d2h")
     prices = {
         candidate.name: candidate.recompute.time_s * rate / candidate.nbytes
@@ -192,17 +193,30 @@ def _between(analysis: GraphAnalysis, keep: Instance) -> list[Recipe]:
     }
     sizes = {candidate.name: candidate.nbytes for candidate in keep.program.candidates}
     order = sorted(prices, key=lambda name: (prices[name], -sizes[name]))
-    sums = list(accumulate((sizes[name] for name in order), initial=0))
-    cheap = sum(price <= _CHEAP for price in prices.values())
-    of_cheap = [(f"{name} of light", _cut(sums, 0, cheap, share)) for name, share in _SHARES]
-    of_rest = [(name, _cut(sums, cheap, len(order), share)) for name, share in _SHARES]
-    few = _FEW * sums[-1]
-    cuts = [
-        *(of_cheap if sums[-1] - sums[cheap] < few else ()),
-        ("light", cheap),
-        *(of_rest if sums[-1] - sums[cheap] >= few else ()),
-    ]
+    cuts = _cuts([prices[name] for name in order], [sizes[name] for name in order])
     return [Recipe(name, recomputes=frozenset(order[:count])) for name, count in cuts]
+
+
+def _cuts(prices: Sequence[float], sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """How many of an order, cheapest first, each recipe between the two ends computes again: what is cheap, and shares of the
+    bytes of the rest. Where nearly everything is cheap, there is no rest to share, and shares of what is cheap come before all
+    of it. A price is a share of the time of the copy.
+    """
+    sums = list(accumulate(sizes, initial=0))
+    cheap = sum(price <= _CHEAP for price in prices)
+    costs = list(accumulate((price * size for price, size in zip(prices, sizes, strict=True)), initial=0.0))
+    bends = [costs[cheap] * sums[count] / max(1, sums[cheap]) - costs[count] for count in range(cheap + 1)]
+    lightest = bends.index(max(bends))
+    of_cheap = [(f"{name} of light", _cut(sums, 0, cheap, share)) for name, share in _SHARES]
+    of_rest = [(name, _cut(sums, cheap, len(prices), share)) for name, share in _SHARES]
+    few = sums[-1] - sums[cheap] < _FEW * sums[-1]
+    cuts = [
+        *([("lightest", lightest)] if bends[lightest] > _BEND * sums[cheap] else []),
+        *(of_cheap if few else ()),
+        ("light", cheap),
+        *(() if few else of_rest),
+    ]
+    return sorted(cuts, key=lambda cut: cut[1])
 
 
 def _cut(sums: Sequence[int], first: int, last: int, share: float) -> int:
