@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 
@@ -17,7 +17,7 @@ FREE = 3
 
 @pytest.mark.parametrize("gigabytes_per_s", [12, 20, 25, 28, 30, 31, 32, 33, 34, 35, 36, 40, 55, 100, 400])
 def test_what_costs_next_to_nothing_has_a_variant_at_any_rate(gigabytes_per_s: int) -> None:
-    """A slow link makes products cheap as well, one after another; calls that compute only the rest of it again stay possible."""
+    """A slow link makes products cheap as well, one after another. Calls that compute only the rest again stay possible."""
     cuts = _cuts([price * gigabytes_per_s / 35 for price in PRICES], SIZES)
     counts = [count for _, count in cuts]
     assert FREE in counts, cuts
@@ -34,7 +34,7 @@ def test_calls_of_two_variants_cost_little_more_than_the_prices(gigabytes_per_s:
     sums = list(accumulate(SIZES, initial=0))
     costs = list(accumulate((price * size for price, size in zip(prices, SIZES, strict=True)), initial=0.0))
     ends = sorted({0, light, *(count for _, count in cuts if count < light)})
-    for first, last in zip(ends, ends[1:], strict=False):
+    for first, last in pairwise(ends):
         for count in range(first, last):
             share = (sums[count] - sums[first]) / (sums[last] - sums[first])
             above = costs[first] + share * (costs[last] - costs[first]) - costs[count]
@@ -49,4 +49,5 @@ def test_what_is_equally_cheap_has_no_variant_of_its_own() -> None:
 
 def test_one_part_that_costs_more_than_the_rest() -> None:
     """Half of what is cheap costs nothing, the other half a fifth of its copy; more than half of all is not cheap."""
-    assert _cuts([0.0, 0.19, 0.5, 0.6], [100, 100, 200, 200]) == [("lightest", 1), ("light", 2), ("third", 3), ("two thirds", 3)]
+    cuts = _cuts([0.0, 0.19, 0.5, 0.6], [100, 100, 200, 200])
+    assert cuts == [("lightest", 1), ("light", 2), ("third", 3), ("two thirds", 3)]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import graphoffload
 from graphoffload.compiler.step_plan import StepPlan
 from graphoffload.errors import BudgetError, StepNotPlannedWarning
-from graphoffload.runtime.offloaded_tensors import OffloadedTensor
+from graphoffload.runtime.offloaded_tensors import RELEASE_PENDING, OffloadedTensor
+from graphoffload.runtime.step.calls import StepRun
 from tests.runtime.stepping import OPTIONS, PLENTY, assert_equal, plan_now
 from tests.runtime.test_step_truth import CLOSE, WIDTH, Block, Counter
 
@@ -140,6 +141,35 @@ def test_microbatches_in_flight_are_planned(way: Way, at_a_time: int, share: flo
     assert peak_of(counter, module, way, at_a_time) == pytest.approx(predicted, rel=CLOSE)
     assert graphoffload.stats()["prefetch_hits"] > 0
     assert_equal(step(module, way, at_a_time), expected)
+
+
+@pytest.mark.parametrize("at_a_time", [2, 3])
+def test_no_microbatch_holds_what_was_copied_while_another_runs_backward(
+    at_a_time: int, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that no event of forward waits for are waited for when the next backward starts, whose ever it is: what the others
+    hold then is in the plan without them."""
+    way, seen = one_forward_one_backward, list[tuple[int, int]]()
+    expected = step(stage(), way, at_a_time)
+    module, plan = planned(way, PLENTY, expected, at_a_time)
+    torch._dynamo.reset()
+    del module
+    module, _ = planned(way, int(0.85 * plan.solution.timeline.peak_bytes), expected, at_a_time)
+    turn = StepRun.turn
+
+    def turned(run: StepRun) -> None:
+        began = not run.turned
+        turn(run)
+        copies = [entry for other in run.beside() for entry in other.copies]
+        if began:
+            seen.append((len(copies), sum(entry.state is RELEASE_PENDING for entry in copies)))
+
+    monkeypatch.setattr(StepRun, "happened", lambda *_: None)
+    monkeypatch.setattr(StepRun, "turn", turned)
+    assert_equal(step(module, way, at_a_time), expected)
+    assert len(seen) == MICROBATCHES
+    assert {pending for _, pending in seen} == {0}
+    assert max(copies for copies, _ in seen) > 0
 
 
 @pytest.fixture

@@ -247,10 +247,9 @@ class StepRun:
 
     def happened(self, call: StepCall, event: Event) -> None:
         """An event of forward: settle the copies that the schedule has settled by now."""
-        if call.schedule is not None and not self.off:
-            count = call.schedule.settle.get(event)
-            if count is not None and count > self.settled:
-                self.settle(count)
+        count = 0 if call.schedule is None or self.off else call.schedule.settle.get(event, 0)
+        if count > self.settled:
+            self.settle(count)
 
     def settle(self, count: int) -> None:
         """Let compute wait for the first `count` copies of the step, and free their sources.
@@ -289,10 +288,11 @@ class StepRun:
         self.finish()
 
     def turn(self) -> None:
-        """Forward is over: everything pending is settled."""
+        """Forward is over: everything pending is settled, and that of other microbatches, whose backward comes later."""
         if not self.turned:
             self.turned = True
-            self.settle(len(self.copies))
+            for run in (self, *self.beside()):
+                run.rest()
 
     def start_early(self, call: StepCall, event: Event) -> None:
         """An event of backward: start the copies back that the schedule starts here."""
