@@ -20,10 +20,11 @@ from graphoffload.analysis.module_paths import module_stack
 _NUMBERED = re.compile(r"((?:.*?\.)?\d+)(?:\.|$)")
 
 
-def blocks_of(joint: Graph, *, whole: bool = False) -> Mapping[str, int]:
+def blocks_of(joint: Graph, *, whole: bool = False, share: float = 1.0) -> Mapping[str, int]:
     """Operations of forward that may run again, each with its block's number in the order of the graph, from 1 on.
 
     Where there are fewer than two blocks: empty, or with `whole` all operations as one block. What the user tagged is left out.
+    share: of the blocks, the last ones; what the others save has more time to be copied.
     """
     found: dict[str, int] = {}
     everything: list[str] = []
@@ -44,5 +45,6 @@ def blocks_of(joint: Graph, *, whole: bool = False) -> Mapping[str, int]:
         if block is not None:
             found[node.name] = numbers.setdefault(block, len(numbers) + 1)
     if len(numbers) > 1:
-        return found
+        first = len(numbers) - round(share * len(numbers))
+        return {name: number for name, number in found.items() if number > first}
     return dict.fromkeys(everything, 1) if whole else {}

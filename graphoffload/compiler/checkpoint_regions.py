@@ -84,20 +84,21 @@ def trial_of(request: Request, analyse: Callable[..., GraphAnalysis]) -> Trial:
 
 
 def in_blocks(
-    analysis: GraphAnalysis, analyse: Callable[..., GraphAnalysis], *, whole: bool = False
+    analysis: GraphAnalysis, analyse: Callable[..., GraphAnalysis], *, whole: bool = False, share: float = 1.0
 ) -> GraphAnalysis | None:
     """The same graph with every block a region that is computed again; None if the model has no blocks, or somebody has decided
-    about an activation: by policy, pattern or tag. `whole`: a graph without blocks is one.
+    about an activation: by policy, pattern or tag. `whole`: a graph without blocks is one. share: of the blocks, the last ones.
 
     What is required of any plan's partitions stays: no decision is made again, no random number is drawn again, and backward
     reads no more of the caller's memory.
     """
     asked = any(wanted.action is not None and wanted.allowed != ("keep",) for wanted in analysis.wanted)
-    blocks = {} if asked else blocks_of(analysis.request.joint.graph, whole=whole)
+    blocks = {} if asked else blocks_of(analysis.request.joint.graph, whole=whole, share=share)
     if not blocks:
         return None
     again = analyse(replace(analysis.request, blocks=blocks), analysis.binding)
-    note = "blocks are computed again whole in backward, as torch.utils.checkpoint does; slowdowns are against keeping all"
+    some = "blocks are" if share == 1.0 else f"the last {len(set(blocks.values()))} blocks are"
+    note = f"{some} computed again whole in backward, as torch.utils.checkpoint does; slowdowns are against keeping all"
     return replace(again, patience=analysis.patience, notes=[*again.notes, note])
 
 
@@ -106,8 +107,9 @@ def hint_of(trial: Trial) -> str:
     if trial.analysis.request.relax:
         faster = trial.timeline.time_s / trial.decided.keep_timeline.time_s - 1.0
         return f"checkpoint regions relaxed ({faster:+.1%} time against the step as written)".replace("%", " %")
-    if trial.analysis.request.blocks:
-        return "blocks computed again whole, as checkpointing does"
+    if blocks := trial.analysis.request.blocks:
+        some = "blocks" if min(blocks.values()) == 1 else f"the last {len(set(blocks.values()))} blocks"
+        return f"{some} computed again whole, as checkpointing does"
     return trial.analysis.region_hint
 
 

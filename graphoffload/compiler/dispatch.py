@@ -331,7 +331,7 @@ class _Looking(CustomPartitionerFn):
             return partitioning.min_cut(gm, joint_inputs, kwargs)
         parameters = partitioning.must_be_parameters(gm.graph, self.session.parameters)
         analysis = analyse(Request(self.session, gm, joint_inputs, kwargs, self.session.goal, parameters))
-        family = variants_of(analysis, lambda plain, whole: in_blocks(plain, analyse, whole=whole), self.recipes)
+        family = variants_of(analysis, functools.partial(in_blocks, analyse=analyse), self.recipes)
         self.found = Family(*family, analysis.hardware)
         return analysis.pair.forward, analysis.pair.backward
 

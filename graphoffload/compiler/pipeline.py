@@ -119,7 +119,7 @@ def _trial(request: Request) -> Trial:
     analysis = analyse(request)
     if recipe is FIRST:
         recipe = request.session.recipe = EVERYTHING_KEPT if is_small(analysis, request.limits.room_bytes) else SMALLEST
-    blocks = in_blocks(analysis, analyse, whole=True) if recipe.blocks else None
+    blocks = in_blocks(analysis, analyse, whole=True, share=recipe.blocks) if recipe.blocks else None
     return recipe_trial(analysis, recipe) if blocks is None else seen_from(analysis, recipe_trial(blocks, recipe))
 
 

@@ -3,18 +3,18 @@
     keep ──▶ light ──▶ third ──▶ two thirds ──▶ smallest      recompute more and more: what costs least time a byte comes first
     keep ──▶ third of light ──▶ two thirds of light ──▶ light ──▶ smallest              where nearly everything is cheap
     keep ──▶ lightest ──▶ light                           where some of what is cheap costs far less than the rest of it
-                                                                  smallest ──▶ blocks    where whole blocks save clearly less
+        smallest ──▶ third of blocks ──▶ two thirds of blocks ──▶ blocks                 where whole blocks save clearly less
     light in slices ──▶ smallest in slices                                where MLPs hold much (slices.py)
 
-A family of variants has at most seven members, nested, and two in slices. Each is partitioned for real, since memory follows
-the kernels that the compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan of the
-step says which (planner/step).
+A family has at most nine members, nested but for the last three, and two in slices. Each is partitioned for real, since memory
+follows the kernels that the compiler makes of what is computed again. What is left is kept or offloaded, call by call; the plan
+of the step says which (planner/step). A share of blocks is the last ones of a graph; the others compute again what is light.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from graphoffload.analysis.program import Instance
@@ -32,6 +32,7 @@ from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.simulator import Timeline, simulate
 from graphoffload.planner.step.facts import Variant
 
+InBlocks = Callable[..., GraphAnalysis | None]
 _CHEAP = 0.2
 """The lightest variant computes again what takes less than this share of the time of its copy."""
 _SHARES = (("third", 1 / 3), ("two thirds", 2 / 3))
@@ -113,55 +114,88 @@ def _placed(program: Program, timeline: Timeline, reload_steps: Mapping[str, int
 
 def variants_of(
     analysis: GraphAnalysis,
-    in_blocks: Callable[[GraphAnalysis, bool], GraphAnalysis | None],
+    in_blocks: InBlocks,
     given: Sequence[Recipe] | None = None,
 ) -> tuple[tuple[Variant, ...], tuple[Recipe, ...], Program, tuple[int, ...]]:
     """The family of a graph, least recomputation first; the recipe of each; keep-all with its recompute chains, whose LP
     relaxation bounds every choice but that of whole blocks; and the bytes of each variant's activations that are inputs.
 
     Args:
-        in_blocks: makes the analysis of the same graph with its blocks computed again whole, or the graph as one block if the
-            second argument says so; None where it has no blocks, or somebody has decided.
+        in_blocks: makes the analysis of the same graph with a `share` of its blocks computed again whole, or the graph as one
+            block if it is to be `whole`; None where it has no blocks, or somebody has decided.
         given: the recipes of another rank's family, which has these variants and no others; None: they are found here.
     """
     keep = instance_of(analysis)
     slices = analysis.request.session.slices
     found = _recipes(analysis, keep, slices) if given is None else given
-    recipes = [recipe for recipe in found if not recipe.blocks]
-    variants, chosen, inputs, seen, least_bytes = [], [], [], set(), 0
-    for recipe in recipes:
-        again = replace(analysis, notes=[*analysis.notes])
-        first = _first_actions(again, recipe)
-        recomputes = frozenset(name for name, action in first.items() if action == "recompute")
-        if recomputes in seen and given is None:
+    family, seen, least_bytes = list[_Member](), set(), 0
+    for recipe in (recipe for recipe in found if not recipe.blocks):
+        member = _member(analysis, recipe)
+        if member.recipe.recomputes in seen and given is None:
             continue
-        seen.add(recomputes)
-        if recomputes:
-            first, _ = partition_again(again, first, dict.fromkeys(first, ""))
-        instance = instance_of(again)
-        program = _of_one_call(again.pair, _with_choices(again, instance, recipe, first))
-        saved = _saved_input_bytes(again)
-        variants.append(Variant(recipe.name, recomputes, program, saved, bounded=not slices, slices=slices))
-        inputs.append(_input_bytes(again))
-        chosen.append(replace(recipe, recomputes=recomputes, offloads=frozenset()))
-        least_bytes = again.table.saved_bytes
-    whole = least_bytes - inputs[-1] > _LEFT * analysis.table.saved_bytes
-    looks = not slices and (given is None or len(given) > len(recipes))
-    blocks = in_blocks(analysis, whole) if looks else None
-    if blocks is not None and (
-        given is not None or is_less(_of_blocks(analysis, blocks), variants[-1], analysis.hardware)
-    ):
-        variants.append(_of_blocks(analysis, blocks))
-        inputs.append(_input_bytes(blocks))
-        chosen.append(IN_BLOCKS)
-    return tuple(variants), tuple(chosen), _of_one_call(analysis.pair, _with_chains(analysis, keep)), tuple(inputs)
+        seen.add(member.recipe.recomputes)
+        family.append(member)
+        least_bytes = member.saved_bytes
+    whole = least_bytes - family[-1].input_bytes > _LEFT * analysis.table.saved_bytes
+    if given is not None:
+        family += [_given_share(analysis, in_blocks, recipe, whole) for recipe in given if recipe.blocks]
+    elif not slices:
+        family += _in_shares(analysis, in_blocks, family, whole)
+    variants, recipes, inputs = (tuple(getattr(each, name) for each in family) for name in ("variant", "recipe", "input_bytes"))
+    return variants, recipes, _of_one_call(analysis.pair, _with_chains(analysis, keep)), inputs
 
 
-def _of_blocks(analysis: GraphAnalysis, blocks: GraphAnalysis) -> Variant:
-    program = _with_choices(blocks, instance_of(blocks), IN_BLOCKS, _first_actions(blocks, IN_BLOCKS))
-    recomputes = {tensor.name for tensor in analysis.table.tensors} - {tensor.name for tensor in blocks.table.tensors}
-    saved = _saved_input_bytes(blocks)
-    return Variant(IN_BLOCKS.name, frozenset(recomputes), _of_one_call(blocks.pair, program), saved, bounded=False)
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A variant, its recipe, the bytes of all activations that it saves, and those of inputs."""
+
+    variant: Variant
+    recipe: Recipe
+    saved_bytes: int
+    input_bytes: int
+
+
+def _member(analysis: GraphAnalysis, recipe: Recipe) -> _Member:
+    again = replace(analysis, notes=[*analysis.notes])
+    first = _first_actions(again, recipe)
+    recomputes = frozenset(name for name, action in first.items() if action == "recompute")
+    if recomputes:
+        first, _ = partition_again(again, first, dict.fromkeys(first, ""))
+    program = _of_one_call(again.pair, _with_choices(again, instance_of(again), recipe, first))
+    saved, slices = _saved_input_bytes(again), analysis.request.session.slices
+    bounded = not slices and not recipe.blocks
+    variant = Variant(recipe.name, recomputes, program, saved, bounded=bounded, slices=slices)
+    recipe = replace(recipe, recomputes=recomputes, offloads=frozenset())
+    return _Member(variant, recipe, again.table.saved_bytes, _input_bytes(again))
+
+
+def _in_shares(
+    analysis: GraphAnalysis, in_blocks: InBlocks, family: Sequence[_Member], whole: bool
+) -> list[_Member]:
+    """Shares of the blocks computed again whole, then all of them; nothing where all are not clearly less than the smallest."""
+    blocks = in_blocks(analysis, whole=whole)
+    if blocks is None:
+        return []
+    every = _of_blocks(analysis, blocks, IN_BLOCKS)
+    if not is_less(every.variant, family[-1].variant, analysis.hardware):
+        return []
+    light = [member.recipe.recomputes for member in family if member.recipe.name.endswith("light")] or [frozenset()]
+    several = len(set(blocks.request.blocks.values())) > len(_SHARES)
+    recipes = [Recipe(f"{name} of blocks", recomputes=light[-1], blocks=share) for name, share in _SHARES if several]
+    return [*(_given_share(analysis, in_blocks, recipe, whole) for recipe in recipes), every]
+
+
+def _given_share(analysis: GraphAnalysis, in_blocks: InBlocks, recipe: Recipe, whole: bool) -> _Member:
+    blocks = in_blocks(analysis, whole=whole, share=recipe.blocks)
+    assert blocks is not None
+    return _of_blocks(analysis, blocks, recipe)
+
+
+def _of_blocks(analysis: GraphAnalysis, blocks: GraphAnalysis, recipe: Recipe) -> _Member:
+    """The variant of a graph with blocks, by the names of the graph as it is."""
+    member = _member(blocks, recipe)
+    inside = {tensor.name for tensor in analysis.table.tensors} - {tensor.name for tensor in blocks.table.tensors}
+    return replace(member, variant=replace(member.variant, recomputes=member.variant.recomputes | inside))
 
 
 def is_less(one: Variant, other: Variant, hardware: HardwareProfile) -> bool:

@@ -23,8 +23,8 @@ class Recipe:
             that may be offloaded.
         reload_steps: (name, step of the backward before which its reload stands); what is not named is reloaded just in time
             for a call that runs alone.
-        blocks: whether the graph's blocks are computed again whole, as torch.utils.checkpoint does (analysis/blocks.py). Names
-            are then those of activations that are saved all the same.
+        blocks: the share of the graph's blocks that are computed again whole, as torch.utils.checkpoint does, the last ones of
+            them (analysis/blocks.py). Names are then those of activations that are saved all the same.
         slices: in how many slices of the tokens MLPs are computed (analysis/token_regions.py); 0: all tokens at once. Names are
             those of the graph with slices.
     """
@@ -33,7 +33,7 @@ class Recipe:
     recomputes: frozenset[str] | None = frozenset()
     offloads: frozenset[str] | None = frozenset()
     reload_steps: tuple[tuple[str, int], ...] = ()
-    blocks: bool = False
+    blocks: float = 0.0
     slices: int = 0
 
     @property
@@ -43,7 +43,7 @@ class Recipe:
             return FIRST.name
         parts = ("*" if names is None else ",".join(sorted(names)) for names in (self.recomputes, self.offloads))
         steps = ",".join(f"{name}:{step}" for name, step in self.reload_steps)
-        ways = (*(("blocks",) if self.blocks else ()), *((f"slices {self.slices}",) if self.slices else ()))
+        ways = (*((f"blocks {self.blocks:.3g}",) if self.blocks else ()), *((f"slices {self.slices}",) if self.slices else ()))
         return "|".join((*parts, steps, *ways))
 
     def in_slices(self, slices: int) -> Recipe:
@@ -55,7 +55,7 @@ SMALLEST = Recipe("smallest", recomputes=None, offloads=None)
 """The variant that holds least until backward: it runs where nothing is known of a step yet."""
 EVERYTHING_KEPT = Recipe("keep")
 """The variant that changes nothing."""
-IN_BLOCKS = Recipe("blocks", blocks=True)
+IN_BLOCKS = Recipe("blocks", blocks=1.0)
 """Whole blocks again: it reaches what no chain of single activations does, such as attention with its random state."""
 FIRST = Recipe("first")
 """Either of the two, as the graph's size says: for the first compile of a graph that is one of several."""

@@ -21,25 +21,28 @@ WIDTH, HEADS, TOKENS = 64, 4, 128
 
 
 class Attention(nn.Module):
-    """A block whose attention no chain of single activations runs again; `drops`: it draws random numbers as well."""
+    """A block whose attention no chain of single activations runs again; `drops`: it draws random numbers as well, `everywhere`
+    in attention too."""
 
-    def __init__(self, drops: float) -> None:
+    def __init__(self, drops: float, everywhere: bool) -> None:
         super().__init__()
         self.norm, self.qkv, self.drops = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), drops
+        self.inside = drops if everywhere else 0.0
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (part.view(1, -1, HEADS, WIDTH // HEADS).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
-        x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(x.shape)
+        mixed = F.scaled_dot_product_attention(*heads, dropout_p=self.inside, is_causal=True)
+        x = x + mixed.transpose(1, 2).reshape(x.shape)
         return x + F.dropout(self.down(F.gelu(self.up(x))), self.drops)
 
 
 class Model(nn.Module):
     """Blocks, two in a graph or each in its own, and a loss in eager."""
 
-    def __init__(self, drops: float, count: int) -> None:
+    def __init__(self, drops: float, count: int, *, everywhere: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Attention(drops) for _ in range(count))
+        self.blocks = nn.ModuleList(Attention(drops, everywhere) for _ in range(count))
         self.halves = self.half, self.half
 
     def half(self, x: Tensor, start: int) -> Tensor:
@@ -96,3 +99,31 @@ def test_gradients_of_blocks_that_run_again(lazy: LazyStreams, parts: str, drops
     assert plan.solution.slowdown > 0
     assert plan.solution.lower_bound_s is None, "chains of single activations do not bound what blocks do"
     assert re.search("blocks computed again whole", plan.summary)
+
+
+def test_some_of_the_blocks_of_a_graph_run_again(lazy: LazyStreams) -> None:
+    """Between the least budget and everything kept: the last blocks of a graph again, the first ones as chains allow."""
+    torch.manual_seed(0)
+    model, x = Model(0.2, 8, everywhere=True), torch.randn(TOKENS, WIDTH)
+    backend: Any = graphoffload.OffloadBackend(**OPTIONS, device_budget=PLENTY, host_budget=0)
+    model.halves = tuple(torch.compile(model.half, backend=backend, dynamic=False) for _ in range(2))  # type: ignore
+    for _ in range(3):
+        expected = gradients(model, x)
+    plan = plan_now()
+    assert plan is not None
+    most = plan.solution.timeline.peak_bytes
+    graphoffload.set_budget("1B")
+    with pytest.raises(BudgetError) as refused:
+        gradients(model, x)
+    least = refused.value.least_bytes
+    assert least is not None
+    graphoffload.set_budget(budget := least + int(0.15 * (most - least)))
+    for _ in range(3):
+        found = gradients(model, x)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    plan = plan_now()
+    assert plan is not None
+    assert plan.solution.timeline.peak_bytes <= budget
+    variants = {compiled.plan.variant for compiled, _, _ in plan.calls if compiled.plan is not None}
+    assert variants & {"third of blocks", "two thirds of blocks"}, variants
+    assert re.search(r"the last [13] blocks? computed again whole", plan.summary), plan.summary
