@@ -29,7 +29,7 @@ from graphoffload.torch_internals.inductor import in_graph_order, mixes_sums, mo
 def traced(function: Callable[..., object], *shapes: tuple[int, ...], decomposed: bool = False) -> Graph:
     """The graph of a function of tensors of these shapes; `decomposed`: into what Inductor takes."""
     table = select_decomp_table() if decomposed else None
-    return make_fx(function, table, tracing_mode="fake")(*(torch.randn(shape) for shape in shapes)).graph
+    return make_fx(function, table, tracing_mode="fake")(*(torch.empty(shape) for shape in shapes)).graph
 
 
 def named(graph: Graph, name: str) -> Node:
