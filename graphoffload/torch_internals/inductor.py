@@ -46,10 +46,17 @@ def compile_graph(
 
 
 def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Inductor's own inner compile, for a forward or a backward graph. Without it: only inner="aot_eager"."""
-    from torch._inductor.compile_fx import compile_fx_inner
+    """Inductor's own inner compile, for a forward or a backward graph. Without it: only inner="aot_eager".
 
-    return compile_fx_inner(gm, inputs, **kwargs)
+    The key of Inductor's cache does not say what backward may overwrite. A backward that is to run twice would get the code of
+    one that ran once, and read in its second run what the first has left there.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import get_donated_idxs
+
+    settings: Any = torch.compiler.config
+    with settings.patch(cache_key_tag=f"{settings.cache_key_tag} overwrites {get_donated_idxs()}"):
+        return compile_fx_inner(gm, inputs, **kwargs)
 
 
 def forget_output_strides() -> None:

@@ -30,7 +30,8 @@ def _check(folder: Path, ways: dict[str, Any], *, inner: str = "aot_eager") -> l
     found = trained(MODULE, ways, folder, inner=inner)
     for way, variants in ways.items():
         for variant in variants:
-            check(found, f"{way} {variant}", exact=inner == "aot_eager")
+            recomputes = way.endswith("stages") and variant == "budget" and inner == "inductor"  # the least plan copies nothing
+            check(found, f"{way} {variant}", exact=inner == "aot_eager", moves=not recomputes)
     return found
 
 
