@@ -15,7 +15,7 @@ A model without regions gets some for a budget that is not met otherwise, or at 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch.fx import GraphModule, Node
@@ -97,9 +97,16 @@ def in_blocks(
     if not blocks:
         return None
     again = analyse(replace(analysis.request, blocks=blocks), analysis.binding)
-    some = "blocks are" if share == 1.0 else f"the last {len(set(blocks.values()))} blocks are"
-    note = f"{some} computed again whole in backward, as torch.utils.checkpoint does; slowdowns are against keeping all"
+    said = _in_words(blocks)
+    said += " is computed again whole" if said.endswith("block") else " are computed again whole"
+    note = f"{said} in backward, as torch.utils.checkpoint does; slowdowns are against keeping all"
     return replace(again, patience=analysis.patience, notes=[*again.notes, note])
+
+
+def _in_words(blocks: Mapping[str, int]) -> str:
+    """Which blocks these are: all of a graph, or the last ones."""
+    count = len(set(blocks.values()))
+    return "blocks" if min(blocks.values()) == 1 else "the last block" if count == 1 else f"the last {count} blocks"
 
 
 def hint_of(trial: Trial) -> str:
@@ -108,8 +115,7 @@ def hint_of(trial: Trial) -> str:
         faster = trial.timeline.time_s / trial.decided.keep_timeline.time_s - 1.0
         return f"checkpoint regions relaxed ({faster:+.1%} time against the step as written)".replace("%", " %")
     if blocks := trial.analysis.request.blocks:
-        some = "blocks" if min(blocks.values()) == 1 else f"the last {len(set(blocks.values()))} blocks"
-        return f"{some} computed again whole, as checkpointing does"
+        return f"{_in_words(blocks)} computed again whole, as checkpointing does"
     return trial.analysis.region_hint
 
 

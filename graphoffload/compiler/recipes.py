@@ -141,8 +141,9 @@ def variants_of(
         family += [_given_share(analysis, in_blocks, recipe, whole) for recipe in given if recipe.blocks]
     elif not slices:
         family += _in_shares(analysis, in_blocks, family, whole)
-    variants, recipes, inputs = (tuple(getattr(each, name) for each in family) for name in ("variant", "recipe", "input_bytes"))
-    return variants, recipes, _of_one_call(analysis.pair, _with_chains(analysis, keep)), inputs
+    variants, recipes = tuple(each.variant for each in family), tuple(each.recipe for each in family)
+    bound = _of_one_call(analysis.pair, _with_chains(analysis, keep))
+    return variants, recipes, bound, tuple(each.input_bytes for each in family)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,36 +1,23 @@
-"""A backward that runs twice reads what was saved twice, whatever was compiled for the same graph before."""
+"""A backward that runs twice reads what was saved twice, whatever was compiled for the same graph before.
+
+That of a gated MLP writes the gradient of `up` where `up` was saved.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lazy import clean_slate, once
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 
 import graphoffload
+from tests.runtime.test_step_inductor import WIDTH, Gated
 
 __all__ = ["clean_slate", "once"]
 
-WIDTH = 64
-
-
-class Block(nn.Module):
-    """A gated MLP: backward writes the gradient of `up` where `up` was saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.down = nn.RMSNorm(WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
-        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-def gradients(y: Tensor, block: Block, *, again: bool) -> list[Tensor]:
+def gradients(y: Tensor, block: nn.Module, *, again: bool) -> list[Tensor]:
     return [each.clone() for each in torch.autograd.grad(y.square().sum(), list(block.parameters()), retain_graph=again)]
 
 
@@ -38,7 +25,7 @@ def gradients(y: Tensor, block: Block, *, again: bool) -> list[Tensor]:
 def test_code_that_overwrites_what_it_reads_is_not_taken_for_a_backward_that_runs_twice(policy: str) -> None:
     """Inductor's cache has it under the same key, as torch does not say there which saved tensors backward may overwrite."""
     torch.manual_seed(0)
-    block, x = Block(), torch.randn(32, WIDTH)
+    block, x = Gated(), torch.randn(32, WIDTH)
     expected = gradients(block(x), block, again=False)
     options = {"policy": policy, "min_tensor_bytes": 1}
     for overwrites in (True, False):

@@ -126,4 +126,4 @@ def test_some_of_the_blocks_of_a_graph_run_again(lazy: LazyStreams) -> None:
     assert plan.solution.timeline.peak_bytes <= budget
     variants = {compiled.plan.variant for compiled, _, _ in plan.calls if compiled.plan is not None}
     assert variants & {"third of blocks", "two thirds of blocks"}, variants
-    assert re.search(r"the last [13] blocks? computed again whole", plan.summary), plan.summary
+    assert re.search("the last (block|3 blocks) computed again whole", plan.summary), plan.summary

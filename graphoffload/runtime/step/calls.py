@@ -279,7 +279,7 @@ class StepRun:
         self.settle(len(self.copies))
 
     def rest(self) -> None:
-        """Another microbatch begins: everything pending is settled, and backward is still to come."""
+        """Another microbatch begins, or a backward: everything pending is settled."""
         self.settle(len(self.copies))
 
     def leave_alone(self) -> None:
