@@ -92,6 +92,8 @@ _BY_HAND = (
     *(f'offload:all+offload_modules=["{name}"]' for name in _MODULES),
     *(f"offload:all+offload_fraction={share}" for share in _FRACTIONS),
 )
+_BLOCKS = "@per-block/checkpoint@per-block/over:peak(per-block/checkpoint)"
+_BY_BLOCKS = ("vit", "convnext", "gpt2", "encdec", "unet", "stack32k")
 _BUDGETS = tuple(f"budget:0.{tenth}" for tenth in range(1, 10))
 
 
@@ -144,6 +146,15 @@ TABLES: dict[str, Table] = {
                 "keep": Figure(1.0, "42.9 GiB"), "checkpoint": Figure(9174 / 7210, "24.9 GiB"),
                 "hf-checkpoint-offload": Figure(9174 / 7301, "21.8 GiB"),
             },
+        ),
+        Table(
+            "nets", "Nets of many kinds at the peaks of their checkpointed blocks, compiled block by block or whole",
+            "nothing",
+            (
+                *(f"{model},baseline=per-block/keep{_BLOCKS}" for model in _BY_BLOCKS),
+                f"llama4k,baseline=per-block/keep{_BLOCKS}@per-block/over:8.6GB@per-block/over:11.5GB@per-block/over:16GB",
+                *(f"{model}@checkpoint@over:peak(checkpoint)" for model in ("whisper", "qwen3-moe", "encdec")),
+            ),
         ),
         Table(
             "module-choices", "Megatron's modules to offload, by name and by fraction, and a plan at the peak of each",

@@ -145,14 +145,53 @@ def _hf_gpt2(s: Sizes, device: torch.device) -> Workload:
     )  # fmt: skip
 
 
+def _hf_moe(s: Sizes, device: torch.device) -> Workload:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    workload = _hf_decoder(
+        Qwen3MoeConfig, Qwen3MoeForCausalLM, s, device, head_dim=s["head_dim"], moe_intermediate_size=s["expert"],
+        num_experts=s["experts"], num_experts_per_tok=s["chosen"],
+    )  # fmt: skip
+    without_mask(workload.module)
+    return workload
+
+
+def _hf_whisper(s: Sizes, device: torch.device) -> Workload:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        d_model=s["dim"], encoder_layers=s["layers"], decoder_layers=s["layers"], encoder_attention_heads=s["heads"],
+        decoder_attention_heads=s["heads"], encoder_ffn_dim=4 * s["dim"], decoder_ffn_dim=4 * s["dim"],
+        num_mel_bins=s["mels"], max_source_positions=s["frames"] // 2, vocab_size=s["vocab"], use_cache=False, dropout=0.0,
+    )  # fmt: skip
+    batch = {
+        "input_features": _floats(s["batch"], s["mels"], s["frames"], device=device, seed=3),
+        "labels": _ids(s["batch"], s["tokens"], s["vocab"], device),
+    }
+    blocks = ("model.encoder.layers", "model.decoder.layers")
+    return Workload("", WhisperForConditionalGeneration(config), batch, s, blocks=blocks, hugging_face=True)
+
+
+def _convnext(s: Sizes, device: torch.device) -> Workload:
+    images, labels = _images(s, device)
+    sizes = {key: s[key] for key in ("width", "middle", "classes")}
+    blocks = tuple(f"stage{number}" for number in range(4))
+    return Workload("", nets.ConvNeXt(**sizes), {"images": images, "labels": labels}, s, blocks=blocks)
+
+
 def _stack(s: Sizes, device: torch.device) -> Workload:
     sizes = {key: value for key, value in s.items() if key != "batch"}
     return Workload("", nets.LlamaStack(**sizes), {"ids": _ids(s["batch"], s["tokens"], s["vocab"], device)}, s)
 
 
-def _vit(s: Sizes, device: torch.device) -> Workload:
-    images = _floats(s["batch"], 3, s["image"], s["image"], device=device, seed=3)
+def _images(s: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A batch of square images, and a class of each."""
     labels = _ids(1, s["batch"], s["classes"], device)[0]
+    return _floats(s["batch"], 3, s["image"], s["image"], device=device, seed=3), labels
+
+
+def _vit(s: Sizes, device: torch.device) -> Workload:
+    images, labels = _images(s, device)
     sizes = {key: value for key, value in s.items() if key != "batch"}
     return Workload("", nets.VisionTransformer(**sizes), {"images": images, "labels": labels}, s)
 
@@ -268,6 +307,22 @@ MODELS: dict[str, Spec] = {
     ),
     "encdec": Spec(
         _encdec, {"layers": 6, "dim": 2048, "heads": 16, "vocab": 32000, "batch": 8, "tokens": 2048}, _TINY_GPT
+    ),
+    "convnext": Spec(
+        _convnext,
+        {"width": 192, "middle": 27, "image": 224, "classes": 1000, "batch": 64},
+        {"width": 8, "middle": 3, "image": 64, "classes": 10, "batch": 2},
+    ),
+    "whisper": Spec(
+        _hf_whisper,
+        {"layers": 12, "dim": 1280, "heads": 20, "mels": 128, "frames": 3000, "vocab": 51865, "batch": 16, "tokens": 440},
+        {"layers": 2, "dim": 64, "heads": 4, "mels": 16, "frames": 64, "vocab": 51865, "batch": 2, "tokens": 12},
+    ),
+    "qwen3-moe": Spec(
+        _hf_moe,
+        {"layers": 6, "dim": 2048, "hidden": 6144, "expert": 768, "experts": 32, "chosen": 8, "heads": 32, "kv_heads": 4,
+         "head_dim": 128, "vocab": 32000, "batch": 2, "tokens": 4096},
+        {**_TINY, "expert": 48, "experts": 4, "chosen": 2, "head_dim": 16},
     ),
     "moe": Spec(_stack, {**_SMALL, "dim": 2048, "hidden": 2048, "experts": 8, "batch": 4}, {**_TINY, "experts": 3}),
     "llama3-1b": Spec(

@@ -1,9 +1,11 @@
-"""Networks in plain torch that the measurements train: a Llama stack and four that are not Llamas. No downloads.
+"""Networks in plain torch that the measurements train: a Llama stack and five that are not Llamas. No downloads.
 
 Each `forward(*batch)` returns the loss, so that head and loss are inside the compiled region.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -242,3 +244,41 @@ class UNet(nn.Module):
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
             x = block(torch.cat((x, skips.pop()), dim=1))
         return F.mse_loss(self.head(x).float(), noise.float())
+
+
+class ConvNeXtBlock(nn.Module):
+    """Depthwise 7 x 7 convolution, norm over channels, and an MLP of four times the width, as a residual; channels last within."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(dim, dim, 7, padding=3, groups=dim)
+        self.norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.scale = nn.Parameter(torch.full((dim,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(self.norm(self.depthwise(x).permute(0, 2, 3, 1)))
+        result: Tensor = x + (self.scale * y).permute(0, 3, 1, 2)
+        return result
+
+
+class ConvNeXt(nn.Module):
+    """Four stages of ConvNeXt blocks, of which the third has `middle` and the others have three; width doubles, sides halve."""
+
+    def __init__(self, *, width: int, middle: int, classes: int) -> None:
+        super().__init__()
+        widths = [width * 2**stage for stage in range(4)]
+        self.stem = nn.Conv2d(3, width, 4, 4)
+        self.halve = nn.ModuleList(nn.Conv2d(before, after, 2, 2) for before, after in itertools.pairwise(widths))
+        for number, (dim, depth) in enumerate(zip(widths, (3, 3, middle, 3), strict=True)):
+            self.add_module(f"stage{number}", nn.ModuleList(ConvNeXtBlock(dim) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(widths[-1]), nn.Linear(widths[-1], classes)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = self.stem(images)
+        for number in range(4):
+            if number:
+                x = self.halve[number - 1](x)
+            for block in self.get_submodule(f"stage{number}").children():
+                x = block(x)
+        return F.cross_entropy(self.head(self.norm(x.mean((2, 3)))).float(), labels)

@@ -16,7 +16,8 @@
     total:21.39GB          device_budget = this, of all that a process has allocated that trains this model alone; no reserve
     slowdown:0.02          max_slowdown
     ours:{"policy": ...}   any options of OffloadConfig as JSON
-    per-block/NAME         keep, or any of ours, with every layer compiled on its own and the rest of the model in eager;
+    per-block/NAME         keep, checkpoint, selective or any of ours, with every layer compiled on its own and the rest of the
+                           model in eager; a layer's checkpoint is inside what is compiled;
                            per-block/offload:5.8GB moves the same bytes as offload:5.8GB, evenly from all layers
     tiled/NAME             any of these with MLPs that run 8192 tokens at a time (tiled.py); tiled:4096/NAME: so many
     hf-checkpoint, ...     what others ship (rivals.py), in eager; compiled/NAME and per-block/NAME compile it with plain torch
@@ -123,8 +124,8 @@ def parse(text: str) -> Variant:
         return replace(parse(tiles[2]), text=text, tile=int(tiles[1] or tiled.TOKENS))
     if text.startswith("per-block/"):
         variant = parse(text.removeprefix("per-block/"))
-        if not (variant.ours or variant.kind == "keep" or variant.kind in RIVALS):
-            raise ConfigError(f"{text!r}: only keep and variants of graphoffload go block by block")
+        if not (variant.ours or variant.kind in ("keep", "checkpoint", "selective", *RIVALS)):
+            raise ConfigError(f"{text!r}: only keep, checkpoint, selective and variants of graphoffload go block by block")
         return replace(variant, text=text, per_block=True)
     if text.startswith("compiled/"):
         variant = parse(text.removeprefix("compiled/"))
@@ -236,9 +237,9 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
 
 
-def wrap_blocks(workload: Workload, *, selective: bool) -> None:
-    """Checkpoint every layer: by the model's own switch where it has one."""
-    if workload.hugging_face and not selective:
+def wrap_blocks(workload: Workload, *, selective: bool, own_switch: bool = True) -> None:
+    """Checkpoint every layer: by the model's own switch where it has one and that is wanted."""
+    if workload.hugging_face and own_switch and not selective:
         model: Any = workload.module
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
@@ -354,7 +355,7 @@ def apply(
         context = RIVALS[kind](workload)
         backend = Inductor() if variant.compiled else None
     elif kind in ("checkpoint", "checkpoint-eager", "selective"):
-        wrap_blocks(workload, selective=kind == "selective")
+        wrap_blocks(workload, selective=kind == "selective", own_switch=not variant.per_block)
         backend = Inductor() if variant.compiled else None
     elif kind == "budget":
         backend = Inductor(activation_memory_budget=float(variant.argument))

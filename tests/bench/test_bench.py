@@ -49,7 +49,7 @@ def test_names_of_variants() -> None:
         ("offload", "offload needs a size"),
         ("keep+policy=offload", "only variants of graphoffload take options"),
         ("slowdown:much", "could not convert"),
-        ("per-block/eager", "only keep and variants of graphoffload go block by block"),
+        ("per-block/eager", "only keep, checkpoint, selective and variants of graphoffload go block by block"),
     ],
 )
 def test_bad_names(text: str, message: str) -> None:
