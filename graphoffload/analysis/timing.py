@@ -47,13 +47,16 @@ _known: dict[str, Measured] = {}
 _loaded: set[Path] = set()
 
 
-def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> dict[str, Measured]:
+def kernel_times(
+    graphs: Iterable[Graph], device: torch.device, store: Path, channels_last: bool = False
+) -> dict[str, Measured]:
     """Time and workspace of every kernel that can be timed on `device`, by signature; {} without a CUDA device.
 
     Args:
         graphs: the graphs whose kernels are timed.
         device: the device to run them on.
         store: folder for the cache on disk.
+        channels_last: convolutions of images run on channels_last memory, whatever strides the graphs say.
     """
     if device.type != "cuda":
         return {}
@@ -62,9 +65,9 @@ def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> 
     new, load = 0, _Load(device)
     for graph in graphs:
         for node in graph.nodes:
-            if kind_of(node, fuses=True) != "kernel" or (name := signature(node)) is None or name in _known:
+            if kind_of(node, fuses=True) != "kernel" or (name := signature(node, channels_last)) is None or name in _known:
                 continue
-            found = _measure(node, device, load)
+            found = _measure(node, device, load, channels_last)
             if found is not None:
                 _known[name] = found
                 new += 1
@@ -73,10 +76,10 @@ def kernel_times(graphs: Iterable[Graph], device: torch.device, store: Path) -> 
     return _known
 
 
-def signature(node: Node) -> str | None:
+def signature(node: Node, channels_last: bool = False) -> str | None:
     """A text that is equal for two kernels that take the same time.
 
-    None if a size is symbolic, or if an argument is neither a tensor nor a plain value.
+    None if a size is symbolic, or if an argument is neither a tensor nor a plain value. `channels_last`: as in kernel_times.
     """
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return None
@@ -86,13 +89,24 @@ def signature(node: Node) -> str | None:
             value = fake(argument)
             if value is None or tensor_nbytes(value) is None:
                 return None
-            parts.append(f"{tuple(value.shape)}{tuple(value.stride())}{value.dtype}{value.device.type}")
+            stride = _strides(node, argument, value, channels_last)
+            parts.append(f"{tuple(value.shape)}{stride}{value.dtype}{value.device.type}")
         else:
             parts.append(repr(argument))
     return " ".join(parts)
 
 
-def _measure(node: Node, device: torch.device, load: _Load) -> Measured | None:
+def _strides(node: Node, argument: Node, value: torch.Tensor, channels_last: bool) -> tuple[int, ...]:
+    """Strides of a kernel's argument when it runs: of both that a convolution of images multiplies, channels_last ones."""
+    own: tuple[int, ...] = tuple(value.stride())
+    convolution = node.target in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+    if not (channels_last and convolution and value.dim() == 4 and argument in node.args[:2]):
+        return own
+    _, channels, height, width = value.shape
+    return channels * height * width, 1, width * channels, channels
+
+
+def _measure(node: Node, device: torch.device, load: _Load, channels_last: bool) -> Measured | None:
     values = [fake(argument) for argument in node.all_input_nodes]
     outputs = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     if any(value is None or (value.device.type != "cuda" and value.is_floating_point()) for value in values):
@@ -110,7 +124,7 @@ def _measure(node: Node, device: torch.device, load: _Load) -> Measured | None:
         return None
     try:
         with outside_all_modes(), torch.no_grad():
-            return _run(node, device, load, sum(tensor_nbytes(value) or 0 for value in outputs))
+            return _run(node, device, load, channels_last, sum(tensor_nbytes(value) or 0 for value in outputs))
     except Exception as error:  # random values are no valid inputs of this operation: the roofline time stays
         log.debug("not timed, priced by roofline: %s (%s)", node.target, error)
         return None
@@ -146,14 +160,16 @@ class _Load:
         self._product_s = passed_s / count
 
 
-def _run(node: Node, device: torch.device, load: _Load, output_bytes: int) -> Measured | None:
+def _run(node: Node, device: torch.device, load: _Load, channels_last: bool, output_bytes: int) -> Measured | None:
     made: dict[Node, torch.Tensor] = {}
 
     def argument(value: Any) -> Any:
         if not isinstance(value, Node):
             return value
         if value not in made:
-            made[value] = _filled(fake(value))
+            like = fake(value)
+            assert like is not None
+            made[value] = _filled(like, _strides(node, value, like, channels_last))
         return made[value]
 
     target: Any = node.target
@@ -222,10 +238,9 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)  # the user's random numbers stay as they are
 
 
-def _filled(like: torch.Tensor | None) -> torch.Tensor:
+def _filled(like: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Random floats; zeros for the seeds, offsets and masks of an attention operation."""
-    assert like is not None
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    made = torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
     if like.dtype.is_floating_point:
         return made.normal_(generator=_generator(like.device))
     return made.zero_()

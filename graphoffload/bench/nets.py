@@ -247,7 +247,7 @@ class UNet(nn.Module):
 
 
 class ConvNeXtBlock(nn.Module):
-    """Depthwise 7 x 7 convolution, norm over channels, and an MLP of four times the width, as a residual; channels last within."""
+    """Depthwise 7 x 7 convolution, norm over channels, and an MLP of four times the width, as a residual."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from graphoffload.log import log
 from graphoffload.monitor.caveats import warn_of_cuts
 from graphoffload.passes.capture import make_capturable
 from graphoffload.passes.prepare_joint import copy_graph
-from graphoffload.passes.strides import reload_as_laid_out
+from graphoffload.passes.strides import images_as_laid_out, reload_as_laid_out
 from graphoffload.runtime import registry
 from graphoffload.runtime.captured import prepare
 from graphoffload.runtime.ops import KERNELS, handles_may_be_copied
@@ -70,8 +70,12 @@ def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
             return compiled
         disabled = ",".join(filter(None, (inductor.config.disabled_passes, "remove_noop_ops")))
         run = registry.run_plan(plan.key)
-        if kwargs.get("is_backward"):
+        if not kwargs.get("is_backward"):
+            run.channels_last = inductor.images_channels_last(gm)
+        else:
             reload_as_laid_out(gm, plan.key, run.strides)
+            if run.channels_last:
+                images_as_laid_out(gm, example_inputs)
         settings = {**AS_PLANNED, **(APART if plan.unfused_bytes is not None else {}), "disabled_passes": disabled}
         with (
             inductor.config.patch(settings),

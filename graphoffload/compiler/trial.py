@@ -38,7 +38,7 @@ from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.memory_layers import MemoryLayers, layers_of
 from graphoffload.planner.prefetch import with_slack
 from graphoffload.planner.simulator import Timeline, simulate
-from graphoffload.torch_internals import partitioning
+from graphoffload.torch_internals import inductor, partitioning
 from graphoffload.units import format_bytes
 
 
@@ -138,12 +138,13 @@ def device_name(table: SavedTable) -> str:
 def instance_of(analysis: GraphAnalysis) -> Instance:
     """The planning instance of the facts, with kernels' times where they are measured."""
     times: dict[str, Measured] = {}
+    images = analysis.fuses and inductor.images_channels_last(analysis.pair.forward)
     if analysis.hardware.source == "measured":
         graphs = (analysis.pair.forward.graph, analysis.pair.backward.graph)
-        times = kernel_times(with_regions(graphs), torch.device(device_name(analysis.table)), cache_dir())
+        times = kernel_times(with_regions(graphs), torch.device(device_name(analysis.table)), cache_dir(), images)
 
     def measured(node: Node) -> Measured | None:
-        name = signature(node) if times else None
+        name = signature(node, images) if times else None
         return times.get(name) if name is not None else None
 
     return build_program(

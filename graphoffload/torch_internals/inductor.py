@@ -21,8 +21,8 @@ from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
     "Ran", "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
-    "in_graph_order", "is_pointwise_use", "mixes_sums", "most_reads", "operations_of", "options_of_mode", "reads_before",
-    "watching_codegen", "wrapper_imports", "writes_remembered", "written_code",
+    "images_channels_last", "in_graph_order", "is_pointwise_use", "mixes_sums", "most_reads", "operations_of",
+    "options_of_mode", "reads_before", "watching_codegen", "wrapper_imports", "writes_remembered", "written_code",
 ]  # fmt: skip
 
 
@@ -96,6 +96,14 @@ def mixes_sums(rows: int, columns: int) -> bool:
         return True
     tall = TorchVersion(torch.__version__) >= "2.15" or rows >= 2 * columns
     return tall and rows >= 2**12 and rows * columns >= 5 * 2**20
+
+
+def images_channels_last(gm: GraphModule) -> bool:
+    """Whether Inductor runs a graph's convolutions of images on channels_last memory, whatever the graph says. Without it:
+    convolutions are timed, and run in backward, in a layout that may take four times as long."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(gm, is_inference=False))
 
 
 def falls_back(target: OpOverload) -> bool:

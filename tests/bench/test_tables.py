@@ -37,7 +37,7 @@ PARTS = LONG[:2]
 
 
 class Uncompiled:
-    """In place of Inductor, whose compile takes longer than all of this. A checkpoint is traced, and so draws the same numbers."""
+    """In place of Inductor, whose compile takes longer than all of this. Checkpoints are traced, to draw the same numbers."""
 
     def __init__(self, **functorch: Any) -> None:
         pass
