@@ -39,6 +39,7 @@ from graphoffload.bench import catalogue, training
 from graphoffload.bench.figure import draw, points_of
 from graphoffload.bench.process import Process
 from graphoffload.bench.results import Result, load, newest_rows
+from graphoffload.bench.run_options import baseline_row
 from graphoffload.bench.table import gb, number
 from graphoffload.errors import ConfigError
 from graphoffload.units import parse_size
@@ -276,6 +277,7 @@ def trained(source: Source, file: str) -> list[str]:
 
 def published(source: Source, name: str, gpu: str = "") -> list[str]:
     """A named table: every subject of it that was measured, the rows of all its processes in their order, failures included.
+    Of what variants are compared with, the rows of those that took its place are shown where the first one failed.
 
     gpu: of devices with this in their name.
 
@@ -286,16 +288,19 @@ def published(source: Source, name: str, gpu: str = "") -> list[str]:
     processes: dict[str, list[Process]] = {}
     for process in table.parsed():
         processes.setdefault(process.subject, []).append(process)
-    measured = [subject for subject in processes if newest_rows(source.results, subject)]
+    present = [subject for subject in processes if newest_rows(source.results, subject)]
+    found = {subject: {row["variant"]: (row, result) for row, result in source.rows(subject)} for subject in present}
+    measured = [one for one in present if any(found[one].keys() & {*process.variants} for process in processes[one])]
     if not measured:
         raise ConfigError(f"no result file has a row of the table {name}; run: python -m graphoffload bench table {name}")
     lines = [f"{table.about}. Published: {table.source}.", ""]
     for subject in measured:
-        found = {row["variant"]: (row, result) for row, result in source.rows(subject)}
-        names = ["keep-all"]
+        names: list[str] = []
         for process in processes[subject]:
-            names += [process.baseline, *process.variants, *process.baselines]
-        rows = [found[name] for name in dict.fromkeys(names) if name in found]
+            first, *others = (baseline_row(name) for name in process.baselines)
+            stood = found[subject].get(first)
+            names += [first, *([] if stood and stood[0]["status"] == "ok" else others), *process.variants]
+        rows = [found[subject][name] for name in dict.fromkeys(names) if name in found[subject]]
         lines += [*source.caption(rows), *_published_table(source, processes[subject][0], table, rows), ""]
     return lines[:-1]
 

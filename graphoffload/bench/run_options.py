@@ -45,3 +45,8 @@ class Options:
     quiet: bool = False
     commit: str = ""
     command: str = ""
+
+
+def baseline_row(name: str) -> str:
+    """How the row of a variant is named that others are compared with."""
+    return "keep-all" if name == "keep" else name

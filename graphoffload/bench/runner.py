@@ -29,7 +29,7 @@ from graphoffload.bench.measure import Row, Session
 from graphoffload.bench.models import Workload, build
 from graphoffload.bench.observed import REPEATS, forget_plans, our_plans, our_stats, twin_error
 from graphoffload.bench.packages import NotMeasurable
-from graphoffload.bench.run_options import Options
+from graphoffload.bench.run_options import Options, baseline_row
 from graphoffload.bench.table import progress_line, show_table
 from graphoffload.bench.variants import Eligible, Variant, apply, parse
 from graphoffload.bench.verdict import IN_PLAIN, NothingTrainsError, failed, first_line, judge, tolerance_of
@@ -113,9 +113,9 @@ class Runner:
             ConfigError: there is no such model, or size of it.
         """
         for name in self.options.baselines:
-            self.say(f"{self.model} on {self.facts['device']}, torch {torch.__version__}: building {_baseline_row(name)}")
-            row, session = Row(f"{_baseline_row(name)} before"), None
-            self.bar.doing(f"{_baseline_row(name)}: compiling and measuring")
+            self.say(f"{self.model} on {self.facts['device']}, torch {torch.__version__}: building {baseline_row(name)}")
+            row, session = Row(f"{baseline_row(name)} before"), None
+            self.bar.doing(f"{baseline_row(name)}: compiling and measuring")
             try:
                 self.compares_compiled = parse(name).compiled
                 session = self.session(parse(name))
@@ -134,7 +134,7 @@ class Runner:
             raise NothingTrainsError(
                 f"{self.model}: nothing that others could be compared with trains: {said}. Try a smaller --size."
             )
-        self.facts["baseline"] = _baseline_row(name)
+        self.facts["baseline"] = baseline_row(name)
         self.bar.advance()
         if self.options.solo:
             session.close()
@@ -290,7 +290,7 @@ class Runner:
         if not other:
             return variant
         for row in (*beside, *self.rows):
-            if row.variant in (other, f"{_baseline_row(other)} before") and row.peak_bytes is not None:
+            if row.variant in (other, f"{baseline_row(other)} before") and row.peak_bytes is not None:
                 return variant.within(row.peak_bytes)
         raise NotMeasurable(f"{other} has no peak that could be its budget")
 
@@ -394,7 +394,3 @@ class Runner:
         content = {**self.facts, "rows": [row.to_dict() for row in self.rows]}
         tiny = "_tiny" if self.options.tiny else ""
         (self.options.out / f"{self.model}{tiny}.json").write_text(json.dumps(content, indent=1, default=str))
-
-
-def _baseline_row(name: str) -> str:
-    return "keep-all" if name == "keep" else name
