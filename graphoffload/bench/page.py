@@ -277,7 +277,7 @@ def trained(source: Source, file: str) -> list[str]:
 
 def published(source: Source, name: str, gpu: str = "") -> list[str]:
     """A named table: every subject of it that was measured, the rows of all its processes in their order, failures included.
-    Of what variants are compared with, the rows of those that took its place are shown where the first one failed.
+    Of what variants are compared with, those after the first are shown where it failed, or where one took its place.
 
     gpu: of devices with this in their name.
 
@@ -295,11 +295,13 @@ def published(source: Source, name: str, gpu: str = "") -> list[str]:
         raise ConfigError(f"no result file has a row of the table {name}; run: python -m graphoffload bench table {name}")
     lines = [f"{table.about}. Published: {table.source}.", ""]
     for subject in measured:
+        asked = (found[subject].get(name) for process in processes[subject] for name in process.variants)
+        bases = {one[1].facts.get("baseline") for one in asked if one is not None}
         names: list[str] = []
         for process in processes[subject]:
             first, *others = (baseline_row(name) for name in process.baselines)
-            stood = found[subject].get(first)
-            names += [first, *([] if stood and stood[0]["status"] == "ok" else others), *process.variants]
+            stood = first in found[subject] and found[subject][first][0]["status"] == "ok"
+            names += [first, *process.variants, *(name for name in others if name in bases or not stood)]
         rows = [found[subject][name] for name in dict.fromkeys(names) if name in found[subject]]
         lines += [*source.caption(rows), *_published_table(source, processes[subject][0], table, rows), ""]
     return lines[:-1]
