@@ -30,10 +30,10 @@ from graphoffload.cli.command_line import main
 from graphoffload.errors import ConfigError
 from graphoffload.report import progress
 
-LONG = ("module-choices", "nets", "memory-budget", "perf-maxing-qwen3-1.7b", "hf-qwen3-8b")
+LONG = ("module-choices", "nets", "perf-maxing-llama3-1b", "memory-budget", "perf-maxing-qwen3-1.7b", "hf-qwen3-8b")
 """Tables of many variants or models, and two whose models and kinds of variants others have."""
-PARTS = LONG[:2]
-"""Of these every run has the first and the last variant of the first model, each with a plan at its peak."""
+PARTS = LONG[:3]
+"""Of these every run has the first two variants of the first model."""
 
 
 class Uncompiled:
@@ -93,9 +93,9 @@ def test_an_eager_step_that_finds_no_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def part_of(table: catalogue.Table) -> catalogue.Table:
-    """Two pairs of its first process."""
+    """The first two variants of its first process."""
     model, *variants = table.processes[0].split("@")
-    return replace(table, processes=("@".join(dict.fromkeys((model, *variants[:2], *variants[-2:]))),))
+    return replace(table, processes=("@".join((model, *variants[:2])),))
 
 
 @pytest.mark.usefixtures("quick")
