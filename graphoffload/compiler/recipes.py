@@ -24,6 +24,7 @@ from graphoffload.compiler.constraints import Constraint, constraints_for
 from graphoffload.compiler.decide import Decided
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial, excess_of, instance_of, keep_all, partition_again
+from graphoffload.errors import PlanError
 from graphoffload.facts.plan import Action
 from graphoffload.facts.recipe import EVERYTHING_KEPT, IN_BLOCKS, SMALLEST, Recipe
 from graphoffload.facts.saved_tensors import INPUT
@@ -188,7 +189,9 @@ def _in_shares(
 
 def _given_share(analysis: GraphAnalysis, in_blocks: InBlocks, recipe: Recipe, whole: bool) -> _Member:
     blocks = in_blocks(analysis, whole=whole, share=recipe.blocks)
-    assert blocks is not None
+    if blocks is None:
+        name = analysis.request.session.name
+        raise PlanError(f"Another rank computes blocks of {name} again, and this rank finds none in it.")
     return _of_blocks(analysis, blocks, recipe)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from graphoffload.compiler.recipes import _BEND, _cuts
+from graphoffload.compiler.recipes import _BEND, _cuts, _given_share
+from graphoffload.errors import PlanError
+from graphoffload.facts.recipe import IN_BLOCKS
 
 SIZES = [134, 134, 470, 470, 470, 134, 33, 134, 33]
 PRICES = [0.009, 0.009, 0.026, 0.216, 0.216, 0.216, 0.219, 0.235, 0.236]
@@ -51,3 +55,9 @@ def test_one_part_that_costs_more_than_the_rest() -> None:
     """Half of what is cheap costs nothing, the other half a fifth of its copy; more than half of all is not cheap."""
     cuts = _cuts([0.0, 0.19, 0.5, 0.6], [100, 100, 200, 200])
     assert cuts == [("lightest", 1), ("light", 2), ("third", 3), ("two thirds", 3)]
+
+
+def test_blocks_that_only_another_rank_finds_are_an_error() -> None:
+    analysis: Any = SimpleNamespace(request=SimpleNamespace(session=SimpleNamespace(name="graph3")))
+    with pytest.raises(PlanError, match="Another rank computes blocks of graph3 again, and this rank finds none in it"):
+        _given_share(analysis, lambda *_, **__: None, IN_BLOCKS, False)
