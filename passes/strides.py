@@ -60,16 +60,12 @@ def images_as_laid_out(module: GraphModule, inputs: Sequence[Any]) -> int:
     `inputs`: fake tensors with the strides that the graph's inputs really have.
     """
     read = {node: readers for node in module.graph.nodes if (readers := _convolutions_of(node))}
-    if not any(user.target is _BACKWARD for readers in read.values() for user in readers):
-        return 0
-    real = _propagated(module, inputs)
+    real = _propagated(module, inputs) if read else {}
     changed = 0
     for node, readers in read.items():
         value = fake(real[node.name])
         if value is None or value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last):
             continue
-        if node.op == "placeholder" or node.target in _CONVOLUTIONS:
-            continue  # as forward has saved it; as Inductor lays out every result of a convolution
         with module.graph.inserting_before(min(readers)):
             clone = module.graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.channels_last})
         with value.fake_mode:  # type: ignore[attr-defined]
@@ -88,7 +84,12 @@ _CONVOLUTIONS: dict[object, int] = {torch.ops.aten.convolution.default: 0, _BACK
 
 
 def _convolutions_of(images: Node) -> list[Node]:
-    return [user for user in images.users if (at := _CONVOLUTIONS.get(user.target)) is not None and user.args[at] is images]
+    """Those that read a node's images, one in backward among them; none of an input, which is as forward has saved it, or of a
+    convolution's result, which Inductor lays out."""
+    if images.op == "placeholder" or images.target in _CONVOLUTIONS:
+        return []
+    found = [user for user in images.users if (at := _CONVOLUTIONS.get(user.target)) is not None and user.args[at] is images]
+    return found if any(user.target is _BACKWARD for user in found) else []
 
 
 def _propagated(module: GraphModule, inputs: Sequence[Any]) -> dict[str, Node]:

@@ -138,8 +138,9 @@ def device_name(table: SavedTable) -> str:
 def instance_of(analysis: GraphAnalysis) -> Instance:
     """The planning instance of the facts, with kernels' times where they are measured."""
     times: dict[str, Measured] = {}
-    images = analysis.fuses and inductor.images_channels_last(analysis.pair.forward)
+    images = False
     if analysis.hardware.source == "measured":
+        images = analysis.fuses and inductor.images_channels_last(analysis.pair.forward)
         graphs = (analysis.pair.forward.graph, analysis.pair.backward.graph)
         times = kernel_times(with_regions(graphs), torch.device(device_name(analysis.table)), cache_dir(), images)
 

@@ -15,7 +15,7 @@ from graphoffload.errors import ConfigError
 from tests.bench.test_results import PAGE, README, ROOT
 
 STEPS = ROOT / "docs" / "steps.md"
-PAGES = (STEPS, *(ROOT / "docs" / f"steps-{name}.md" for name in ("four-gpus", "nets", "ranks", "trainers")))
+PAGES = (STEPS, *(ROOT / "docs" / f"steps-{name}.md" for name in ("four-gpus", "kinds", "nets", "ranks", "trainers")))
 FILES = sorted((ROOT / "docs" / "results").glob("step-*.json"))
 MOST_LINES = 160
 BLOCK = re.compile(r"^<!-- results: .+?^<!-- /results -->$", re.M | re.S)
