@@ -127,13 +127,16 @@ def test_inductor_lays_out_images_as_it_is_said_to(images: bool) -> None:
 
 
 def test_blocks_whose_inputs_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch saves a block's input in channels_last memory. One that is offloaded was not laid out. The gradient is plain
-    torch's to the bit all the same: the convolution gets what it gets there."""
+    """Plain torch saves a block's input in channels_last memory. One that is offloaded was not laid out. Backward gets its
+    images in that memory all the same, and the gradient is plain torch's to the bit."""
     images = values(*SHAPE)
     copied: list[int] = []
+    last: list[bool] = []
 
     def counted(module: GraphModule, inputs: Any) -> int:
         copied.append(images_as_laid_out(module, inputs))
+        read = strides._propagated(module, inputs)[str(reader(module).args[1])].meta["val"]
+        last.append(read.is_contiguous(memory_format=torch.channels_last))
         return copied[-1]
 
     monkeypatch.setattr("graphoffload.compiler.inner_compile.images_as_laid_out", counted)
@@ -154,6 +157,7 @@ def test_blocks_whose_inputs_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> N
         gradients.append([parameter.grad for parameter in (*blocks.parameters(), x)])
     assert graphoffload.stats()["offloads"]
     assert any(copied)
+    assert all(last)
     for ours, plain in zip(*gradients[::-1], strict=True):
         assert ours is not None
         assert plain is not None
