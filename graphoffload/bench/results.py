@@ -217,7 +217,7 @@ def row_record(row: Row, baseline: str = "keep-all") -> dict[str, Any]:
     """One variant as a result file has it; `baseline` is the one that the others' ratios are to."""
     plans = row.ours.get("plans") or []
     low, high = row.ratio_interval or (None, None)
-    predictions = _predictions(plans)
+    predictions = predictions_of(plans)
     bounds = [plan["lower_bound_slowdown"] for plan in plans]
     predicted = [plan["predicted_slowdown"] for plan in plans]
     is_keep = row.variant == baseline and bool(row.samples)
@@ -248,7 +248,7 @@ def row_record(row: Row, baseline: str = "keep-all") -> dict[str, Any]:
     }
 
 
-def _predictions(plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def predictions_of(plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One of each graph that is planned alone, and one of each step: the variants of its graphs have it in common."""
     found = [plan["prediction"] for plan in plans if not plan.get("variant")]
     for plan in plans:

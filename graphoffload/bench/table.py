@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphoffload.bench.measure import Row
+from graphoffload.bench.results import predictions_of
 
 
 def gb(nbytes: float | None) -> str:
@@ -40,7 +41,7 @@ def _prediction(row: Row) -> tuple[str, str]:
     plans = row.ours.get("plans") or []
     if not plans:
         return "-", "-"
-    time_ms = sum(plan["prediction"]["predicted_time_s"] for plan in plans) * 1e3
+    time_ms = sum(prediction["predicted_time_s"] for prediction in predictions_of(plans)) * 1e3
     bounds = [plan["lower_bound_slowdown"] for plan in plans]
     return f"{gb(row.predicted_peak_bytes)}, {time_ms:.0f}", "-" if None in bounds else f"{max(bounds):+.3f}"
 

@@ -172,7 +172,7 @@ def why_again(known: Known, device: torch.device, last: StepRun | None) -> str:
             return AFTER_ERROR
         known.begin_goal()
         return GOAL_WAS_SET
-    if last is None or last.streams is None:
+    if last is None or last.streams is None or last.twin:
         return ""
     known.followed += 1
     budget = asked.goal.device_budget_bytes

@@ -32,7 +32,7 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
 
     A call's inputs that other graphs computed are outside where they were measured. They are activations of the call from the
     end of its forward to its backward, so they come off what is outside there, unless they were on the host; and those of other
-    microbatches in flight.
+    microbatches in flight. Those that somebody else holds as well, such as a list of hidden states, can only stay.
     """
     last = runs[-1]
     position = {graph.number: at for at, graph in enumerate(graphs)}
@@ -46,7 +46,7 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
     ]
     held = list(accumulate(inputs, initial=0))
     for call in last.calls:
-        index = call.index
+        index, graph = call.index, graphs[position[call.graph]]
         forward, backward = records[-1].at("forward", index), records[-1].at("backward", index)
         before = ("forward end", index - 1) if index else None
         after = ("backward end", index + 1) if index + 1 < count else None if last.flies else ("forward end", index)
@@ -59,6 +59,8 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
                 ran=ran[index],
                 before_forward=_less(_gap(records, before, ("forward", index), limits), here),
                 before_backward=_less(_gap(records, after, ("backward", index), limits), there),
+                held=_held(graph, call),
+                held_bytes=sum(call.held.values()),
             )
         )
     base = min((min(c.forward_outside_bytes, c.backward_outside_bytes) for c in calls), default=0)
@@ -91,9 +93,16 @@ def _less(gap: Gap, nbytes: int) -> Gap:
 
 
 def _gone_bytes(run: StepRun, call: StepCall) -> int:
-    """Bytes of a call's own inputs that were on the host until its backward."""
+    """Bytes of a call's own inputs that were on the host alone until its backward."""
     times = _times(run)
-    return sum(nbytes for address, nbytes in call.gone.items() if times[address] == 1)
+    own = {id: nbytes for id, (address, nbytes) in call.gone.items() if times[address] == 1}
+    return sum(nbytes for id, nbytes in own.items() if id not in call.held)
+
+
+def _held(graph: Dispatched, call: StepCall) -> tuple[str, ...]:
+    """A call's inputs, activations by name, that others held until its backward."""
+    plan = graph.first.plan
+    return tuple(t.tensor for t in plan.transfers if t.id in call.held) if plan is not None else ()
 
 
 def _times(run: StepRun) -> Counter[Any]:

@@ -40,10 +40,13 @@ from graphoffload.runtime.pinned.slabs import HostBuffer
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.streams.copy_streams import streams_of
 from graphoffload.torch_internals.autograd import version, with_its_version
+from graphoffload.torch_internals.storages import identity, owners
 
 if TYPE_CHECKING:
     from graphoffload.runtime.step.between_graphs import Call
     from graphoffload.runtime.step.calls import StepCall
+
+_OWNERS = 2  # References to a storage that one tensor has: the tensor's, and the Python object that asks.
 
 LOCK = threading.RLock()
 """Guards handles and everything pending: forward, backward and the clearing of dead handles run on different threads."""
@@ -116,6 +119,11 @@ class HostCopy:
         self.buffer, self.clone = buffer, clone
         self.written: Any = None
         self.read: Any = None
+
+
+def is_sole_owner(x: torch.Tensor) -> bool:
+    """Whether no other tensor, and nothing else, uses its storage."""
+    return owners(identity(x.untyped_storage())) == _OWNERS
 
 
 class Ticket(NamedTuple):

@@ -38,6 +38,7 @@ from graphoffload.runtime.offloaded_tensors import (
     STAYING,
     HostCopy,
     OffloadedTensor,
+    is_sole_owner,
 )
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.registry import RunPlan, run_plan
@@ -45,11 +46,10 @@ from graphoffload.runtime.step import between_graphs as between
 from graphoffload.runtime.step.calls import STEPS, Steps
 from graphoffload.runtime.streams.copy_streams import streams_of
 from graphoffload.runtime.streams.protocol import Block
-from graphoffload.torch_internals import autograd, storages
+from graphoffload.torch_internals import autograd
 
 HANDLE_DTYPE = torch.int64
 _ONE = (1,)
-_OWNERS = 2  # References to a storage that one tensor has: the tensor's, and the Python object that asks.
 
 LIBRARY = torch.library.Library("graphoffload", "DEF")
 # Inductor captures CUDA graphs between these ops and calls them: a replay would copy to the buffers of its capture. The same
@@ -259,8 +259,7 @@ def _hand_back(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int
 
 def _owns_all_of_its_memory(x: torch.Tensor) -> bool:
     """Whether no other tensor, and nothing else, uses its storage."""
-    storage = x.untyped_storage()
-    return storage.nbytes() == x.numel() * x.element_size() and storages.owners(storages.identity(storage)) == _OWNERS
+    return x.untyped_storage().nbytes() == x.numel() * x.element_size() and is_sole_owner(x)
 
 
 def _copy_as_it_lies(y: torch.Tensor, entry: OffloadedTensor) -> None:

@@ -81,6 +81,19 @@ def test_fewer_saved_inputs_leave_after_the_forward_that_reads_them():
     assert memory == (111, 110, 100 + 10 + 11, 100 + 10 + 10, 100 + 20, 100 + 10 + 2, 100 + 10, 100 + 2)
 
 
+def test_what_others_hold_is_kept_or_outside():
+    """Call 1's x is somebody else's as well: it cannot be offloaded, and a variant that does not save it frees nothing."""
+    calls = (CallFacts(0, 100, 104), CallFacts(0, 104, 108, held=("x",), held_bytes=10))
+    facts = StepFacts((two_variants(),), calls)
+    first, second = join(facts, (0, 0)).program.candidates
+    assert (first.actions, second.actions) == (("keep", "offload"), ("keep",))
+    assert first.group != second.group
+    alone = replace(facts, calls=(calls[0], replace(calls[1], held=(), held_bytes=0)))
+    free, held = (simulate(join(each, (0, 1)).program, ["keep"], toy(1.0)) for each in (alone, facts))
+    more = tuple(one - other for one, other in zip(held.memory, free.memory, strict=True))
+    assert more == (0, 0, 10, 10, 10, 10, 10, 0, 0)
+
+
 def expected_memory(facts: StepFacts, chosen: list[int], joined: Joined) -> tuple[list[int], list[int]]:
     """What is outside and inside at each step when everything is kept, counted one item at a time."""
     program = joined.program

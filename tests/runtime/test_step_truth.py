@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.compiler.step_facts import facts_of
 from graphoffload.facts.limits import Limits
 from graphoffload.planner.step.facts import StepFacts
+from graphoffload.runtime import twin_copies
 from graphoffload.runtime.pinned.pool import POOL, HostPool
 from graphoffload.runtime.step.calls import StepRun
 from graphoffload.testing.lazy_streams import LazyStreams
@@ -360,3 +362,67 @@ def test_memory_that_rises_from_microbatch_to_microbatch(counter: Counter, monke
     assert last == pytest.approx(peaks[-1], rel=CLOSE)
     assert planned.count(1) == 1, "the optimizer's state is there, and what rises in a step is known"
     assert max(planned) == 1, planned
+
+
+def test_a_twin_with_synchronous_copies_is_not_planned_again(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clones on the device are no memory outside: the twin would be one of another plan. They are made inside of our
+    operations, and live until the next forward: here they are added to what was counted."""
+    monkeypatch.setattr(step_again, "_SAME_BYTES", 0)
+    clones = 0
+    monkeypatch.setattr(LazyStreams, "allocated_bytes", lambda _: tuple(nbytes + clones for nbytes in counter._allocated()))
+    train(build("plain", PLENTY), counter)
+    budget = int(0.7 * predicted())
+    torch._dynamo.reset()
+    gc.collect()
+    model, words = build("plain", budget), torch.randint(VOCAB, (2, 256))
+
+    def steps(made: int) -> None:
+        nonlocal clones
+        for _ in range(STEPS):
+            loss = model(words)
+            clones = 0
+            loss.backward()
+            clones = made
+            model.zero_grad()
+
+    before = graphoffload.stats()["offloads"]
+    steps(0)
+    plan = plan_now()
+    assert graphoffload.stats()["offloads"] > before
+    with twin_copies():
+        steps(2**22)
+        assert plan_now() is plan
+    steps(0)
+    assert plan_now() is plan
+
+
+class Returning(Model):
+    """Its first `count` hidden states live on after its loss, as in a list that a caller keeps."""
+
+    def __init__(self, count: int = LAYERS) -> None:
+        super().__init__()
+        self.count, self.states = count, list[Tensor]()
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        self.states = []
+        for layer in self.layers:
+            if len(self.states) < self.count:
+                self.states.append(x)
+            x = layer(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), words.flatten())
+
+
+@pytest.mark.parametrize(("count", "share"), [(1, 0.7), (LAYERS, 0.72)])
+def test_inputs_that_others_hold_stay(
+    count: int, share: float, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To offload them frees nothing, and a plan that does so takes more than it says."""
+    monkeypatch.setattr(sys.modules[__name__], "Model", lambda: Returning(count))
+    train(build("plain", PLENTY), counter)
+    budget = int(share * predicted())
+    torch._dynamo.reset()
+    gc.collect()
+    counted = train(build("plain", budget), counter)
+    assert counted <= budget * (1 + CLOSE)
+    assert predicted() == pytest.approx(counted, rel=CLOSE)

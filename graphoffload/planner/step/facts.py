@@ -76,6 +76,7 @@ class CallFacts:
         forward_outside_bytes: allocated when its forward starts, other than what compiled graphs saved: parameters, gradients,
             optimizer state, inputs. backward_outside_bytes: the same when its backward starts.
         ran: the variant that ran when this was measured. The bytes outside contain its saved inputs.
+        held, held_bytes: its inputs, activations by name, that others hold until its backward: they stay on the device.
         before_forward: from the forward of the call before. before_backward: from the backward of the call after; for the last
             call, from its own forward: the loss.
     """
@@ -86,6 +87,8 @@ class CallFacts:
     ran: int = 0
     before_forward: Gap = Gap()
     before_backward: Gap = Gap()
+    held: tuple[str, ...] = ()
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

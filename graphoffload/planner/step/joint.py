@@ -112,7 +112,8 @@ def join_programs(facts: StepFacts, variants: Sequence[Variant], named: Named | 
         _own_buffers(buffers, program, call, begin, len(forward.steps) + end)
         label = f"graph {facts.calls[call].graph}: "
         first = len(candidates)
-        candidates += [_shifted(c, call, label, begin, end, first) for c in program.candidates]
+        held = facts.calls[call].held
+        candidates += [_shifted(c, call, label, begin, end, first, is_held=c.name in held) for c in program.candidates]
         of += [(call, index) for index in range(len(program.candidates))]
         reload_steps[end : end + len(program.reload_steps)] = [end + step for step in program.reload_steps]
     joint = Program(
@@ -127,8 +128,13 @@ def join_programs(facts: StepFacts, variants: Sequence[Variant], named: Named | 
 
 
 def _saved_more(facts: StepFacts, variants: Sequence[Variant], call: int) -> int:
-    """Bytes of inputs that a call's variant saves more than the one that was measured; negative: fewer."""
-    return variants[call].saved_input_bytes - facts.variant(call, facts.calls[call].ran).saved_input_bytes
+    """Bytes of inputs that a call's variant saves more than the one that was measured; negative: fewer. What others hold is
+    outside where the variant does not save it."""
+    variant, fact = variants[call], facts.calls[call]
+    more = variant.saved_input_bytes - facts.variant(call, fact.ran).saved_input_bytes
+    if fact.held:
+        more += fact.held_bytes - sum(c.nbytes for c in variant.program.candidates if c.name in fact.held)
+    return more
 
 
 def _forward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> list[int]:
@@ -184,7 +190,10 @@ def _own_buffers(buffers: list[Buffer], program: Program, call: int, forward_sta
         buffers.append(Buffer(f"call {call}: {buffer.name}", buffer.nbytes, buffer.first + shift, buffer.last + shift))
 
 
-def _shifted(candidate: Candidate, call: int, label: str, forward_start: int, backward_start: int, first: int) -> Candidate:
+def _shifted(
+    candidate: Candidate, call: int, label: str, forward_start: int, backward_start: int, first: int, *, is_held: bool
+) -> Candidate:
+    """A candidate of a call in the step's program. is_held: others hold its memory, so it can only be kept."""
     chain, over = candidate.recompute, candidate.overwritten_at
     return Candidate(
         name=f"call {call}: {candidate.name}",
@@ -192,9 +201,9 @@ def _shifted(candidate: Candidate, call: int, label: str, forward_start: int, ba
         produced_at=StepIndex(candidate.produced_at + forward_start),
         last_forward_use=StepIndex(candidate.last_forward_use + forward_start),
         backward_uses=tuple(StepIndex(use + backward_start) for use in candidate.backward_uses),
-        can_offload=candidate.can_offload,
+        can_offload=candidate.can_offload and not is_held,
         recompute=Recompute(chain.time_s, tuple(first + k for k in chain.reads), chain.temp_bytes) if chain else None,
         fixed=candidate.fixed,
-        group=label + (candidate.group or candidate.name),
+        group=label + ("held " if is_held else "") + (candidate.group or candidate.name),
         overwritten_at=None if over is None else StepIndex(over + backward_start),
     )

@@ -305,6 +305,7 @@ def reloading(entry: OffloadedTensor) -> None:
         return
     if isinstance(call, StepCall):
         call.run.turn()
+        follow.reloading(entry, call)
         return
     track = call.track
     with LOCK:

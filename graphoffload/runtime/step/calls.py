@@ -46,14 +46,15 @@ class StepCall:
 
     index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
     without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
-    tensors by id; None for one that is closed. In a recorded run: inputs, memory of those that other graphs computed; gone,
-    bytes of those that went to the host; output_bytes, of what it returned, by output of its autograd node. schedule: None
-    where nothing is planned for it. hooked: hooks tell it of its backward. node: its autograd node.
+    tensors by id; None for one that is closed. In a recorded run: inputs, memory of those that other graphs computed; by id:
+    gone, (memory, bytes) of those that went to the host; held, bytes of those that others held until its backward;
+    output_bytes, of what it returned, by output of its autograd node. schedule: None where nothing is planned for it. hooked:
+    hooks tell it of its backward. node: its autograd node.
     """
 
     __slots__ = (
-        "began", "ended", "entries", "gone", "graph", "hooked", "index", "inputs", "is_variant", "kept_bytes", "key", "node",
-        "output_bytes", "run", "schedule", "variant",
+        "began", "ended", "entries", "gone", "graph", "held", "hooked", "index", "inputs", "is_variant", "kept_bytes", "key",
+        "node", "output_bytes", "run", "schedule", "variant",
     )  # fmt: skip
 
     def __init__(self, run: StepRun, index: int, graph: int) -> None:
@@ -61,7 +62,7 @@ class StepCall:
         self.key = ""
         self.variant = 0
         self.kept_bytes = 0
-        self.inputs, self.gone = tuple[Any, ...](), dict[Any, int]()
+        self.inputs, self.gone, self.held = tuple[Any, ...](), dict[int, tuple[Any, int]](), dict[int, int]()
         self.output_bytes = _NONE
         self.schedule: Schedule | None = None
         self.entries: dict[int, OffloadedTensor | None] = {}
@@ -132,12 +133,13 @@ class StepRun:
     step: the sequence of calls that is expected, if it is known. flies: a forward of it is followed by other microbatches'.
     alive: all runs on the device that are not over, oldest first. outlived: younger ones that ended before it.
     start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended. room: what may stay.
+    twin: its copies are clones on the device, which no plan has.
     """
 
     __slots__ = (
         "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "hooked", "learnt", "marks", "off",
         "outlived", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes", "step", "streams", "tells",
-        "turned", "watches",
+        "turned", "twin", "watches",
     )  # fmt: skip
 
     def __init__(
@@ -154,10 +156,8 @@ class StepRun:
         self.streams = streams
         self.watches = watching and streams is not None and allocator.start()
         self.changes: list[allocator.Change] = []
-        self.recording = recording
-        self.hooked = hooked or recording
-        self.plan = plan
-        self.step, self.flies = step, flies
+        self.recording, self.hooked = recording, hooked or recording
+        self.plan, self.step, self.flies = plan, step, flies
         self.alive: list[StepRun] = []
         self.calls: list[StepCall] = []
         self.marks: list[Mark] = []
@@ -166,7 +166,7 @@ class StepRun:
         self.ended: list[int] = []
         self.settled, self.outlived, self.room = 0, 0, Room()
         self.start_peak_bytes = streams.allocated_bytes()[1] if streams is not None else 0
-        self.peak_bytes = 0
+        self.peak_bytes, self.twin = 0, ACTIVE.twin
         self.turned = self.off = self.aborted = self.learnt = self.tells = False
 
     def begin(self, graph: int) -> StepCall:
@@ -207,7 +207,7 @@ class StepRun:
         """The backward of a call is issued."""
         call.ended = True
         self.ended.append(call.index)
-        if call.index == 0 and self.streams is not None and not ACTIVE.twin:  # a twin's clones are in no plan
+        if call.index == 0 and self.streams is not None and not self.twin:
             self.peak_bytes = self.streams.allocated_bytes()[1]
         if self.recording:
             self._mark("backward end", call)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from graphoffload.runtime.counters import COUNTERS
-from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, OffloadedTensor
+from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, OffloadedTensor, is_sole_owner
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.calls import STEPS, StepCall
 from graphoffload.runtime.step.early import take_early
@@ -65,7 +65,7 @@ def offloaded(entry: OffloadedTensor, call: StepCall) -> None:
     if entry.state is COPYING:
         call.run.copies.append(entry)
         if call.run.recording and entry.id in entry.run.inputs and entry.source is not None:
-            call.gone[lasting(entry.source.untyped_storage())] = entry.layout.nbytes
+            call.gone[entry.id] = lasting(entry.source.untyped_storage()), entry.layout.nbytes
     call.run.happened(call, ("offload", entry.id))
 
 
@@ -79,6 +79,18 @@ def defers(entry: OffloadedTensor, call: StepCall) -> bool:
         COUNTERS.deferred += 1
         run.happened(call, ("release", entry.id))
     return True
+
+
+def reloading(entry: OffloadedTensor, call: StepCall) -> None:
+    """Backward asks for a tensor. A recorded run notes whether others hold an input as well: to offload it frees nothing."""
+    if not call.run.recording or entry.id not in entry.run.inputs:
+        return
+    if entry.source is not None:
+        is_held = not is_sole_owner(entry.source)
+    else:
+        is_held = entry.id in call.gone and not call.gone[entry.id][0].expired()
+    if is_held:
+        call.held[entry.id] = entry.layout.nbytes
 
 
 def take(
