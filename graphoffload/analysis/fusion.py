@@ -5,8 +5,8 @@ Each node has one of three kinds:
     kernel   It runs alone: matrix products, grouped ones included, attention, convolutions, sorts, scans, collectives, custom
              operations, and whatever else Inductor does not compute itself.
     fused    It is a pointwise operation or a reduction. If neither a kernel nor the graph's output reads its value, the value
-             need not exist: its readers compute it. Fused operations whose values exist run as one kernel if they share data
-             and no other kernel must run between them.
+             need not exist: its readers compute it (stored.py). Fused operations whose values exist run as one kernel if they
+             share data and no other kernel must run between them.
 
     gate ─┬─▶ silu ─▶ mul ──▶ mm            mul and dgate each compute silu, which does not exist. One kernel writes mul, dgate
     up ───┤                                 and dup, so all three are in memory at once, and gate, up and d until it has run.
@@ -35,7 +35,8 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.kernels import Axis, Kernel, add_needs, in_order, runs_after
-from graphoffload.analysis.storages import concrete, example_nbytes, example_storage_nbytes, fake, is_in, storage_id, with_views
+from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, is_in, storage_id, with_views
+from graphoffload.analysis.stored import Operations, exists, is_large, operations_after, operations_of, scatters
 from graphoffload.torch_internals.inductor import falls_back, is_pointwise_use, mixes_sums, most_reads
 from graphoffload.torch_internals.operators import OpOverload, packet_of
 
@@ -58,13 +59,7 @@ _KERNEL_WORDS = (
     "cumsum",
     "cumprod",
 )
-# Inductor writes these into memory, at places that it learns while they run: a reader cannot compute them.
-_SCATTERS = (
-    "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add", "index_copy", "scatter",
-    "scatter_add", "scatter_reduce",
-)  # fmt: skip
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
-_INLINED_READS = 4  # Inductor stores a value that several operations read only if computing it reads more tensors than this
 FARTHEST = 20  # the greatest distance, in operations, at which two operations are fused under a plan
 CRUMBS = 0.01  # two independent operations are fused only if they share more than this fraction of the smaller one's bytes
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
@@ -114,6 +109,7 @@ class Fusion:
     Attributes:
         real: storages that exist in memory.
         sources: storage that does not exist -> the existing storages that it is computed from.
+        large: storage of a value that takes many operations -> its node. It exists if another kernel reads it.
         added: sum -> the matrix product in the same kernel. The product's own result does not exist. sums: the other way round.
         order: the nodes in the order in which they run. The nodes of a kernel are adjacent. A node that belongs to no kernel is
             near its place in the graph.
@@ -128,6 +124,7 @@ class Fusion:
     kinds: dict[Node, Kind]
     real: set[int] = field(default_factory=set)
     sources: dict[int, frozenset[int]] = field(default_factory=dict)
+    large: dict[int, Node] = field(default_factory=dict)
     added: dict[Node, Node] = field(default_factory=dict)
     sums: dict[Node, Node] = field(default_factory=dict)
     order: list[Node] = field(default_factory=list)
@@ -159,15 +156,12 @@ def _tensors(node: Node) -> Iterable[torch.Tensor]:
 
 
 def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) -> Fusion:
-    """The model of one graph.
-
-    A value exists if a kernel or the graph's output reads it, if it is a reduction's smaller result, if it is scattered, or if
-    its readers would have to read too many tensors to compute it.
-    """
+    """The model of one graph. `stored.py` says which values exist."""
     fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, unfused_bytes=unfused_bytes, fuses=fuses)
     fusion.added = _added_to_products(graph, fusion.kinds)
     fusion.kinds.update(dict.fromkeys(fusion.added, "kernel"))
     fusion.sums = {product: added for added, product in fusion.added.items()}
+    computed: dict[int, Operations] = {}
     for node in graph.nodes:
         value = fake(node)
         if value is None or storage_id(value) in fusion.real or storage_id(value) in fusion.sources:
@@ -175,12 +169,34 @@ def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) ->
         sources = fusion.read_by(node)
         if node in fusion.sums:
             fusion.sources[storage_id(value)] = sources
-        elif fusion.kinds[node] != "fused" or _exists(node, sources, fusion.kinds):
+        elif fusion.kinds[node] != "fused" or exists(node, sources, fusion.kinds):
+            fusion.real.add(storage_id(value))
+            if (operations := operations_after(node)) is not None:
+                computed[storage_id(value)] = operations
+        elif is_large(node, sources, operations := operations_of(node, computed)):
+            fusion.large[storage_id(value)] = node
             fusion.real.add(storage_id(value))
         else:
+            computed[storage_id(value)] = operations
             fusion.sources[storage_id(value)] = sources
     _group(graph, fusion)
+    for identity, node in fusion.large.items():
+        _leave_out(identity, node, fusion)
     return fusion
+
+
+def _leave_out(identity: int, node: Node, fusion: Fusion) -> None:
+    """Let a value not exist that only the kernel reads that computes it."""
+    readers = fusion.readers.get(identity, [])
+    if not readers or any(fusion.spans[reader] != fusion.spans[node] for reader in readers):
+        return
+    sources = fusion.read_by(node)
+    fusion.real.discard(identity)
+    fusion.sources[identity] = sources
+    del fusion.readers[identity]
+    for other, found in fusion.sources.items():
+        if identity in found:
+            fusion.sources[other] = found - {identity} | sources
 
 
 def _added_to_products(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, Node]:
@@ -213,35 +229,6 @@ def _expands_to(summand: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the sum of both has the shape of `value`. Sizes are compared as text: comparing symbols would add guards."""
     own, wanted = ([str(size) for size in tensor.shape[::-1]] for tensor in (summand, value))
     return len(own) <= len(wanted) and all(size in ("1", into) for size, into in zip(own, wanted, strict=False))
-
-
-def _exists(node: Node, sources: frozenset[int], kinds: dict[Node, Kind]) -> bool:
-    readers = _readers(node)
-    if _scatters(node) or any(user.op == "output" or kinds[user] == "kernel" for user in readers):
-        return True
-    value = fake(node)
-    assert value is not None
-    inputs = [example_nbytes(other) for argument in node.all_input_nodes if (other := fake(argument)) is not None]
-    if inputs and 2 * example_nbytes(value) * max(1, _widening(node)) <= max(inputs):
-        return True
-    return len(sources) > (_INLINED_READS if len(readers) > 1 else most_reads(value.device.type))  # as a long sum does
-
-
-def _scatters(node: Node) -> bool:
-    return getattr(packet_of(node.target), "__name__", "") in _SCATTERS
-
-
-def _widening(node: Node) -> int:
-    """How many times wider the elements of a node's input are: a cast to half the width is no reduction."""
-    value = fake(node)
-    first = next((other for argument in node.all_input_nodes if (other := fake(argument)) is not None), None)
-    return 1 if value is None or first is None else max(1, first.element_size() // value.element_size())
-
-
-def _readers(node: Node) -> list[Node]:
-    """Nodes that read a node's memory, directly or through a view."""
-    own = with_views(node)
-    return [user for member in own for user in member.users if user not in own]
 
 
 def _group(graph: Graph, fusion: Fusion) -> None:
@@ -352,7 +339,7 @@ def _space(node: Node) -> int | None:
     symbolic."""
     sizes = [concrete(value.numel()) for value in _tensors(node)]
     packet = packet_of(node.target)
-    if packet is not None and (packet.__name__ in _REDUCTIONS or _scatters(node)):
+    if packet is not None and (packet.__name__ in _REDUCTIONS or scatters(node)):
         sizes += [concrete(value.numel()) for argument in node.all_input_nodes for value in _tensors(argument)]
     known = [size for size in sizes if size is not None]
     return max(known) if known and len(known) == len(sizes) else None
@@ -362,11 +349,13 @@ def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[
     """The earliest turn of an operation's kernel. An operation's own turn is twice its place in the graph, plus one.
 
     A pointwise value is stored right before its first reader that cannot compute the value itself. It is stored at its own turn
-    if it reads too many tensors, or if it has several readers of which one cannot compute it. A product that runs in the kernel
-    of a sum runs where the sum is.
+    if it reads too many tensors, if it is large, or if it has several readers of which one cannot compute it. A product that
+    runs in the kernel of a sum runs where the sum is.
     """
     own, value = 2 * places[fusion.sums.get(node, node)] + 1, fake(node)
     if fusion.kinds[node] != "fused" or value is None or _axis(node) is not None or len(reads) > most_reads(value.device.type):
+        return own
+    if storage_id(value) in fusion.large:
         return own
     turns: list[int] = []
     for member in with_views(node):

@@ -7,6 +7,14 @@ A fused kernel may write its result over an operand, and then both are one piece
 Inductor does so where nothing else is left to read the operand (decide_inplace_update in torch/_inductor/scheduler.py), and the
 operand is a temporary, or a saved activation that AOTAutograd donates to backward. It also does so for an operand whose other
 readers have run; that counts as two pieces here, so a plan may hold less than predicted.
+
+Both must lie in memory in the same order. A kernel with several results, such as a convolution's backward, makes them in the
+order that its inputs have when it runs, which may be another than the graph's (channels_last). A result that the graph returns
+has the order of the first operand, whatever that is. The layout of another one is what most of its operands have:
+
+    convolution_backward ─▶ getitem ─▶ add(getitem, y) ─▶ output    one piece of memory: the gradient of a block with a shortcut
+                                       add(y, getitem) ─▶ output    two: y may be contiguous, and the convolution's images not
+                                       add(getitem, y) ─▶ slice     two: it may have the order of what y is computed from
 """
 
 from __future__ import annotations
@@ -77,6 +85,8 @@ def _overwritten(groups: dict[int, list[Node]], fusion: Fusion, donated: Collect
             continue
         if fusion.spans.get(made) == fusion.spans[writer]:  # one kernel: both are its results
             continue
+        if made.target is operator.getitem and not (writer.args[0] is made and _is_returned([writer])):
+            continue
         if value.dtype == result.dtype and _in_step(value, result) and _reads_in_step(writer, identity, fusion):
             writers.add(writer)
             found[identity] = fusion.spans[writer][0] - 1
@@ -95,12 +105,14 @@ def _is_donated(members: list[Node], donated: Collection[Node]) -> bool:
 
 
 def _may_go(made: Node, fusion: Fusion) -> bool:
-    """Whether a value is a temporary of its graph, made by one operation that has no other result."""
-    if not isinstance(made.target, OpOverload) or made.target.namespace not in ("aten", "prims"):
+    """Whether a value is a temporary of its graph. Of operations with several results, those that run alone have results that
+    are memory of their own."""
+    maker = made.all_input_nodes[0] if made.target is operator.getitem else made
+    if not isinstance(maker.target, OpOverload) or maker.target.namespace not in ("aten", "prims"):
         return False
-    if made.target is torch.ops.aten.cat.default:  # its operands are written into it: Inductor does not give it away
+    if maker.target is torch.ops.aten.cat.default:  # its operands are written into it: Inductor does not give it away
         return False
-    return made in fusion.spans
+    return maker in fusion.spans and (maker is made or fusion.kinds[maker] == "kernel")
 
 
 def _in_step(one: torch.Tensor, other: torch.Tensor) -> bool:

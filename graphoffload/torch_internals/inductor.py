@@ -21,8 +21,9 @@ from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
     "Ran", "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
-    "images_channels_last", "in_graph_order", "is_pointwise_use", "mixes_sums", "most_reads", "operations_of",
-    "options_of_mode", "reads_before", "watching_codegen", "wrapper_imports", "writes_remembered", "written_code",
+    "images_channels_last", "in_graph_order", "is_pointwise_use", "mixes_sums", "most_operations", "most_reads",
+    "operations_of", "options_of_mode", "reads_before", "watching_codegen", "wrapper_imports", "writes_remembered",
+    "written_code",
 ]  # fmt: skip
 
 
@@ -83,6 +84,16 @@ def most_reads(device_type: str) -> int:
     chosen: int | None = config.realize_acc_reads_threshold
     if chosen is None:
         name = "realize_cpu_acc_reads_threshold" if device_type == "cpu" else "_realize_acc_reads_threshold_default"
+        chosen = int(getattr(config, name))
+    return chosen
+
+
+def most_operations(device_type: str) -> int:
+    """Operations that may compute a value where it is read; what takes more Inductor stores. CPUs differ from 2.13 on. Without
+    it: as for is_pointwise_use."""
+    chosen: int | None = config.realize_opcount_threshold
+    if chosen is None:
+        name = "realize_cpu_opcount_threshold" if device_type == "cpu" else "_realize_opcount_threshold_default"
         chosen = int(getattr(config, name))
     return chosen
 

@@ -1,0 +1,136 @@
+"""Which values a fusing compiler stores, and which ones their readers compute.
+
+Inductor lets every reader of a pointwise value compute it, whatever its size and however many readers it has, unless one of
+these holds (`run_node` in torch/_inductor/graph.py; `should_realize_on_reuse`, `has_exceeded_max_reads` in ir.py):
+
+    exists   A kernel or the graph's output reads it. It is a reduction's smaller result. It is scattered. It takes too many
+             reads: more than 4 if it has several readers, and more than `most_reads` in any case.
+    large    It takes more operations than `most_operations` and several reads, or more than 100 operations. Inductor stores it
+             where it stands, and its readers begin anew from there. The kernel runs at the value's turn, not at its reader's.
+             If no other kernel reads the value, it is never written to memory.
+
+Reads, numbers and casts are operations, and what is needed twice counts once; two parts of a tensor are two reads. Three
+examples from a U-Net's block in bfloat16, `conv(silu(group_norm(x)))`, on a GPU:
+
+    x.float()                              one read, two operations: the norm's sums and its result compute it each
+    group_norm(x).float() in backward      five reads (x, mean, rstd, weight, bias) and two readers: exists, in float32
+    the sum in the norm's own backward     eight reads, 35 operations: large. The gradient of x is written there, before the
+                                           backward of the block's shortcut, which the graph has in between
+
+The count is that of Inductor but for some operations of several parts, such as a gather, which count as one here. A value of
+these may be large for Inductor alone; it is then predicted to run later than it does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Node
+
+from graphoffload.analysis.storages import concrete, example_nbytes, fake, is_in, storage_id, with_views
+from graphoffload.torch_internals.inductor import most_operations, most_reads
+from graphoffload.torch_internals.operators import packet_of
+
+# Inductor writes these into memory, at places that it learns while they run: a reader cannot compute them.
+_SCATTERS = (
+    "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add", "index_copy", "scatter",
+    "scatter_add", "scatter_reduce",
+)  # fmt: skip
+_MOVES, _FILLS = ("clone", "expand", "alias"), ("full", "full_like", "scalar_tensor", "zeros", "ones")
+_NUMBERLESS = ("pow", "iota", "slice_scatter")
+_DIVIDED = ("mean", "var", "var_mean")
+_LONGEST = 100  # Inductor stores what takes more operations than this even if it reads one tensor
+_INLINED_READS = 4  # Inductor stores a value that several operations read only if computing it reads more tensors than this
+Operations = frozenset[object]
+"""What computes one element of a value: nodes, parts of storages that are read, numbers, and casts."""
+
+
+def exists(node: Node, sources: frozenset[int], kinds: Mapping[Node, str]) -> bool:
+    """Whether a fused operation's value is in memory, however few operations compute it. sources: storages that these read."""
+    readers = _readers(node)
+    if scatters(node) or any(user.op == "output" or kinds[user] == "kernel" for user in readers):
+        return True
+    value = fake(node)
+    assert value is not None
+    inputs = [example_nbytes(other) for argument in node.all_input_nodes if (other := fake(argument)) is not None]
+    if inputs and 2 * example_nbytes(value) * max(1, _widening(node)) <= max(inputs):
+        return True
+    return len(sources) > (_INLINED_READS if len(readers) > 1 else most_reads(value.device.type))  # as a long sum does
+
+
+def is_large(node: Node, sources: frozenset[int], operations: Operations) -> bool:
+    """Whether Inductor stores a value since too many operations compute it."""
+    value = fake(node)
+    most = most_operations(value.device.type) if value is not None else _LONGEST
+    return len(operations) > (most if len(sources) > 1 else max(most, _LONGEST))
+
+
+def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
+    """The operations that compute one element of a node's value. computed: those of each storage, for others than one read."""
+    value, name = fake(node), getattr(packet_of(node.target), "__name__", "")
+    numbers = [number for number in node.args if type(number) in (int, float)] if name not in _NUMBERLESS else []
+    found: set[object] = {(number, value.dtype if value is not None else None) for number in numbers}
+    if name not in (*_MOVES, *_FILLS):
+        found.add(node)
+    if name == "slice_scatter":
+        bound = min((number for number in node.args[3:5] if isinstance(number, int) and number > 0), default=0)
+        found |= {"index", ("bound", bound), (node, "comparison"), (node, "mask")}
+    for argument in node.all_input_nodes:
+        other = fake(argument)
+        if value is None or other is None:
+            continue
+        identity = storage_id(other)
+        part = identity, concrete(other.storage_offset()), concrete(other.numel())
+        found |= _of_part(argument, part, computed[identity]) if identity in computed else {part}
+        if other.dtype != value.dtype and _is_cast_to_fit(name, other, value):
+            found.add((identity, value.dtype))
+    return frozenset(found)
+
+
+def _of_part(argument: Node, part: tuple[int, int | None, int | None], operations: Operations) -> Operations:
+    """The operations that compute a part of a value: of another part, the last operation and the reads as large are others."""
+    whole = argument
+    while whole.all_input_nodes and is_in(whole.all_input_nodes[0], part[0]):
+        whole = whole.all_input_nodes[0]
+    value = fake(whole)
+    if value is None or concrete(value.numel()) == part[2]:
+        return operations
+    size = concrete(value.numel())
+    moved = {one for one in operations if one is whole or (isinstance(one, tuple) and len(one) == 3 and one[2] == size)}
+    return operations - moved | {(one, part) for one in moved}
+
+
+def operations_after(node: Node) -> Operations | None:
+    """What computes a value that a reduction stores in another form: a mean is read as a sum, and divided. None: it is read."""
+    value, name = fake(node), getattr(packet_of(node.target), "__name__", "")
+    if node.target is operator.getitem:
+        name = getattr(packet_of(node.all_input_nodes[0].target), "__name__", "") if node.args[1] == 0 else ""
+    if value is None or name not in _DIVIDED:
+        return None
+    identity = storage_id(value)
+    return frozenset((identity, (identity, "count"), (identity, "division")))
+
+
+def _is_cast_to_fit(name: str, other: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether an operation reads an operand of another width than its own."""
+    return name != "convert_element_type" and other.dtype.is_floating_point and value.dtype.is_floating_point
+
+
+def scatters(node: Node) -> bool:
+    """Whether an operation writes at places that it learns while it runs."""
+    return getattr(packet_of(node.target), "__name__", "") in _SCATTERS
+
+
+def _widening(node: Node) -> int:
+    """How many times wider the elements of a node's input are: a cast to half the width is no reduction."""
+    value = fake(node)
+    first = next((other for argument in node.all_input_nodes if (other := fake(argument)) is not None), None)
+    return 1 if value is None or first is None else max(1, first.element_size() // value.element_size())
+
+
+def _readers(node: Node) -> list[Node]:
+    """Nodes that read a node's memory, directly or through a view."""
+    own = with_views(node)
+    return [user for member in own for user in member.users if user not in own]

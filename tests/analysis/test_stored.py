@@ -1,0 +1,157 @@
+"""Which values Inductor stores since too many operations compute them, and where their kernels run then: as on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config, ir
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.scheduler import Scheduler
+from torch._inductor.virtualized import V
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import graphoffload
+from graphoffload.analysis import fusion as rules
+from graphoffload.analysis.fusion import Fusion, fusion_of
+from graphoffload.analysis.program import build_program
+from graphoffload.analysis.storages import fake, storage_id
+from graphoffload.analysis.stored import Operations, operations_of
+from graphoffload.bench.nets import ResidualConv
+from graphoffload.compiler import trial as trials
+from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
+from graphoffload.torch_internals.inductor import in_graph_order, most_operations
+
+CHANNELS, SIDE = 128, 8  # 16 channels a group: Inductor writes out sums of fewer than 8
+GPU: dict[str, Any] = {"realize_opcount_threshold": 30, "realize_acc_reads_threshold": 8}
+
+
+@pytest.fixture(scope="module")
+def backward() -> Iterator[GraphModule]:
+    """The backward graph of a U-Net's block with a shortcut, in bfloat16."""
+    found: list[GraphModule] = []
+
+    def noting(pair: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(pair.backward)
+        return build_program(pair, *args, **kwargs)
+
+    block = ResidualConv(2 * CHANNELS, CHANNELS).to(torch.bfloat16)
+    images = torch.empty(2, 2 * CHANNELS, SIDE, SIDE, dtype=torch.bfloat16, requires_grad=True)
+    with mock.patch.object(trials, "build_program", noting):
+        graphoffload.explain(block, policy="keep", hardware="h100-sxm", min_tensor_bytes=0)(images)
+    with config.patch(GPU):
+        yield found[-1]
+
+
+def named(fusion: Fusion, name: str) -> Node:
+    """A node by its name."""
+    return next(node for node in fusion.order if node.name == name)
+
+
+def exists(fusion: Fusion, node: Node) -> bool:
+    """Whether a node's value is in memory."""
+    value = fake(node)
+    assert value is not None
+    return storage_id(value) in fusion.real
+
+
+def scheduled(module: GraphModule) -> tuple[list[list[str]], dict[str, int]]:
+    """What Inductor runs, as its scheduler for Triton orders and fuses it: of each kernel, the nodes that it stores. And how
+    many operations it counts for each pointwise value that it has not stored."""
+    kernels: list[list[str]] = []
+    counts: dict[str, int] = {}
+    exceeded = ir.StorageBox.has_exceeded_max_reads
+
+    def counting(box: Any) -> bool:
+        if isinstance(box.data, ir.Pointwise):
+            counts[V.current_node.name] = box.data.inner_fn_opcount().num_ops
+        return exceeded(box)
+
+    def noting(scheduler: Scheduler) -> None:
+        for whole in scheduler.nodes:
+            origins = (part.node.get_origin_node() for part in whole.get_nodes() if part.node is not None)
+            kernels.append([origin.name for origin in origins if origin is not None])
+        raise StopIteration
+
+    settings = config.patch({**AS_PLANNED, **GPU, "fx_graph_cache": False, "cpu_backend": "triton"})
+    patches = (
+        mock.patch.object(ir, "is_cpu", return_value=False),
+        mock.patch.object(ir.StorageBox, "has_exceeded_max_reads", counting),
+        mock.patch.object(Scheduler, "codegen", noting),
+    )
+    graph = Graph()  # Inductor changes the values of the nodes
+    graph.output(graph.graph_copy(module.graph, {}))
+    inputs = [fake(node) for node in graph.find_nodes(op="placeholder")]
+    with settings, planned_fusions(None), in_graph_order(), patches[0], patches[1], patches[2], contextlib.suppress(Exception):
+        compile_fx_inner(GraphModule({}, graph), inputs, is_backward=True)
+    return kernels, counts
+
+
+def test_operations_are_counted_as_inductor_counts_them(backward: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, int] = {}
+
+    def noting(node: Node, computed: Any) -> Operations:
+        found[node.name] = len(operations := operations_of(node, computed))
+        return operations
+
+    monkeypatch.setattr(rules, "operations_of", noting)
+    fusion = fusion_of(backward.graph, fuses=True)
+    _, counts = scheduled(backward)
+    both = found.keys() & counts.keys()
+    assert len(both) > 80
+    assert {name: found[name] for name in both} == {name: counts[name] for name in both}
+    large = {name for name, number in counts.items() if number > most_operations("cuda")}
+    assert {node.name for node in fusion.large.values()} == large == {"add_10", "add_13"}
+
+
+def test_a_large_value_runs_at_its_own_turn_and_is_not_written(backward: GraphModule) -> None:
+    """The gradient of a convolution's output is computed before the shortcut's backward, and not at the reader behind it."""
+    fusion = fusion_of(backward.graph, fuses=True)
+    kernels, _ = scheduled(backward)
+    gradient, large = named(fusion, "convert_element_type_20"), named(fusion, "add_10")
+    assert fusion.spans[gradient] == fusion.spans[large]
+    assert exists(fusion, gradient)
+    assert not exists(fusion, large)
+    order = [node.name for node in fusion.order]
+    assert order.index("add_10") < order.index("convolution_backward_1") < order.index("convolution_backward_2")
+    at = next(place for place, kernel in enumerate(kernels) if "add_10" in kernel)
+    shortcut = next(place for place, kernel in enumerate(kernels) if "getitem_7" in kernel)
+    assert at < shortcut
+    assert any({"add_13", "add_15"} <= set(kernel) for kernel in kernels), "so the first is not written either"
+    assert not exists(fusion, named(fusion, "add_13"))
+    storages = {storage_id(value) for node in fusion.order if (value := fake(node)) is not None and exists(fusion, node)}
+    assert all(fusion.read_by(node) <= storages for node in fusion.spans)
+
+
+def test_a_norms_input_is_not_stored_in_float32_and_its_result_is(backward: GraphModule) -> None:
+    """Two sums and a pointwise operation compute the cast themselves. The result takes five reads, and is read twice."""
+    fusion = fusion_of(backward.graph, fuses=True)
+    kernels, _ = scheduled(backward)
+    stored = {name for kernel in kernels for name in kernel}
+    for name, is_stored in (("convert_element_type", False), ("convert_element_type_4", True)):
+        assert exists(fusion, named(fusion, name)) is (name in stored) is is_stored
+
+
+class Chains(nn.Module):
+    """Two results of one long chain of operations, with a product in between that reads another one."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        long = x
+        for _ in range(20):
+            long = (long * y).sin()
+        return long.cos() @ x, (y @ (x @ (long + 1)))
+
+
+def test_a_large_value_that_distant_kernels_read_is_in_memory() -> None:
+    graph = make_fx(Chains(), tracing_mode="fake")(torch.empty(32, 32), torch.empty(32, 32)).graph
+    with config.patch(GPU):
+        fusion = fusion_of(graph, fuses=True)
+    (large,) = fusion.large.values()
+    assert fusion.spans[large][0] < fusion.spans[next(node for node in graph.nodes if node.name == "mm")][0]
+    assert all(len(reads := fusion.read_by(node)) <= 2 for node in fusion.spans), reads
