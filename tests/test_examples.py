@@ -111,6 +111,7 @@ def test_hf_trainer(needed: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_trainers() -> None:
     """Each trainer that is installed trains as a plain loop does, and its activations went to the host."""
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")

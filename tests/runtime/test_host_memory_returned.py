@@ -397,7 +397,15 @@ def alive() -> dict[str, int]:
     return {kind.__name__: counts[kind] for kind in ALIVE if counts[kind]}
 
 
-@pytest.mark.parametrize("ends", ["with its backward", "with a forward", "in a forward", "in a backward"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "with its backward",
+        pytest.param("with a forward", marks=pytest.mark.long),
+        pytest.param("in a forward", marks=pytest.mark.long),
+        "in a backward",
+    ],
+)
 def test_what_a_deleted_model_leaves(lazy: LazyStreams, ends: str) -> None:
     """After a reset nothing: neither memory nor plans, whatever its last step was."""
     before = alive()
@@ -439,9 +447,9 @@ def test_a_reset_between_forward_and_backward(lazy: LazyStreams) -> None:
 
 
 def test_every_reset_is_heard(lazy: LazyStreams) -> None:
-    """A model that is compiled again after a reset, and after the next."""
+    """Also the second one, of a model that was compiled again after the first."""
     model = compiled(fresh(), budget_at(0.05))
-    for _ in range(3):
+    for _ in range(2):
         for _ in range(4):
             step(model, batch())
         assert STEPS.runs

@@ -63,15 +63,8 @@ def gradients(model: Model, x: Tensor) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize(
-    ("parts", "drops"),
-    [
-        ("each block", 0.2),
-        pytest.param("each block", 0.0, marks=pytest.mark.long),
-        pytest.param("halves", 0.0, marks=pytest.mark.long),
-        pytest.param("halves", 0.2, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("parts", "drops"), [("each block", 0.2), ("each block", 0.0), ("halves", 0.0), ("halves", 0.2)])
 def test_gradients_of_blocks_that_run_again(lazy: LazyStreams, parts: str, drops: float) -> None:
     torch.manual_seed(0)
     model, x = Model(drops, 8), torch.randn(TOKENS, WIDTH)

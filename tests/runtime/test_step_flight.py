@@ -123,7 +123,11 @@ def peak_of(counter: Counter, module: Stage, way: Way, at_a_time: int = AT_A_TIM
 
 @pytest.mark.parametrize(
     ("way", "at_a_time", "share"),
-    [(one_forward_one_backward, 2, 0.85), (one_forward_one_backward, 3, 0.75), (all_forwards_first, MICROBATCHES, 0.7)],
+    [
+        pytest.param(one_forward_one_backward, 2, 0.85, marks=pytest.mark.long),
+        (one_forward_one_backward, 3, 0.75),
+        (all_forwards_first, MICROBATCHES, 0.7),
+    ],
 )
 def test_microbatches_in_flight_are_planned(way: Way, at_a_time: int, share: float, counter: Counter) -> None:
     """By the plan of one of them, with what the others keep: the peak is that of all, and the budget is kept."""
@@ -143,7 +147,7 @@ def test_microbatches_in_flight_are_planned(way: Way, at_a_time: int, share: flo
     assert_equal(step(module, way, at_a_time), expected)
 
 
-@pytest.mark.parametrize("at_a_time", [2, 3])
+@pytest.mark.parametrize("at_a_time", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_no_microbatch_holds_what_was_copied_while_another_runs_backward(
     at_a_time: int, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ __all__ = ["afresh", "clean_slate", "lazy", "once"]
 
 
 @pytest.mark.parametrize(
-    "share", [0.0, pytest.param(0.02, marks=pytest.mark.long), 0.1, 0.3, pytest.param(0.6, marks=pytest.mark.long), 0.9, 1.0]
+    "share", [0.0, 0.3, 1.0, *(pytest.param(share, marks=pytest.mark.long) for share in (0.02, 0.1, 0.6, 0.9))]
 )
 def test_gradients_and_the_schedule(lazy: LazyStreams, share: float) -> None:
     """At any budget; from the third step on as planned: copies are left to later calls, some come back early, some stay."""

@@ -188,7 +188,8 @@ def least_of_one_graph(inner: str) -> int:
     return info.value.least_bytes
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_one_graph_meets_a_budget_that_needs_slices(
     at_once: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, inner: str
 ) -> None:

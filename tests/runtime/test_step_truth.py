@@ -237,7 +237,16 @@ def test_only_a_step_under_fsdp2_has_copies_between_its_calls(
     assert {facts.copies_between for facts in seen} == {way == "fsdp2"}
 
 
-@pytest.mark.parametrize(("way", "share"), [("plain", 0.9), ("plain", 0.8), ("plain", 0.7), ("fsdp2", 0.95), ("fsdp2", 0.87)])
+@pytest.mark.parametrize(
+    ("way", "share"),
+    [
+        pytest.param("plain", 0.9, marks=pytest.mark.long),
+        ("plain", 0.8),
+        ("plain", 0.7),
+        pytest.param("fsdp2", 0.95, marks=pytest.mark.long),
+        ("fsdp2", 0.87),
+    ],
+)
 def test_the_peak_of_a_step_within_a_budget(way: str, share: float, counter: Counter) -> None:
     """Also where the last blocks keep everything: what the first ones copied is free once a later block starts."""
     train(build(way, PLENTY), counter)
