@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -40,8 +40,9 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
     calls = []
     count = len(last.calls)
     ran = [_ran(graphs[position[call.graph]], call) for call in last.calls]
+    stay = [_held_bytes(runs, call.index) for call in last.calls]
     inputs = [
-        graphs[position[call.graph]].family.input_bytes[variant] - _gone_bytes(last, call)
+        graphs[position[call.graph]].family.input_bytes[variant] - _gone_bytes(last, call, stay[call.index])
         for call, variant in zip(last.calls, ran, strict=True)
     ]
     held = list(accumulate(inputs, initial=0))
@@ -59,8 +60,8 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
                 ran=ran[index],
                 before_forward=_less(_gap(records, before, ("forward", index), limits), here),
                 before_backward=_less(_gap(records, after, ("backward", index), limits), there),
-                held=_held(graph, call),
-                held_bytes=sum(call.held.values()),
+                held=_named(graph, stay[index]),
+                held_bytes=sum(stay[index].values()),
             )
         )
     base = min((min(c.forward_outside_bytes, c.backward_outside_bytes) for c in calls), default=0)
@@ -92,17 +93,23 @@ def _less(gap: Gap, nbytes: int) -> Gap:
     return replace(gap, outside_peak_bytes=max(0, gap.outside_peak_bytes - nbytes)) if gap.outside_peak_bytes else gap
 
 
-def _gone_bytes(run: StepRun, call: StepCall) -> int:
+def _gone_bytes(run: StepRun, call: StepCall, held: Mapping[int, int]) -> int:
     """Bytes of a call's own inputs that were on the host alone until its backward."""
     times = _times(run)
     own = {id: nbytes for id, (address, nbytes) in call.gone.items() if times[address] == 1}
-    return sum(nbytes for id, nbytes in own.items() if id not in call.held)
+    return sum(nbytes for id, nbytes in own.items() if id not in held)
 
 
-def _held(graph: Dispatched, call: StepCall) -> tuple[str, ...]:
-    """A call's inputs, activations by name, that others held until its backward."""
+def _held_bytes(runs: Sequence[StepRun], index: int) -> dict[int, int]:
+    """Bytes of a call's inputs, by id, that others held until its backward in each run. In one alone it may be garbage."""
+    first, *others = (run.calls[index].held for run in runs)
+    return {id: nbytes for id, nbytes in first.items() if all(id in held for held in others)}
+
+
+def _named(graph: Dispatched, held: Mapping[int, int]) -> tuple[str, ...]:
+    """Inputs of a call by their names in its graph."""
     plan = graph.first.plan
-    return tuple(t.tensor for t in plan.transfers if t.id in call.held) if plan is not None else ()
+    return tuple(t.tensor for t in plan.transfers if t.id in held) if plan is not None else ()
 
 
 def _times(run: StepRun) -> Counter[Any]:
