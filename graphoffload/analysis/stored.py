@@ -71,7 +71,10 @@ def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
     """The operations that compute one element of a node's value. computed: those of each storage, for others than one read."""
     value, name = fake(node), getattr(packet_of(node.target), "__name__", "")
     numbers = [number for number in node.args if type(number) in (int, float)] if name not in _NUMBERLESS else []
-    found: set[object] = {(number, value.dtype if value is not None else None) for number in numbers}
+    alpha = node.kwargs.get("alpha", 1)
+    found: set[object] = {(repr(number), _read_as(node)) for number in numbers}
+    if isinstance(alpha, (int, float)) and alpha != 1:  # the second operand is multiplied first
+        found |= {(repr(alpha), _read_as(node)), (node, "factor")}
     if name not in (*_MOVES, *_FILLS):
         found.add(node)
     if name == "slice_scatter":
@@ -111,6 +114,14 @@ def operations_after(node: Node) -> Operations | None:
         return None
     identity = storage_id(value)
     return frozenset((identity, (identity, "count"), (identity, "division")))
+
+
+def _read_as(node: Node) -> torch.dtype | None:
+    """The type in which an operation reads a number: a comparison's is that of what it compares."""
+    value = fake(node)
+    if value is None or value.dtype is not torch.bool:
+        return None if value is None else value.dtype
+    return next((other.dtype for argument in node.all_input_nodes if (other := fake(argument)) is not None), value.dtype)
 
 
 def _is_cast_to_fit(name: str, other: torch.Tensor, value: torch.Tensor) -> bool:

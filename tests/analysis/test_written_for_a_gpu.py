@@ -1,0 +1,248 @@
+"""Predicted peaks against the allocations in the code that Inductor writes for a GPU: Triton's, written on a CPU and never run.
+
+Forward and backward of each net are counted apart, beyond parameters and inputs. Images are channels_last: others are copied by
+Inductor, which no plan counts. A prediction may be too high, but not too low.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._inductor import config, ir
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.graph import GraphLowering
+from torch.fx import Graph, GraphModule
+
+import graphoffload
+from graphoffload.analysis import program as programs
+from graphoffload.analysis.saved_values import graph_outputs
+from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
+from graphoffload.bench.nets import ConvNeXtBlock, EncoderBlock, LlamaBlock, ResidualConv
+from graphoffload.compiler import trial as trials
+from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
+from graphoffload.hardware.profile import PROFILES
+from graphoffload.planner.simulator import simulate
+from graphoffload.torch_internals.inductor import in_graph_order
+
+AS_ON_A_GPU = {"realize_opcount_threshold": 30, "realize_acc_reads_threshold": 8}
+TOO_LOW, C = 0.995, 64
+
+
+class Code(Exception):
+    """The code for a graph is written: nothing is compiled or run."""
+
+
+def written(module: GraphModule, visible: int, donated: list[int] | None) -> tuple[str, dict[str, Any]]:
+    """The code for a graph, and its buffers. visible: outputs that keep the graph's strides. donated: None for a forward."""
+    graph, found = Graph(), list[tuple[str, dict[str, Any]]]()
+    graph.output(graph.graph_copy(module.graph, {}))  # Inductor changes the values of the nodes
+    (last,) = graph.find_nodes(op="output")
+    last.meta["user_visible_output_idxs"] = [at for at, node in enumerate(last.args[0][:visible]) if node is not None]
+    codegen, context = GraphLowering.codegen, TracingContext(None)
+    context.fw_metadata = SimpleNamespace(bw_donated_idxs=donated or [])  # type: ignore[assignment]
+
+    def noting(lowering: Any) -> None:
+        found.append((codegen(lowering)[0].value, dict(lowering.name_to_buffer)))
+        raise Code
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch({**AS_PLANNED, **AS_ON_A_GPU, "fx_graph_cache": False, "cpu_backend": "triton"}))
+        for one in (
+            planned_fusions(None),
+            in_graph_order(),
+            tracing(context),
+            mock.patch.object(ir, "is_cpu", return_value=False),
+        ):
+            stack.enter_context(one)
+        stack.enter_context(mock.patch.object(GraphLowering, "codegen", noting))
+        stack.enter_context(mock.patch("torch.utils._triton.triton_hash_with_backend", return_value=""))
+        try:
+            compile_fx_inner(
+                GraphModule({}, graph),
+                [node.meta["val"] for node in graph.find_nodes(op="placeholder")],
+                is_backward=donated is not None,
+            )
+        except Exception as error:
+            if not found:
+                pytest.skip(f"Inductor writes no Triton here: {error}")
+    return found[0]
+
+
+def bytes_of(buffer: Any) -> int:
+    """The bytes of one of Inductor's buffers; none for several results at once."""
+    if isinstance(buffer.layout, (ir.MultiOutputLayout, ir.NoneLayout)):
+        return 0
+    return int(buffer.get_layout().storage_size()) * int(buffer.get_dtype().itemsize)
+
+
+def counted(code: str, buffers: Mapping[str, Any], inputs: Mapping[str, tuple[str, int]]) -> int:
+    """The most bytes that are held at once. inputs: the memory of each argument that is given up, and its size."""
+    names, sizes, holders = dict[str, list[str]](), dict[str, int](), Counter[str]()
+
+    def hold(name: str, *memory: str) -> None:
+        names[name] = [*memory]
+        holders.update(memory)
+
+    for name, (memory, nbytes) in inputs.items():
+        sizes[memory] = nbytes
+        hold(name, memory)
+    parts = {name: one.inputs[0].get_name() for name, one in buffers.items() if isinstance(one, ir.MultiOutput)}
+    peak = sum(sizes.values())
+    body = code[code.index("def call(") :]
+    for line in body[: body.index("        return (")].splitlines():
+        for part in line.split("#")[0].strip().split("; "):
+            if part.startswith("del "):
+                holders.subtract(names.pop(part.removeprefix("del "), ()))
+            elif (made := re.match(r"(buf\d+) = (?:reinterpret_tensor\()?(.*)", part)) is not None:
+                name, source = made[1], re.match(r"\w+", made[2])
+                results = [one for one, whole in parts.items() if whole == name]
+                if source is not None and source[0] in names and name not in parts:
+                    hold(name, *names[source[0]])
+                else:
+                    sizes |= {one: bytes_of(buffers[one]) for one in results or [name]}
+                    hold(name, *(results or [name]))
+                peak = max(peak, sum(sizes[memory] for memory, number in holders.items() if number))
+    return peak
+
+
+def compared(net: nn.Module, *inputs: Tensor) -> list[tuple[int, int]]:
+    """(predicted, written) peak of the forward and of the backward, both without the workspaces of kernels."""
+    found: list[Any] = []
+
+    def noting(pair: Any, table: Any, *args: Any, **kwargs: Any) -> Any:
+        instance = programs.build_program(pair, table, *args, **{**kwargs, "static_bytes": 0, "reserve_bytes": 0})
+        found.append((pair, table, instance.program))
+        return instance
+
+    with mock.patch.object(trials, "build_program", noting), config.patch(AS_ON_A_GPU):
+        graphoffload.explain(net, policy="keep", hardware="h100-sxm", min_tensor_bytes=0)(*inputs)
+    pair, table, program = found[-1]
+    bare = [tuple(replace(step, workspace_bytes=0) for step in steps) for steps in (program.forward, program.backward)]
+    program = replace(program, forward=bare[0], backward=bare[1])
+    memory = simulate(program, ["keep"] * len(program.candidates), PROFILES["h100-sxm"]).memory
+    places, outputs = pair.backward.graph.find_nodes(op="placeholder"), graph_outputs(pair.forward)
+    static = {
+        storage_id(value) for node in pair.forward.graph.find_nodes(op="placeholder") if (value := fake(node)) is not None
+    }
+    held = {str(node): value for node in outputs if node is not None and (value := fake(node)) is not None}
+    known = [node for node in outputs[pair.num_fwd_outputs :] if node is not None]
+    kept = {storage_id(held[str(node)]) for node in known}
+    given: dict[str, tuple[str, int]] = {}
+    for at, node in enumerate(outputs):
+        if node is None or storage_id(value := held[str(node)]) in static:
+            continue
+        if at >= pair.num_fwd_outputs or storage_id(value) not in kept:  # what is only returned lives until the end
+            name = node.name if at >= pair.num_fwd_outputs else f"the caller's {node.name}"
+            given[name] = (str(storage_id(value)), example_storage_nbytes(value))
+    for node in places:
+        if node.name.startswith("tangents") and (value := fake(node)) is not None:
+            given[f"autograd's {node.name}"] = (node.name, example_storage_nbytes(value))
+    donated = programs._donated(pair, table, {node.name: node for node in places})
+    forward = counted(*written(pair.forward, pair.num_fwd_outputs, None), {})
+    backward = counted(*written(pair.backward, 1 << 30, [at for at, node in enumerate(places) if node in donated]), given)
+    return [(max(memory[: len(bare[0])]), forward), (max(memory[len(bare[0]) :]), backward)]
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm and ReLU, and a shortcut: a basic block of a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(C, C, 3, 1, 1), nn.BatchNorm2d(C), nn.ReLU(), nn.Conv2d(C, C, 3, 1, 1), nn.BatchNorm2d(C)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.body(x) + x).relu()
+
+
+class Inverted(nn.Module):
+    """An inverted bottleneck with squeeze-and-excite and SiLU: a block of an EfficientNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide, depthwise, narrow = (
+            nn.Conv2d(C, 4 * C, 1),
+            nn.Conv2d(4 * C, 4 * C, 3, padding=1, groups=4 * C),
+            nn.Conv2d(4 * C, C, 1),
+        )
+        self.wide = nn.Sequential(wide, nn.BatchNorm2d(4 * C), nn.SiLU(), depthwise, nn.BatchNorm2d(4 * C), nn.SiLU())
+        self.squeeze = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(4 * C, C, 1), nn.SiLU(), nn.Conv2d(C, 4 * C, 1), nn.Sigmoid()
+        )
+        self.narrow = nn.Sequential(narrow, nn.BatchNorm2d(C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.wide(x)
+        result: Tensor = x + self.narrow(wide * self.squeeze(wide))
+        return result
+
+
+class Two(nn.Module):
+    """Two convolutions of one tensor. Their backwards' sum is returned, and written over the first one's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv2d(C, C, 3, padding=1), nn.Conv2d(C, C, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.one(x) + self.other(x)
+        return result
+
+
+class Scaled(nn.Module):
+    """A long chain after a sum with a factor, which is two operations; and comparisons, whose numbers are of another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(8, C)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        relu = (self.norm(nn.functional.hardswish(x)) + y).relu()
+        long = torch.add(relu, x, alpha=0.5)
+        for _ in range(4):
+            long = (long * relu).sin() + long * 0.3
+        return long * long.sigmoid()
+
+
+def images(channels: int = C) -> Tensor:
+    return torch.empty(4, channels, 64, 64).to(memory_format=torch.channels_last).requires_grad_()
+
+
+def tokens() -> Tensor:
+    return torch.empty(2, 1024, 128, requires_grad=True)
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "U-Net": (lambda: ResidualConv(2 * C, C), lambda: (images(2 * C),)),
+    "ResNet": (Residual, lambda: (images(),)),
+    "EfficientNet": (Inverted, lambda: (images(),)),
+    "ConvNeXt": (lambda: ConvNeXtBlock(C), lambda: (images(),)),
+    "two": (Two, lambda: (images(),)),
+    "scaled": (Scaled, lambda: (images(), images())),
+    "encoder": (lambda: EncoderBlock(128, 4), lambda: (tokens(),)),
+    "Llama": (lambda: LlamaBlock(128, 344, 4, 4), lambda: (tokens(), torch.empty(1024, 32), torch.empty(1024, 32))),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_no_peak_is_predicted_too_low(name: str) -> None:
+    dtype = torch.float32 if name == "scaled" else torch.bfloat16
+    net, inputs = NETS[name][0]().to(dtype), NETS[name][1]()
+    if any(isinstance(part, nn.Conv2d) for part in net.modules()):
+        net = net.to(memory_format=torch.channels_last)
+    inputs = tuple(value.detach().to(dtype).requires_grad_(value.requires_grad) for value in inputs)
+    for predicted, taken in compared(net, *inputs):
+        assert taken > 0
+        assert predicted >= TOO_LOW * taken, (predicted, taken)
