@@ -101,9 +101,10 @@ def _gone_bytes(run: StepRun, call: StepCall, held: Mapping[int, int]) -> int:
 
 
 def _held_bytes(runs: Sequence[StepRun], index: int) -> dict[int, int]:
-    """Bytes of a call's inputs, by id, that others held until its backward in each run. In one alone it may be garbage."""
-    first, *others = (run.calls[index].held for run in runs)
-    return {id: nbytes for id, nbytes in first.items() if all(id in held for held in others)}
+    """Bytes of a call's own inputs, by id, that others held until its backward in each run. In one alone it may be garbage."""
+    times, (first, *others) = _times(runs[0]), [run.calls[index].held for run in runs]
+    own = {id: nbytes for id, (address, nbytes) in first.items() if times[address] == 1}
+    return {id: nbytes for id, nbytes in own.items() if all(id in held for held in others)}
 
 
 def _named(graph: Dispatched, held: Mapping[int, int]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import graphoffload
-from graphoffload.compiler import dispatch, step_again, step_planning
+from graphoffload.compiler import dispatch, step_again, step_facts, step_planning
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.compiler.step_facts import facts_of
 from graphoffload.facts.limits import Limits
@@ -436,3 +437,11 @@ def test_inputs_that_others_hold_stay(
     counted = train(build("plain", budget), counter)
     assert counted <= budget * (1 + CLOSE)
     assert predicted() == pytest.approx(counted, rel=CLOSE)
+
+
+def test_what_several_calls_read_is_held_by_none_of_them() -> None:
+    """The calls that still need it hold it, and it is outside already."""
+    memory, own = object(), [object(), object()]
+    calls = [SimpleNamespace(inputs=(own[at], memory), held={0: (own[at], 20), 1: (memory, 10)}) for at in range(2)]
+    runs: Any = [SimpleNamespace(calls=calls)] * 2
+    assert [step_facts._held_bytes(runs, at) for at in range(2)] == [{0: 20}, {0: 20}]

@@ -46,8 +46,8 @@ class StepCall:
 
     index: its place in the run. graph: number of the graph. key: of the plan that it runs. kept_bytes: what its variant saves
     without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
-    tensors by id; None for one that is closed. In a recorded run: inputs, memory of those that other graphs computed; by id:
-    gone, (memory, bytes) of those that went to the host; held, bytes of those that others held until its backward;
+    tensors by id; None for one that is closed. In a recorded run: inputs, memory of those that other graphs computed; by id,
+    (memory, bytes) of those that went to the host (gone) and of those that others held until its backward (held);
     output_bytes, of what it returned, by output of its autograd node. schedule: None where nothing is planned for it. hooked:
     hooks tell it of its backward. node: its autograd node.
     """
@@ -62,7 +62,7 @@ class StepCall:
         self.key = ""
         self.variant = 0
         self.kept_bytes = 0
-        self.inputs, self.gone, self.held = tuple[Any, ...](), dict[int, tuple[Any, int]](), dict[int, int]()
+        self.inputs, self.gone, self.held = tuple[Any, ...](), dict[int, Any](), dict[int, Any]()
         self.output_bytes = _NONE
         self.schedule: Schedule | None = None
         self.entries: dict[int, OffloadedTensor | None] = {}

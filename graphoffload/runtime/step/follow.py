@@ -85,12 +85,11 @@ def reloading(entry: OffloadedTensor, call: StepCall) -> None:
     """Backward asks for a tensor. A recorded run notes whether others hold an input as well: to offload it frees nothing."""
     if not call.run.recording or entry.id not in entry.run.inputs:
         return
-    if entry.source is not None:
-        is_held = not is_sole_owner(entry.source)
-    else:
-        is_held = entry.id in call.gone and not call.gone[entry.id][0].expired()
-    if is_held:
-        call.held[entry.id] = entry.layout.nbytes
+    if entry.source is None:
+        if entry.id in call.gone and not call.gone[entry.id][0].expired():
+            call.held[entry.id] = call.gone[entry.id]
+    elif not is_sole_owner(entry.source):
+        call.held[entry.id] = lasting(entry.source.untyped_storage()), entry.layout.nbytes
 
 
 def take(
