@@ -95,16 +95,19 @@ def _less(gap: Gap, nbytes: int) -> Gap:
 
 def _gone_bytes(run: StepRun, call: StepCall, held: Mapping[int, int]) -> int:
     """Bytes of a call's own inputs that were on the host alone until its backward."""
-    times = _times(run)
-    own = {id: nbytes for id, (address, nbytes) in call.gone.items() if times[address] == 1}
-    return sum(nbytes for id, nbytes in own.items() if id not in held)
+    return sum(nbytes for id, nbytes in _own(run, call.gone).items() if id not in held)
 
 
 def _held_bytes(runs: Sequence[StepRun], index: int) -> dict[int, int]:
     """Bytes of a call's own inputs, by id, that others held until its backward in each run. In one alone it may be garbage."""
-    times, (first, *others) = _times(runs[0]), [run.calls[index].held for run in runs]
-    own = {id: nbytes for id, (address, nbytes) in first.items() if times[address] == 1}
-    return {id: nbytes for id, nbytes in own.items() if all(id in held for held in others)}
+    first, *others = (run.calls[index].held for run in runs)
+    return {id: nbytes for id, nbytes in _own(runs[0], first).items() if all(id in held for held in others)}
+
+
+def _own(run: StepRun, inputs: Mapping[int, tuple[Any, int]]) -> dict[int, int]:
+    """Bytes, by id, of those inputs of a call, by (memory, bytes), that no other call of its run has."""
+    times = _times(run)
+    return {id: nbytes for id, (address, nbytes) in inputs.items() if times[address] == 1}
 
 
 def _named(graph: Dispatched, held: Mapping[int, int]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from analysis.as_on_a_gpu import exists
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -19,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphoffload.analysis import fusion as rules
 from graphoffload.analysis.costs import Measured, node_costs
-from graphoffload.analysis.fusion import FARTHEST, Fusion, fusion_of
+from graphoffload.analysis.fusion import FARTHEST, fusion_of
 from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
 from graphoffload.hardware.profile import PROFILES
@@ -35,13 +36,6 @@ def traced(function: Callable[..., object], *shapes: tuple[int, ...], decomposed
 def named(graph: Graph, name: str) -> Node:
     """A node by its name."""
     return next(node for node in graph.nodes if node.name == name)
-
-
-def exists(fusion: Fusion, node: Node) -> bool:
-    """Whether a node's value is in memory."""
-    value = fake(node)
-    assert value is not None
-    return storage_id(value) in fusion.real
 
 
 def gated(gate: Tensor, up: Tensor, d: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:

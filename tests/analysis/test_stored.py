@@ -9,12 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+from analysis.as_on_a_gpu import THRESHOLDS, copied, exists, writing_triton
 from torch import Tensor, nn
 from torch._inductor import config, ir
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphoffload
@@ -25,11 +26,9 @@ from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.analysis.stored import Operations, operations_of
 from graphoffload.bench.nets import ResidualConv
 from graphoffload.compiler import trial as trials
-from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
-from graphoffload.torch_internals.inductor import in_graph_order, most_operations
+from graphoffload.torch_internals.inductor import most_operations
 
 CHANNELS, SIDE = 128, 8  # 16 channels a group: Inductor writes out sums of fewer than 8
-GPU: dict[str, Any] = {"realize_opcount_threshold": 30, "realize_acc_reads_threshold": 8}
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +44,13 @@ def backward() -> Iterator[GraphModule]:
     images = torch.empty(2, 2 * CHANNELS, SIDE, SIDE, dtype=torch.bfloat16, requires_grad=True)
     with mock.patch.object(trials, "build_program", noting):
         graphoffload.explain(block, policy="keep", hardware="h100-sxm", min_tensor_bytes=0)(images)
-    with config.patch(GPU):
+    with config.patch(THRESHOLDS):
         yield found[-1]
 
 
 def named(fusion: Fusion, name: str) -> Node:
     """A node by its name."""
     return next(node for node in fusion.order if node.name == name)
-
-
-def exists(fusion: Fusion, node: Node) -> bool:
-    """Whether a node's value is in memory."""
-    value = fake(node)
-    assert value is not None
-    return storage_id(value) in fusion.real
 
 
 def scheduled(module: GraphModule) -> tuple[list[list[str]], dict[str, int]]:
@@ -79,16 +71,11 @@ def scheduled(module: GraphModule) -> tuple[list[list[str]], dict[str, int]]:
             kernels.append([origin.name for origin in origins if origin is not None])
         raise StopIteration
 
-    settings = config.patch({**AS_PLANNED, **GPU, "fx_graph_cache": False, "cpu_backend": "triton"})
-    patches = (
-        mock.patch.object(ir, "is_cpu", return_value=False),
-        mock.patch.object(ir.StorageBox, "has_exceeded_max_reads", counting),
-        mock.patch.object(Scheduler, "codegen", noting),
-    )
-    graph = Graph()  # Inductor changes the values of the nodes
-    graph.output(graph.graph_copy(module.graph, {}))
+    count = mock.patch.object(ir.StorageBox, "has_exceeded_max_reads", counting)
+    stop = mock.patch.object(Scheduler, "codegen", noting)
+    graph = copied(module)
     inputs = [fake(node) for node in graph.find_nodes(op="placeholder")]
-    with settings, planned_fusions(None), in_graph_order(), patches[0], patches[1], patches[2], contextlib.suppress(Exception):
+    with writing_triton(), count, stop, contextlib.suppress(Exception):
         compile_fx_inner(GraphModule({}, graph), inputs, is_backward=True)
     return kernels, counts
 
@@ -150,7 +137,7 @@ class Chains(nn.Module):
 
 def test_a_large_value_that_distant_kernels_read_is_in_memory() -> None:
     graph = make_fx(Chains(), tracing_mode="fake")(torch.empty(32, 32), torch.empty(32, 32)).graph
-    with config.patch(GPU):
+    with config.patch(THRESHOLDS):
         fusion = fusion_of(graph, fuses=True)
     (large,) = fusion.large.values()
     assert fusion.spans[large][0] < fusion.spans[next(node for node in graph.nodes if node.name == "mm")][0]

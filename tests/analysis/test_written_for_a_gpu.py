@@ -6,7 +6,6 @@ Inductor, which no plan counts. A prediction may be too high, but not too low.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,12 +16,13 @@ from unittest import mock
 
 import pytest
 import torch
+from analysis.as_on_a_gpu import THRESHOLDS, copied, writing_triton
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._inductor import config, ir
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 import graphoffload
 from graphoffload.analysis import program as programs
@@ -30,12 +30,9 @@ from graphoffload.analysis.saved_values import graph_outputs
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.bench.nets import ConvNeXtBlock, EncoderBlock, LlamaBlock, ResidualConv
 from graphoffload.compiler import trial as trials
-from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.planner.simulator import simulate
-from graphoffload.torch_internals.inductor import in_graph_order
 
-AS_ON_A_GPU = {"realize_opcount_threshold": 30, "realize_acc_reads_threshold": 8}
 TOO_LOW, C = 0.995, 64
 
 
@@ -45,8 +42,7 @@ class Code(Exception):
 
 def written(module: GraphModule, visible: int, donated: list[int] | None) -> tuple[str, dict[str, Any]]:
     """The code for a graph, and its buffers. visible: outputs that keep the graph's strides. donated: None for a forward."""
-    graph, found = Graph(), list[tuple[str, dict[str, Any]]]()
-    graph.output(graph.graph_copy(module.graph, {}))  # Inductor changes the values of the nodes
+    graph, found = copied(module), list[tuple[str, dict[str, Any]]]()
     (last,) = graph.find_nodes(op="output")
     last.meta["user_visible_output_idxs"] = [at for at, node in enumerate(last.args[0][:visible]) if node is not None]
     codegen, context = GraphLowering.codegen, TracingContext(None)
@@ -56,17 +52,9 @@ def written(module: GraphModule, visible: int, donated: list[int] | None) -> tup
         found.append((codegen(lowering)[0].value, dict(lowering.name_to_buffer)))
         raise Code
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(config.patch({**AS_PLANNED, **AS_ON_A_GPU, "fx_graph_cache": False, "cpu_backend": "triton"}))
-        for one in (
-            planned_fusions(None),
-            in_graph_order(),
-            tracing(context),
-            mock.patch.object(ir, "is_cpu", return_value=False),
-        ):
-            stack.enter_context(one)
-        stack.enter_context(mock.patch.object(GraphLowering, "codegen", noting))
-        stack.enter_context(mock.patch("torch.utils._triton.triton_hash_with_backend", return_value=""))
+    stop = mock.patch.object(GraphLowering, "codegen", noting)
+    unhashed = mock.patch("torch.utils._triton.triton_hash_with_backend", return_value="")
+    with writing_triton(), tracing(context), stop, unhashed:
         try:
             compile_fx_inner(
                 GraphModule({}, graph),
@@ -125,7 +113,7 @@ def compared(net: nn.Module, *inputs: Tensor) -> list[tuple[int, int]]:
         found.append((pair, table, instance.program))
         return instance
 
-    with mock.patch.object(trials, "build_program", noting), config.patch(AS_ON_A_GPU):
+    with mock.patch.object(trials, "build_program", noting), config.patch(THRESHOLDS):
         graphoffload.explain(net, policy="keep", hardware="h100-sxm", min_tensor_bytes=0)(*inputs)
     pair, table, program = found[-1]
     bare = [tuple(replace(step, workspace_bytes=0) for step in steps) for steps in (program.forward, program.backward)]

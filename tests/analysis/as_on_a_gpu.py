@@ -1,0 +1,40 @@
+"""Inductor as it is for a GPU, on a CPU: its thresholds, and its code for Triton, which is written and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch._inductor import config, ir
+from torch.fx import Graph, GraphModule, Node
+
+from graphoffload.analysis.fusion import Fusion
+from graphoffload.analysis.storages import fake, storage_id
+from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
+from graphoffload.torch_internals.inductor import in_graph_order
+
+THRESHOLDS: dict[str, Any] = {"realize_opcount_threshold": 30, "realize_acc_reads_threshold": 8}
+
+
+@contextmanager
+def writing_triton() -> Iterator[None]:
+    """Inductor compiles as under a plan, and for Triton."""
+    settings = {**AS_PLANNED, **THRESHOLDS, "fx_graph_cache": False, "cpu_backend": "triton"}
+    with config.patch(settings), planned_fusions(None), in_graph_order(), mock.patch.object(ir, "is_cpu", return_value=False):
+        yield
+
+
+def copied(module: GraphModule) -> Graph:
+    """A graph for Inductor, which changes the values of the nodes."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return graph
+
+
+def exists(fusion: Fusion, node: Node) -> bool:
+    """Whether a node's value is in memory."""
+    value = fake(node)
+    assert value is not None
+    return storage_id(value) in fusion.real
