@@ -40,10 +40,13 @@ def made_at(fusion: Fusion) -> dict[Node, int]:
     return found
 
 
-def lives_in_memory(nodes: Iterable[Node], fusion: Fusion, at: dict[Node, int]) -> Iterator[tuple[int, Node, int, int]]:
-    """(storage, producer, first step, last step) of each storage that exists in memory; `at` is `made_at(fusion)`."""
+def lives_in_memory(
+    nodes: Iterable[Node], fusion: Fusion, at: dict[Node, int], apart: Collection[Node] = ()
+) -> Iterator[tuple[int, Node, int, int]]:
+    """(storage, producer, first step, last step) of each storage that exists in memory; `at` is `made_at(fusion)`. apart: nodes
+    that are written over no operand."""
     groups = group_by_storage(nodes)
-    over = _overwritten(groups, fusion, frozenset())
+    over = _overwritten(groups, fusion, frozenset(), apart)
     for identity, members in groups.items():
         made = members[0]
         if identity in fusion.real:
@@ -63,7 +66,9 @@ def donated_until(nodes: Iterable[Node], fusion: Fusion, donated: Collection[Nod
     return {members[0]: over[identity] for identity, members in groups.items() if members[0] in donated and identity in over}
 
 
-def _overwritten(groups: dict[int, list[Node]], fusion: Fusion, donated: Collection[Node]) -> dict[int, int]:
+def _overwritten(
+    groups: dict[int, list[Node]], fusion: Fusion, donated: Collection[Node], apart: Collection[Node] = ()
+) -> dict[int, int]:
     """The last step before another value takes over, for each storage that the only operation that reads it writes over.
 
     A result takes over one operand at most. A temporary is tried first, since it is there under any plan.
@@ -71,7 +76,7 @@ def _overwritten(groups: dict[int, list[Node]], fusion: Fusion, donated: Collect
     found: dict[int, int] = {}
     if not fusion.fuses or not config.inplace_buffers:
         return found
-    writers: set[Node] = set()
+    writers = set(apart)
     for identity, members in sorted(groups.items(), key=lambda item: item[1][0] in donated):
         readers = fusion.readers.get(identity, [])
         if identity not in fusion.real or len(readers) != 1 or _is_returned(members):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -22,6 +22,7 @@ from torch.fx import Node
 from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.costs import Measured, NodeCost, node_costs
 from graphoffload.analysis.fusion import Fusion, fusion_of
+from graphoffload.analysis.images import ImageCopies, image_copies
 from graphoffload.analysis.lifetimes import donated_until, lives_in_memory, made_at
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
@@ -73,6 +74,7 @@ def build_program(
     outputs_stay: bool = True,
     unfused_bytes: int | None = None,
     measured: Callable[[Node], Measured | None] | None = None,
+    channels_last: bool = False,
 ) -> Instance:
     """The planning instance of a pair.
 
@@ -84,7 +86,9 @@ def build_program(
         outputs_stay: the caller holds the model's outputs until backward ends, not only until it begins.
         unfused_bytes: the compiler does not fuse two independent operations that write this many bytes each.
         measured: returns a kernel's measured time and workspace; None for a kernel that was not measured.
+        channels_last: the compiler runs convolutions of images on channels_last memory.
     """
+    copies = image_copies(pair, channels_last=channels_last) if fuses else ImageCopies()
     runs = _runs(pair, fuses=fuses, unfused_bytes=unfused_bytes)
     forward = node_costs(runs.forward, hardware, measured=measured)
     backward = node_costs(runs.backward, hardware, measured=measured)
@@ -101,7 +105,7 @@ def build_program(
     program = Program(
         forward=_steps(runs.forward, forward),
         backward=_steps(runs.backward, backward),
-        buffers=(*_buffers(pair, runs, outputs_stay), *held.values()),
+        buffers=(*_buffers(pair, runs, outputs_stay, copies), *_copied(pair, table, runs, copies), *held.values()),
         candidates=candidates,
         static_bytes=static_bytes,
         reserve_bytes=reserve_bytes,
@@ -262,7 +266,32 @@ def _held_and_saved(pair: GraphPair, table: SavedTable, chains: Mapping[str, Cha
     return held
 
 
-def _buffers(pair: GraphPair, runs: _Runs, outputs_stay: bool) -> tuple[Buffer, ...]:
+def _copied(pair: GraphPair, table: SavedTable, runs: _Runs, copies: ImageCopies) -> Iterator[Buffer]:
+    """Copies of images and weights. Those of an input that is saved live as long as it; of an input that the table has, the
+    table's is the copy from the end of forward on, since its caller lets go of the other. One kernel makes all copies of a
+    gradient, each for one convolution."""
+    placeholders = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
+    counted, offset = {tensor.name for tensor in table.tensors}, len(runs.forward.order)
+    for node in pair.forward.graph.find_nodes(op="placeholder"):
+        if node.name in copies.saved:
+            first, *_ = sorted(_read_at(runs.forward, node)) or [(0, 0)]
+            again = _read_at(runs.backward, placeholders[node.name]) if node.name not in counted else []
+            last = max((end for _, end in again), default=-1)
+            yield Buffer(f"{node.name} channels_last", example_nbytes(node.meta["val"]), first[0], offset + last)
+    for of_one, made, begin in ((copies.forward, runs.forward_at, 0), (copies.backward, runs.backward_at, offset)):
+        at = {node.name: begin + step for node, step in made.items()}
+        first_steps: dict[str, int] = {}
+        for reader, operand, nbytes in sorted(of_one, key=lambda copy: at[copy[0]]):
+            yield Buffer(f"{operand} for {reader}", nbytes, first_steps.setdefault(operand, at[reader]), at[reader])
+
+
+def _read_at(fusion: Fusion, node: Node) -> list[tuple[int, int]]:
+    """The first and the last step of the kernels that read a node's memory."""
+    value = fake(node)
+    return [] if value is None else [fusion.spans[reader] for reader in fusion.readers.get(storage_id(value), ())]
+
+
+def _buffers(pair: GraphPair, runs: _Runs, outputs_stay: bool, copies: ImageCopies) -> tuple[Buffer, ...]:
     """Device memory besides saved activations and graph inputs: temporaries, model outputs, gradients."""
     forward_nodes, backward_nodes = list(pair.forward.graph.nodes), list(pair.backward.graph.nodes)
     outputs = {node for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs] if node is not None}
@@ -270,7 +299,8 @@ def _buffers(pair: GraphPair, runs: _Runs, outputs_stay: bool) -> tuple[Buffer, 
     total = len(forward_nodes) + len(backward_nodes)
     offset = len(forward_nodes)
     until = total - 1 if outputs_stay else offset
-    buffers = _live_ranges(forward_nodes, runs.forward, runs.forward_at, 0, until, held=outputs, skip=saved)
+    apart = {node for node in outputs if node.name in copies.as_given}
+    buffers = _live_ranges(forward_nodes, runs.forward, runs.forward_at, 0, until, held=outputs, skip=saved, apart=apart)
     inputs = {node for node in pair.backward.graph.find_nodes(op="placeholder") if not str(node.target).startswith("tangents")}
     grads = {node for node in graph_outputs(pair.backward) if node is not None}
     buffers += _live_ranges(backward_nodes, runs.backward, runs.backward_at, offset, total - 1, held=grads, skip=inputs)
@@ -284,13 +314,21 @@ def _buffers(pair: GraphPair, runs: _Runs, outputs_stay: bool) -> tuple[Buffer, 
 
 
 def _live_ranges(
-    nodes: list[Node], fusion: Fusion, at: dict[Node, int], offset: int, end: int, *, held: set[Node], skip: set[Node]
+    nodes: list[Node],
+    fusion: Fusion,
+    at: dict[Node, int],
+    offset: int,
+    end: int,
+    *,
+    held: set[Node],
+    skip: set[Node],
+    apart: Collection[Node] = (),
 ) -> list[Buffer]:
     skipped = {storage_id(value) for node in skip if (value := fake(node)) is not None}
     skipped |= {storage_id(value) for node in nodes if node.op == "placeholder" and (value := fake(node)) is not None}
     kept = {storage_id(value) for node in held if (value := fake(node)) is not None}
     buffers = []
-    for identity, made, first, last in lives_in_memory(nodes, fusion, at):
+    for identity, made, first, last in lives_in_memory(nodes, fusion, at, apart):
         value = fake(made)
         if identity in skipped or value is None:
             continue

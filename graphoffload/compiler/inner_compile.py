@@ -71,7 +71,7 @@ def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
         disabled = ",".join(filter(None, (inductor.config.disabled_passes, "remove_noop_ops")))
         run = registry.run_plan(plan.key)
         if not kwargs.get("is_backward"):
-            run.channels_last = inductor.images_channels_last(gm)
+            run.channels_last = inductor.images_channels_last(gm, on_gpu=False)
         else:
             reload_as_laid_out(gm, plan.key, run.strides)
             if run.channels_last:

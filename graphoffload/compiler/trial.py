@@ -138,9 +138,9 @@ def device_name(table: SavedTable) -> str:
 def instance_of(analysis: GraphAnalysis) -> Instance:
     """The planning instance of the facts, with kernels' times where they are measured."""
     times: dict[str, Measured] = {}
-    images = False
+    on_gpu = analysis.hardware.source != "cpu"
+    images = analysis.fuses and inductor.images_channels_last(analysis.pair.forward, on_gpu=on_gpu)
     if analysis.hardware.source == "measured":
-        images = analysis.fuses and inductor.images_channels_last(analysis.pair.forward)
         graphs = (analysis.pair.forward.graph, analysis.pair.backward.graph)
         times = kernel_times(with_regions(graphs), torch.device(device_name(analysis.table)), cache_dir(), images)
 
@@ -159,6 +159,7 @@ def instance_of(analysis: GraphAnalysis) -> Instance:
         outputs_stay=analysis.outputs_stay,
         unfused_bytes=analysis.unfused_bytes,
         measured=measured,
+        channels_last=images,
     )
 
 

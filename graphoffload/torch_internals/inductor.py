@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from graphoffload.torch_internals.patching import replaced
 __all__ = [
     "Ran", "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
     "images_channels_last", "in_graph_order", "is_pointwise_use", "mixes_sums", "most_operations", "most_reads",
-    "operations_of", "options_of_mode", "reads_before", "watching_codegen", "wrapper_imports", "writes_remembered",
-    "written_code",
+    "nodes_channels_last", "operations_of", "options_of_mode", "reads_before", "watching_codegen", "without_onednn",
+    "wrapper_imports", "writes_remembered", "written_code",
 ]  # fmt: skip
 
 
@@ -109,12 +110,36 @@ def mixes_sums(rows: int, columns: int) -> bool:
     return tall and rows >= 2**12 and rows * columns >= 5 * 2**20
 
 
-def images_channels_last(gm: GraphModule) -> bool:
+def images_channels_last(gm: GraphModule, *, on_gpu: bool) -> bool:
     """Whether Inductor runs a graph's convolutions of images on channels_last memory, whatever the graph says. Without it:
-    convolutions are timed, and run in backward, in a layout that may take four times as long."""
+    convolutions are timed, and run in backward, in a layout that may take four times as long.
+
+    on_gpu: it will run on a GPU, though this machine may have none.
+    """
     from torch._inductor.graph import GraphLowering
 
-    return bool(GraphLowering.decide_layout_opt(gm, is_inference=False))
+    with without_onednn() if on_gpu else contextlib.nullcontext():
+        return bool(GraphLowering.decide_layout_opt(gm, is_inference=False))
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """A context in which Inductor decides on convolutions of tensors on a CPU as on a GPU's, where oneDNN is not asked."""
+    settings: Any = torch.backends.mkldnn
+    before = settings.enabled
+    settings.enabled = False
+    try:
+        yield
+    finally:
+        settings.enabled = before
+
+
+def nodes_channels_last(gm: GraphModule) -> set[Node]:
+    """The nodes that Inductor lays out channels_last then, inputs that it copies among them. Without it: the copies are missing
+    in predicted peaks."""
+    from torch._inductor.graph import GraphLowering
+
+    return set(GraphLowering.find_nodes_prefer_channels_last(SimpleNamespace(module=gm)))  # type: ignore[arg-type]
 
 
 def falls_back(target: OpOverload) -> bool:

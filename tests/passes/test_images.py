@@ -115,7 +115,7 @@ def test_inductor_lays_out_images_as_it_is_said_to(images: bool) -> None:
 
     def watched(gm: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
-            asked.append(inductor.images_channels_last(gm))
+            asked.append(inductor.images_channels_last(gm, on_gpu=False))
         return inner(gm, inputs, **kwargs)
 
     def backend(graph: GraphModule, inputs: list[Tensor]) -> Any:
