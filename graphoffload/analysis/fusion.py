@@ -36,7 +36,15 @@ from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.kernels import Axis, Kernel, add_needs, in_order, runs_after
 from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, is_in, storage_id, with_views
-from graphoffload.analysis.stored import Operations, exists, is_large, operations_after, operations_of, scatters
+from graphoffload.analysis.stored import (
+    Operations,
+    exists,
+    is_large,
+    operations_after,
+    operations_of,
+    scatters,
+    takes_many_reads,
+)
 from graphoffload.torch_internals.inductor import falls_back, is_pointwise_use, mixes_sums, most_reads
 from graphoffload.torch_internals.operators import OpOverload, packet_of
 
@@ -169,7 +177,7 @@ def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) ->
         sources = fusion.read_by(node)
         if node in fusion.sums:
             fusion.sources[storage_id(value)] = sources
-        elif fusion.kinds[node] != "fused" or exists(node, sources, fusion.kinds):
+        elif fusion.kinds[node] != "fused" or exists(node, fusion.kinds):
             fusion.real.add(storage_id(value))
             if (operations := operations_after(node)) is not None:
                 computed[storage_id(value)] = operations
@@ -186,11 +194,12 @@ def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) ->
 
 
 def _leave_out(identity: int, node: Node, fusion: Fusion) -> None:
-    """Let a value not exist that only the kernel reads that computes it."""
-    readers = fusion.readers.get(identity, [])
+    """Let a value not exist that only the kernel reads that computes it. A reduction may run over it in another order."""
+    readers, sources = fusion.readers.get(identity, []), fusion.read_by(node)
     if not readers or any(fusion.spans[reader] != fusion.spans[node] for reader in readers):
         return
-    sources = fusion.read_by(node)
+    if takes_many_reads(node, sources) and any(_axis(reader) is not None for reader in readers):
+        return
     fusion.real.discard(identity)
     fusion.sources[identity] = sources
     del fusion.readers[identity]
@@ -349,8 +358,8 @@ def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[
     """The earliest turn of an operation's kernel. An operation's own turn is twice its place in the graph, plus one.
 
     A pointwise value is stored right before its first reader that cannot compute the value itself. It is stored at its own turn
-    if it reads too many tensors, if it is large, or if it has several readers of which one cannot compute it. A product that
-    runs in the kernel of a sum runs where the sum is.
+    if the graph returns it, if it is large, or if it has several readers of which one cannot compute it. A product that runs in
+    the kernel of a sum runs where the sum is.
     """
     own, value = 2 * places[fusion.sums.get(node, node)] + 1, fake(node)
     if fusion.kinds[node] != "fused" or value is None or _axis(node) is not None or len(reads) > most_reads(value.device.type):
@@ -360,7 +369,7 @@ def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[
     turns: list[int] = []
     for member in with_views(node):
         asking = [user for user in member.users if user.op == "output" or fusion.kinds[user] == "kernel"]
-        turns += [2 * places[fusion.sums.get(user, user)] for user in asking]
+        turns += [own if user.op == "output" else 2 * places[fusion.sums.get(user, user)] for user in asking]
         if len(member.users) > 1 and any(user.op == "output" or len(reads) > 1 for user in asking):
             turns.append(2 * places[member] + 1)
     return min(turns, default=own)

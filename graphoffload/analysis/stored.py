@@ -3,17 +3,17 @@
 Inductor lets every reader of a pointwise value compute it, whatever its size and however many readers it has, unless one of
 these holds (`run_node` in torch/_inductor/graph.py; `should_realize_on_reuse`, `has_exceeded_max_reads` in ir.py):
 
-    exists   A kernel or the graph's output reads it. It is a reduction's smaller result. It is scattered. It takes too many
-             reads: more than 4 if it has several readers, and more than `most_reads` in any case.
-    large    It takes more operations than `most_operations` and several reads, or more than 100 operations. Inductor stores it
-             where it stands, and its readers begin anew from there. The kernel runs at the value's turn, not at its reader's.
-             If no other kernel reads the value, it is never written to memory.
+    exists   A kernel or the graph's output reads it. It is a reduction's smaller result. It is scattered.
+    large    It takes too many reads: more than 4 if it has several readers, and more than `most_reads` in any case. Or it takes
+             more operations than `most_operations` and several reads, or more than 100 operations. Inductor stores it where it
+             stands, and its readers begin anew from there. The kernel runs at the value's turn, not at its reader's. If no
+             other kernel reads the value, it is never written to memory.
 
 Reads, numbers and casts are operations, and what is needed twice counts once; two parts of a tensor are two reads. Three
 examples from a U-Net's block in bfloat16, `conv(silu(group_norm(x)))`, on a GPU:
 
     x.float()                              one read, two operations: the norm's sums and its result compute it each
-    group_norm(x).float() in backward      five reads (x, mean, rstd, weight, bias) and two readers: exists, in float32
+    group_norm(x).float() in backward      five reads (x, mean, rstd, weight, bias) and two readers: large, in float32
     the sum in the norm's own backward     eight reads, 35 operations: large. The gradient of x is written there, before the
                                            backward of the block's shortcut, which the graph has in between
 
@@ -47,24 +47,29 @@ Operations = frozenset[object]
 """What computes one element of a value: nodes, parts of storages that are read, numbers, and casts."""
 
 
-def exists(node: Node, sources: frozenset[int], kinds: Mapping[Node, str]) -> bool:
-    """Whether a fused operation's value is in memory, however few operations compute it. sources: storages that these read."""
+def exists(node: Node, kinds: Mapping[Node, str]) -> bool:
+    """Whether a fused operation's value is in memory, however few operations compute it."""
     readers = _readers(node)
     if scatters(node) or any(user.op == "output" or kinds[user] == "kernel" for user in readers):
         return True
     value = fake(node)
     assert value is not None
     inputs = [example_nbytes(other) for argument in node.all_input_nodes if (other := fake(argument)) is not None]
-    if inputs and 2 * example_nbytes(value) * max(1, _widening(node)) <= max(inputs):
-        return True
-    return len(sources) > (_INLINED_READS if len(readers) > 1 else most_reads(value.device.type))  # as a long sum does
+    return bool(inputs) and 2 * example_nbytes(value) * max(1, _widening(node)) <= max(inputs)
 
 
 def is_large(node: Node, sources: frozenset[int], operations: Operations) -> bool:
-    """Whether Inductor stores a value since too many operations compute it."""
+    """Whether Inductor stores a value since too many reads or operations compute it."""
     value = fake(node)
     most = most_operations(value.device.type) if value is not None else _LONGEST
-    return len(operations) > (most if len(sources) > 1 else max(most, _LONGEST))
+    return takes_many_reads(node, sources) or len(operations) > (most if len(sources) > 1 else max(most, _LONGEST))
+
+
+def takes_many_reads(node: Node, sources: frozenset[int]) -> bool:
+    """Whether Inductor stores a value since too many reads compute it, as of a long sum."""
+    value = fake(node)
+    several = value is None or len(_readers(node)) > 1
+    return len(sources) > (_INLINED_READS if several or value is None else most_reads(value.device.type))
 
 
 def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
