@@ -268,3 +268,43 @@ def test_copies_of_contiguous_images_are_counted(net: Callable[[int], nn.Module]
     image = torch.empty(4, 2 * C, 32, 32, dtype=torch.bfloat16, requires_grad=True)
     for predicted, taken in compared(net(2 * C).to(torch.bfloat16).to(memory_format=weights), image):
         assert TOO_LOW * taken <= predicted <= taken / TOO_LOW
+
+
+class MixedPrecision(nn.Module):
+    """A net under autocast: gradients of its weights are cast to float32, and returned."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result: Tensor = self.net(x)
+        return result
+
+
+class Funnel(nn.Module):
+    """Large activations, then large weights: their gradients are there when backward comes to the activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C))
+        self.head = nn.Sequential(nn.Linear(C, 16 * C), nn.GELU(), nn.Linear(16 * C, 16 * C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(x).mean(1))
+        return result
+
+
+def test_gradients_are_cast_where_they_arise() -> None:
+    """To float32, and not all at the end of backward: they take twice the memory from there on."""
+    for predicted, taken in compared(MixedPrecision(Funnel()), torch.empty(4, 1024, C)):
+        assert TOO_LOW * taken <= predicted <= taken / TOO_LOW
+
+
+def test_a_value_of_many_reads_is_not_written_for_its_own_kernel() -> None:
+    """A batch norm's gradient reads nine tensors, in float32, and its only reader casts it."""
+    image = torch.empty(4, 2 * C, 32, 32).to(torch.bfloat16, memory_format=torch.channels_last).requires_grad_()
+    net = nn.Sequential(Residual(2 * C), Two(2 * C)).to(torch.bfloat16).to(memory_format=torch.channels_last)
+    for predicted, taken in compared(net, image):
+        assert TOO_LOW * taken <= predicted <= taken / TOO_LOW
