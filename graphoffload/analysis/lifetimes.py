@@ -47,12 +47,26 @@ def lives_in_memory(
     that are written over no operand."""
     groups = group_by_storage(nodes)
     over = _overwritten(groups, fusion, frozenset(), apart)
+    parts = {storage: whole for whole, members in groups.items() for storage in _written_into(members[0], groups, fusion)}
     for identity, members in groups.items():
         made = members[0]
-        if identity in fusion.real:
+        if identity in fusion.real and identity not in parts:
             first, last = fusion.spans.get(made, (at[made], at[made]))
+            first = min([first, *(fusion.spans[groups[part][0]][0] for part, whole in parts.items() if whole == identity)])
             ends = [fusion.spans[reader][1] for reader in fusion.readers.get(identity, ())]
             yield identity, made, first, over[identity] if identity in over else max([last, *ends])
+
+
+def _written_into(made: Node, groups: dict[int, list[Node]], fusion: Fusion) -> Iterator[int]:
+    """Storages of a concatenation's operands that are parts of its memory: Inductor allocates it when the first is written."""
+    if made.target is not torch.ops.aten.cat.default or not fusion.fuses or made not in fusion.spans:
+        return
+    for operand in made.all_input_nodes:
+        value = fake(operand)
+        identity = None if value is None else storage_id(value)
+        own = fusion.kinds[operand] == "fused" or operand in fusion.added
+        if identity in fusion.real and own and groups[identity][0] is operand:
+            yield identity
 
 
 def donated_until(nodes: Iterable[Node], fusion: Fusion, donated: Collection[Node]) -> dict[Node, int]:

@@ -19,6 +19,7 @@ from torch._C._dynamo import guards
 from torch._inductor import config, ir
 
 import graphoffload
+from graphoffload.compiler import compile_variant
 from tests.runtime.stepping import OPTIONS, PLENTY
 from tests.runtime.test_step_flight import BLOCKS, Stage, one_forward_one_backward, plan_of, step
 from tests.runtime.test_step_truth import WIDTH, Block, Counter
@@ -92,3 +93,14 @@ def test_peaks_under_inductor(
     assert predicted == pytest.approx(counted, rel=CLOSE)
     assert counted <= budget * (1 + CLOSE)
     assert graphoffload.stats()["offloads"] > 0
+
+
+@pytest.mark.long
+def test_the_gradient_of_slices_is_allocated_whole(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLPs in slices: their gradients are written into one tensor, which is there from the first slice on."""
+    monkeypatch.setattr("tests.runtime.test_step_flight.ROWS", ROWS)
+    monkeypatch.setattr(compile_variant, "LEAST_SLICED", 1)
+    keep, _ = peaks(counter, Gated, PLENTY, 1)
+    predicted, counted = peaks(counter, Gated, int(0.472 * keep), 1)
+    assert predicted == pytest.approx(counted, rel=CLOSE)
+    assert any("slices" in call[0].plan.variant for call in plan_of().calls)
