@@ -20,7 +20,7 @@ has the order of the first operand, whatever that is. The layout of another one 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Node
@@ -41,32 +41,37 @@ def made_at(fusion: Fusion) -> dict[Node, int]:
 
 
 def lives_in_memory(
-    nodes: Iterable[Node], fusion: Fusion, at: dict[Node, int], apart: Collection[Node] = ()
+    nodes: Iterable[Node],
+    fusion: Fusion,
+    at: dict[Node, int],
+    *,
+    skip: Collection[int] = (),
+    apart: Collection[Node] = (),
 ) -> Iterator[tuple[int, Node, int, int]]:
-    """(storage, producer, first step, last step) of each storage that exists in memory; `at` is `made_at(fusion)`. apart: nodes
-    that are written over no operand."""
+    """(storage, producer, first step, last step) of each storage that exists in memory; `at` is `made_at(fusion)`.
+
+    Args:
+        skip: storages to leave out. apart: nodes that are written over no operand.
+    """
     groups = group_by_storage(nodes)
     over = _overwritten(groups, fusion, frozenset(), apart)
-    parts = {storage: whole for whole, members in groups.items() for storage in _written_into(members[0], groups, fusion)}
-    for identity, members in groups.items():
-        made = members[0]
-        if identity in fusion.real and identity not in parts:
+    lives = {identity: members[0] for identity, members in groups.items() if identity in fusion.real and identity not in skip}
+    parts = {identity: _written_into(made, lives, fusion) for identity, made in lives.items()}
+    inside = frozenset().union(*parts.values())
+    for identity, made in lives.items():
+        if identity not in inside:
             first, last = fusion.spans.get(made, (at[made], at[made]))
-            first = min([first, *(fusion.spans[groups[part][0]][0] for part, whole in parts.items() if whole == identity)])
+            first = min([first, *(fusion.spans[lives[part]][0] for part in parts[identity])])
             ends = [fusion.spans[reader][1] for reader in fusion.readers.get(identity, ())]
             yield identity, made, first, over[identity] if identity in over else max([last, *ends])
 
 
-def _written_into(made: Node, groups: dict[int, list[Node]], fusion: Fusion) -> Iterator[int]:
+def _written_into(made: Node, lives: Mapping[int, Node], fusion: Fusion) -> set[int]:
     """Storages of a concatenation's operands that are parts of its memory: Inductor allocates it when the first is written."""
-    if made.target is not torch.ops.aten.cat.default or not fusion.fuses or made not in fusion.spans:
-        return
-    for operand in made.all_input_nodes:
-        value = fake(operand)
-        identity = None if value is None else storage_id(value)
-        own = fusion.kinds[operand] == "fused" or operand in fusion.added
-        if identity in fusion.real and own and groups[identity][0] is operand:
-            yield identity
+    if made.target is not torch.ops.aten.cat.default or not fusion.fuses:
+        return set()
+    written = (node for node in made.all_input_nodes if fusion.kinds[node] == "fused" or node in fusion.added)
+    return {storage_id(value) for node in written if (value := fake(node)) is not None and lives.get(storage_id(value)) is node}
 
 
 def donated_until(nodes: Iterable[Node], fusion: Fusion, donated: Collection[Node]) -> dict[Node, int]:

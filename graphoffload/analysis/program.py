@@ -328,9 +328,9 @@ def _live_ranges(
     skipped |= {storage_id(value) for node in nodes if node.op == "placeholder" and (value := fake(node)) is not None}
     kept = {storage_id(value) for node in held if (value := fake(node)) is not None}
     buffers = []
-    for identity, made, first, last in lives_in_memory(nodes, fusion, at, apart):
+    for identity, made, first, last in lives_in_memory(nodes, fusion, at, skip=skipped, apart=apart):
         value = fake(made)
-        if identity in skipped or value is None:
+        if value is None:
             continue
         until = end if identity in kept else offset + last
         buffers.append(Buffer(made.name, example_storage_nbytes(value), offset + first, until))

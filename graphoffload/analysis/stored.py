@@ -61,15 +61,16 @@ def exists(node: Node, kinds: Mapping[Node, str]) -> bool:
 def is_large(node: Node, sources: frozenset[int], operations: Operations) -> bool:
     """Whether Inductor stores a value since too many reads or operations compute it."""
     value = fake(node)
-    most = most_operations(value.device.type) if value is not None else _LONGEST
+    assert value is not None
+    most = most_operations(value.device.type)
     return takes_many_reads(node, sources) or len(operations) > (most if len(sources) > 1 else max(most, _LONGEST))
 
 
 def takes_many_reads(node: Node, sources: frozenset[int]) -> bool:
     """Whether Inductor stores a value since too many reads compute it, as of a long sum."""
     value = fake(node)
-    several = value is None or len(_readers(node)) > 1
-    return len(sources) > (_INLINED_READS if several or value is None else most_reads(value.device.type))
+    assert value is not None
+    return len(sources) > (_INLINED_READS if len(_readers(node)) > 1 else most_reads(value.device.type))
 
 
 def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:

@@ -308,3 +308,28 @@ def test_a_value_of_many_reads_is_not_written_for_its_own_kernel() -> None:
     net = nn.Sequential(Residual(2 * C), Two(2 * C)).to(torch.bfloat16).to(memory_format=torch.channels_last)
     for predicted, taken in compared(net, image):
         assert TOO_LOW * taken <= predicted <= taken / TOO_LOW
+
+
+class Joined(nn.Module):
+    """Sums of two products, concatenated: they are written into the result, one after the other."""
+
+    def __init__(self, *, saved: bool) -> None:
+        super().__init__()
+        self.up, self.saved = nn.Linear(2 * C, 16 * C, bias=False), saved
+        self.one, self.other = (nn.Linear(16 * C, 2 * C, bias=False) for _ in range(2))
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for part in x.split(512):
+            wide = self.up(part)
+            parts.append(self.one(wide) + self.other(wide))
+        whole = torch.cat(parts)
+        return whole.sin().sum(0) if self.saved else whole * 2
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_operands_of_a_concatenation_are_in_memory(saved: bool) -> None:
+    """As parts of it, or by themselves where backward reads it."""
+    (predicted, taken), _ = compared(Joined(saved=saved), torch.empty(4096, 2 * C, requires_grad=True))
+    assert TOO_LOW * taken <= predicted <= taken / TOO_LOW
