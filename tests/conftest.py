@@ -45,8 +45,24 @@ def pytest_report_header() -> list[str]:
 gc.set_threshold(50_000, 20, 50)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def mark_the_long_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What long.txt names is marked long. A name that is not found where whole files were collected is an error."""
+    lines = (ROOT / "tests" / "long.txt").read_text().splitlines()
+    named = {line for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in named:
+            named.remove(item.nodeid)
+            item.add_marker(pytest.mark.long)
+    files = {item.nodeid.partition("::")[0] for item in items}
+    missing = sorted(name for name in named if name.partition("::")[0] in files)
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/long.txt names tests that there are not: {missing}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """tests/gpu is marked gpu as a whole; gpu tests are skipped where there is no GPU."""
+    mark_the_long_cases(config, items)
     # pytest listens to loggers that do not propagate. Torch prints every graph for this one, once somebody listens.
     logging.getLogger("torch.__trace").propagate = True
     for item in items:
