@@ -83,6 +83,9 @@ def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
         found |= {(repr(alpha), _read_as(node)), (node, "factor")}
     if name not in (*_MOVES, *_FILLS):
         found.add(node)
+    if name == "addcmul" and value is not None and (value.device.type == "cpu" or node.kwargs.get("value", 1) != 1):
+        factor = (repr(node.kwargs.get("value", 1)), _read_as(node))
+        found |= {(node, "product"), factor, (node, "scaled")}  # one operation on a GPU, where the factor is 1
     if name == "slice_scatter":
         bound = min((number for number in node.args[3:5] if isinstance(number, int) and number > 0), default=0)
         found |= {"index", ("bound", bound), (node, "comparison"), (node, "mask")}
