@@ -1,7 +1,7 @@
 """Makes trials of a plan and chooses one.
 
     a budget     fused ──far from the bound, or above──▶ unfused ──▶ outputs not held ──▶ both ──▶ tighter budgets
-                   │ near the bound                                                                    │
+                   │ near the bound, if need be at the prices that a trial has shown (prices.py)       │
                    └──────────────────────────▶ the cheapest that meets it ◀──────────────────────────┘
     a slowdown   fused, unfused if time is left, half the slowdown, budgets below the peak: the smallest
 
@@ -21,11 +21,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from graphoffload.analysis.program import Instance
-from graphoffload.analysis.saved_values import returned_bytes
 from graphoffload.compiler import trial as trials
 from graphoffload.compiler.decide import without_recomputation
+from graphoffload.compiler.prices import at_prices_of, with_time_to_spare
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial, against, instance_of, keep_all, seen_from
+from graphoffload.compiler.ways import other_ways
+from graphoffload.compiler.ways import unfused as unfused_way
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import FAR, Goal, MeetBudget, WithinSlowdown
 from graphoffload.patience import Patience
@@ -90,7 +92,7 @@ class _SearchResult:
 
 
 def _for_budget(analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis], GraphAnalysis | None] | None) -> Trial:
-    found = _meets(analysis, (analysis, *_other_ways(analysis)))
+    found = _meets(analysis, (analysis, *other_ways(analysis)))
     if in_blocks is not None and (found.best is None or _is_far(found.best)) and (blocks := in_blocks(analysis)) is not None:
         found = _or_in_blocks(analysis, found, blocks)
     if found.best is None:
@@ -111,7 +113,7 @@ def _or_in_blocks(analysis: GraphAnalysis, found: _SearchResult, blocks: GraphAn
     keep, own = keep_all(instance_of(analysis), analysis), keep_all(instance_of(blocks), blocks)
     if found.best is not None and (own.time_s >= found.best.timeline.time_s - FAR * keep.time_s or _over(analysis)):
         return found
-    other = _meets(blocks, (blocks, *_other_ways(blocks)))
+    other = _meets(blocks, (blocks, *other_ways(blocks)))
     if other.best is not None and other.best.excess > 0:
         other = _SearchResult(None, [other.best], other.errors)
     if other.best is None and found.best is None:
@@ -180,8 +182,8 @@ def _condition_s(best: Trial, way: GraphAnalysis) -> float:
 
 def _is_far(trial: Trial) -> bool:
     keep_s = trial.decided.keep_timeline.time_s
-    bound_s = trial.decided.lower_bound_s
-    return trial.timeline.time_s - (keep_s if bound_s is None else bound_s) > FAR * keep_s
+    bounds = [bound for bound in (trial.decided.lower_bound_s, trial.shown_bound_s) if bound is not None]
+    return trial.timeline.time_s - max(bounds, default=keep_s) > FAR * keep_s
 
 
 def _tighter(analysis: GraphAnalysis, way: GraphAnalysis, instance: Instance) -> Iterator[Trial]:
@@ -214,7 +216,7 @@ def _refusal(analysis: GraphAnalysis, found: _SearchResult, keep: Timeline | Non
     least = _least_known(analysis, found)
     if least is None:
         return found.errors[0]
-    ways = (analysis, *(way for way in _other_ways(analysis) if way.outputs_stay))
+    ways = (analysis, *(way for way in other_ways(analysis) if way.outputs_stay))
     for share in _ERROR_BUDGETS:
         asked = int(max(least, budget + 1) * (1.0 + share))
         goal = analysis.request.goal.tightened(budget - asked)
@@ -237,31 +239,6 @@ def _error(budget: int, least: int, trial: Trial, held: str) -> BudgetError:
     )
     error.least_bytes = least
     return error
-
-
-def _other_ways(analysis: GraphAnalysis) -> Iterator[GraphAnalysis]:
-    """Ways to need less memory: unfused large operations, which cost time; a caller who does not hold the model's outputs, as
-    only the user can ensure; both."""
-    returned = returned_bytes(analysis.pair)
-    note = f"meets the budget only if nothing holds what the model returns ({format_bytes(returned)}) once backward begins"
-    not_held = replace(analysis, outputs_stay=False, notes=[*analysis.notes, note])
-    if analysis.fuses:
-        yield _unfused(analysis, "to meet the budget")
-    if returned >= _least(analysis):
-        yield not_held
-        if analysis.fuses:
-            yield _unfused(not_held, "to meet the budget")
-
-
-def _least(analysis: GraphAnalysis) -> int:
-    return max(1, int(analysis.request.config.min_tensor_bytes))
-
-
-def _unfused(analysis: GraphAnalysis, why: str) -> GraphAnalysis:
-    """`analysis` with large operations as kernels of their own; `why` ends the note that says so."""
-    least = _least(analysis)
-    note = f"operations that write {format_bytes(least)} or more each are not fused with each other, {why}"
-    return replace(analysis, unfused_bytes=least, notes=[*analysis.notes, note])
 
 
 def _best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
@@ -301,6 +278,23 @@ def _best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
         less_bytes += max(0, int(trial.excess)) + 1
     if best.decided.planned and best.excess > 0 and not _over(analysis):
         best = _bounded(_or_without_recomputation(analysis, instance, best), first)
+    return _at_shown_prices(analysis, instance, best) if best is first else best
+
+
+def _at_shown_prices(analysis: GraphAnalysis, instance: Instance, best: Trial) -> Trial:
+    """`best`, or a trial chosen at the prices of recomputation that `best` has shown, if that is faster."""
+    if not best.decided.planned or best.excess > 0 or not _is_far(best) or _over(analysis):
+        return best
+    if (priced := at_prices_of(best, instance)) is None:
+        return best
+    careful = with_time_to_spare(analysis)
+    with contextlib.suppress(BudgetError):
+        trial = _make(careful, priced, analysis.request.goal)
+        trial = replace(trial, instance=instance) if trial.instance is priced else trial
+        shown_s = trial.decided.lower_bound_s
+        faster = trial.timeline.time_s < trials.on(best, careful.hardware).timeline.time_s
+        trial = trials.on(_bounded(trial, best), analysis.hardware)
+        best = replace(trial if faster and trial.excess <= 0 else best, shown_bound_s=shown_s)
     return best
 
 
@@ -351,7 +345,7 @@ def _smallest_unfused(analysis: GraphAnalysis, instance: Instance, fused: Trial,
     keep = fused.decided.keep_timeline
     if not analysis.fuses or -fused.excess < _UNUSED * keep.time_s:
         return None
-    unfused = _unfused(analysis, "which leaves less in memory at once")
+    unfused = unfused_way(analysis, "which leaves less in memory at once")
     unfused_instance = instance_of(unfused)
     if unfused_instance.program == instance.program:
         return None

@@ -32,6 +32,7 @@ from graphoffload.facts.goals import Goal, Score
 from graphoffload.facts.plan import Action
 from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import SavedTable
+from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.passes.prepare_joint import bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
 from graphoffload.planner.arrays import arrays_of
@@ -44,7 +45,11 @@ from graphoffload.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One attempt to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal."""
+    """One attempt to plan the joint graph: partitioned, decided and simulated. `excess`: by how much it misses its goal.
+
+    shown_bound_s: about what the fastest plan takes, at the prices of recomputation that trials have shown; no proof. None:
+    none has shown any.
+    """
 
     analysis: GraphAnalysis
     original: SavedTable
@@ -54,6 +59,7 @@ class Trial:
     instance: Instance
     timeline: Timeline
     excess: float
+    shown_bound_s: float | None = None
 
     @property
     def score(self) -> Score:
@@ -87,6 +93,13 @@ def against(trial: Trial, request: Request, keep: Timeline) -> Trial:
     decided = replace(trial.decided, keep_timeline=keep, lower_bound_s=bound_s)
     excess = excess_of(request, decided, trial.timeline)
     return replace(trial, analysis=replace(trial.analysis, request=request), decided=decided, excess=excess)
+
+
+def on(trial: Trial, hardware: HardwareProfile) -> Trial:
+    """The same actions on other hardware: scheduled, simulated and judged anew."""
+    analysis = replace(trial.analysis, hardware=hardware)
+    timeline = _schedule(analysis, trial.instance, trial.actions, trial.decided)
+    return replace(trial, analysis=analysis, timeline=timeline, excess=excess_of(analysis.request, trial.decided, timeline))
 
 
 def make_trial(analysis: GraphAnalysis, instance: Instance, goal: Goal) -> Trial:
