@@ -31,9 +31,7 @@ from graphoffload.compiler.ways import unfused as unfused_way
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import FAR, Goal, MeetBudget, WithinSlowdown
 from graphoffload.patience import Patience
-from graphoffload.planner.arrays import arrays_of
-from graphoffload.planner.bottleneck import describe, held_at
-from graphoffload.planner.simulator import Timeline, evaluate
+from graphoffload.planner.simulator import Timeline
 from graphoffload.units import format_bytes
 
 _ATTEMPTS = 4
@@ -100,7 +98,7 @@ def _for_budget(analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis], Gr
     trial, keep_s = found.best, found.best.decided.keep_timeline.time_s
     slowdown = trial.timeline.time_s / keep_s - 1.0 if keep_s else 0.0
     if trial.decided.planned and slowdown >= _NOTED_SLOWDOWN:
-        trial.analysis.notes.append(f"{slowdown:+.0%} time is the price of the memory {_held(trial)}")
+        trial.analysis.notes.append(f"{slowdown:+.0%} time is the price of the memory {trial.held()}")
     return trial
 
 
@@ -129,16 +127,6 @@ def _or_in_blocks(analysis: GraphAnalysis, found: _SearchResult, blocks: GraphAn
     bound_s = None if found.best is None else found.best.decided.lower_bound_s  # of plans that choose among all activations
     best = seen_from(analysis, replace(trial, decided=replace(trial.decided, lower_bound_s=bound_s)))
     return replace(found, best=best)
-
-
-def _held(trial: Trial) -> str:
-    """ "at mm_57, which holds logits 500 MiB, ...": the step with a trial's peak, and the tensors held there."""
-    program = trial.instance.program
-    actions = [trial.actions[tensor.name] for tensor in trial.analysis.table.tensors]
-    arrays = arrays_of(program, trial.analysis.hardware)
-    result = evaluate(arrays, actions, max_inflight_bytes=trial.decided.max_inflight_bytes)
-    held = describe(held_at(arrays, actions, result, result.peak_step))
-    return f"at {program.step_name(result.peak_step)!r}, which holds {held}"
 
 
 def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...]) -> _SearchResult:
@@ -223,11 +211,11 @@ def _refusal(analysis: GraphAnalysis, found: _SearchResult, keep: Timeline | Non
         met = _meets(_at(analysis, goal), tuple(_at(way, goal) for way in ways)).best
         if met is not None:
             met = met if keep is None else against(met, met.analysis.request, keep)
-            return _error(budget, asked, met, _held(met))
+            return _error(budget, asked, met, met.held())
         if _over(analysis):
             break
     nearest = min(held, key=lambda trial: trial.excess, default=None)
-    return found.errors[0] if nearest is None else _error(budget, budget + int(nearest.excess), nearest, _held(nearest))
+    return found.errors[0] if nearest is None else _error(budget, budget + int(nearest.excess), nearest, nearest.held())
 
 
 def _error(budget: int, least: int, trial: Trial, held: str) -> BudgetError:
@@ -283,19 +271,21 @@ def _best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
 
 def _at_shown_prices(analysis: GraphAnalysis, instance: Instance, best: Trial) -> Trial:
     """`best`, or a trial chosen at the prices of recomputation that `best` has shown, if that is faster."""
-    if not best.decided.planned or best.excess > 0 or not _is_far(best) or _over(analysis):
+    done = not best.decided.planned or best.excess > 0 or not _is_far(best) or _over(analysis)
+    if done or (priced := at_prices_of(best, instance)) is None:
         return best
-    if (priced := at_prices_of(best, instance)) is None:
-        return best
-    careful = with_time_to_spare(analysis)
     with contextlib.suppress(BudgetError):
-        trial = _make(careful, priced, analysis.request.goal)
-        trial = replace(trial, instance=instance) if trial.instance is priced else trial
-        shown_s = trial.decided.lower_bound_s
-        faster = trial.timeline.time_s < trials.on(best, careful.hardware).timeline.time_s
-        trial = trials.on(_bounded(trial, best), analysis.hardware)
+        trial = _at_prices(analysis, instance, priced, analysis.request.goal)
+        faster = trial.timeline.time_s < trials.on(best, trial.analysis.hardware).timeline.time_s
+        shown_s, trial = trial.decided.lower_bound_s, trials.on(_bounded(trial, best), analysis.hardware)
         best = replace(trial if faster and trial.excess <= 0 else best, shown_bound_s=shown_s)
     return best
+
+
+def _at_prices(analysis: GraphAnalysis, instance: Instance, priced: Instance, goal: Goal) -> Trial:
+    """A trial chosen from `priced`, with time to spare, on the hardware that has it."""
+    trial = _make(with_time_to_spare(analysis), priced, goal)
+    return trial if trial.instance is not priced else replace(trial, instance=instance)
 
 
 def _bounded(trial: Trial, first: Trial) -> Trial:
@@ -315,15 +305,23 @@ def _recomputed_where_over(analysis: GraphAnalysis, trial: Trial) -> frozenset[s
 
 
 def _within(analysis: GraphAnalysis, instance: Instance, goal: WithinSlowdown) -> Trial:
-    """The best trial for a slowdown. If a trial turns out too slow, the next one is for a smaller slowdown."""
-    best: Trial | None = None
-    for _ in range(_ATTEMPTS):
-        trial = _make(analysis, instance, goal)
-        best = trial if best is None or trial.score < best.score else best
+    """The best trial for a slowdown. After one that is too slow, the next is at the prices that it has shown, if they are not
+    those that were estimated; then one for a smaller slowdown."""
+    first = best = trial = _make(analysis, instance, goal)
+    priced: Instance | None = None
+    for _ in range(_ATTEMPTS - 1):
         if trial.excess <= 0 or not trial.decided.planned or _over(analysis):
             break
-        goal = goal.tightened(1.1 * trial.excess / trial.decided.keep_timeline.time_s)
-    assert best is not None
+        known, priced = priced, priced or at_prices_of(first, instance)
+        if known is priced:
+            goal = goal.tightened(1.1 * trial.excess / trial.decided.keep_timeline.time_s)
+        if priced is None:
+            trial = _make(analysis, instance, goal)
+        else:
+            trial = trials.on(_at_prices(analysis, instance, priced, goal), analysis.hardware)
+            bound = first.decided.lower_bound_peak_bytes  # of all plans
+            trial = replace(trial, decided=replace(trial.decided, lower_bound_peak_bytes=bound))
+        best = min(best, trial, key=lambda trial: trial.score)
     return best
 
 

@@ -36,9 +36,10 @@ from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.passes.prepare_joint import bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
 from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.bottleneck import describe, held_at
 from graphoffload.planner.memory_layers import MemoryLayers, layers_of
 from graphoffload.planner.prefetch import with_slack
-from graphoffload.planner.simulator import Timeline, simulate
+from graphoffload.planner.simulator import Timeline, evaluate, simulate
 from graphoffload.torch_internals import inductor, partitioning
 from graphoffload.units import format_bytes
 
@@ -72,6 +73,15 @@ class Trial:
         """What the timeline's memory and compute are made of, to be drawn."""
         chosen = [self.actions[tensor.name] for tensor in self.analysis.table.tensors]
         return layers_of(arrays_of(self.instance.program, self.analysis.hardware), chosen, self.timeline)
+
+    def held(self) -> str:
+        """ "at mm_57, which holds logits 500 MiB, ...": the step with the peak, and the tensors held there."""
+        program = self.instance.program
+        actions = [self.actions[tensor.name] for tensor in self.analysis.table.tensors]
+        arrays = arrays_of(program, self.analysis.hardware)
+        result = evaluate(arrays, actions, max_inflight_bytes=self.decided.max_inflight_bytes)
+        held = describe(held_at(arrays, actions, result, result.peak_step))
+        return f"at {program.step_name(result.peak_step)!r}, which holds {held}"
 
 
 def keep_all_trial(analysis: GraphAnalysis) -> Trial:

@@ -121,6 +121,32 @@ def test_the_faster_of_both_is_taken(budget: int, made: Made, monkeypatch: pytes
     assert best.analysis.hardware == PROFILES["h200-sxm"]
 
 
+def test_a_slowdown_is_planned_for_again_at_the_prices_that_showed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same slowdown, before a smaller one, which would buy less."""
+    excess, priced = trials.excess_of, list[Instance]()
+    too_slow = [0.001, 0.0, 0.002]  # the first, the second on a slower link, and as it is
+
+    def dearer(_: Trial, instance: Instance) -> Instance:
+        priced.append(replace(instance))
+        return priced[-1]
+
+    monkeypatch.setattr(search, "at_prices_of", dearer)
+    monkeypatch.setattr(trials, "excess_of", lambda r, d, t: too_slow.pop(0) if too_slow else excess(r, d, t))
+    goals: list[float] = []
+    make = search._make
+
+    def noting(analysis: Any, instance: Instance, goal: Any) -> Trial:
+        goals.append(getattr(goal, "max_slowdown", 0.0))
+        return make(analysis, instance, goal)
+
+    monkeypatch.setattr(search, "_make", noting)
+    graphoffload.explain(Net(), max_slowdown=0.05, **OPTIONS)(torch.randn(256, 64))
+    assert len(priced) == 1
+    assert [instance is priced[0] for instance, _ in made[:3]] == [False, True, True]
+    assert goals[:2] == [0.05, 0.05]
+    assert goals[2] < 0.05
+
+
 @pytest.mark.long
 def test_a_unet_copies_what_is_dear_to_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group norm that runs again costs four times what it did in forward: a fifth of the slowdown goes."""
@@ -133,7 +159,9 @@ def test_a_unet_copies_what_is_dear_to_compute_again(monkeypatch: pytest.MonkeyP
     keep = explained(policy="keep").keep_peak_bytes
     parameters = sum(parameter.nbytes for parameter in workload.module.parameters())
     budget = parameters + int(0.8 * (keep - parameters))
-    priced = explained(device_budget=budget)
+    priced, used = explained(device_budget=budget), explained(max_slowdown=0.03)
+    assert used.predicted_slowdown <= 0.03
+    assert used.predicted_peak_bytes <= 0.9 * keep, "0.03 bought nothing where trials were made for less and less"
     monkeypatch.setattr(search, "at_prices_of", lambda *_: None)
     first = explained(device_budget=budget)
     assert priced.offloaded_bytes > first.offloaded_bytes
