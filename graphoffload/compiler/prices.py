@@ -18,7 +18,7 @@ from graphoffload.compiler.trial import Trial
 from graphoffload.planner.problem import Candidate, Program
 
 _DEARER = 1.25
-_LINK = 0.9
+_LINK = 0.8
 
 
 def at_prices_of(trial: Trial, instance: Instance) -> Instance | None:
@@ -34,7 +34,7 @@ def at_prices_of(trial: Trial, instance: Instance) -> Instance | None:
 
 
 def with_time_to_spare(analysis: GraphAnalysis) -> GraphAnalysis:
-    """`analysis` with a link that is a tenth slower."""
+    """`analysis` with a link that is a fifth slower."""
     link = ("d2h_bytes_per_s", "h2d_bytes_per_s", "both_ways_bytes_per_s")
     slower = {rate: _LINK * value for rate in link if (value := getattr(analysis.hardware, rate)) is not None}
     return replace(analysis, hardware=replace(analysis.hardware, **slower))
