@@ -91,7 +91,8 @@ class _SearchResult:
 
 def _for_budget(analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis], GraphAnalysis | None] | None) -> Trial:
     found = _meets(analysis, (analysis, *other_ways(analysis)))
-    if in_blocks is not None and (found.best is None or _is_far(found.best)) and (blocks := in_blocks(analysis)) is not None:
+    far = found.best is None or _is_far(found.best, proven=True)
+    if in_blocks is not None and far and (blocks := in_blocks(analysis)) is not None:
         found = _or_in_blocks(analysis, found, blocks)
     if found.best is None:
         raise _refusal(analysis, found)
@@ -168,10 +169,11 @@ def _condition_s(best: Trial, way: GraphAnalysis) -> float:
     return 0.0 if way.outputs_stay or not best.analysis.outputs_stay else FAR * best.decided.keep_timeline.time_s
 
 
-def _is_far(trial: Trial) -> bool:
+def _is_far(trial: Trial, *, proven: bool = False) -> bool:
+    """Whether a trial may be much slower than it has to be; `proven`: whatever recomputation has shown to cost."""
     keep_s = trial.decided.keep_timeline.time_s
-    bounds = [bound for bound in (trial.decided.lower_bound_s, trial.shown_bound_s) if bound is not None]
-    return trial.timeline.time_s - max(bounds, default=keep_s) > FAR * keep_s
+    known = (trial.decided.lower_bound_s, None if proven else trial.shown_bound_s)
+    return trial.timeline.time_s - max((bound for bound in known if bound is not None), default=keep_s) > FAR * keep_s
 
 
 def _tighter(analysis: GraphAnalysis, way: GraphAnalysis, instance: Instance) -> Iterator[Trial]:

@@ -94,7 +94,7 @@ def test_copies_get_time_to_spare(budget: int, made: Made) -> None:
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_faster_of_both_is_taken(budget: int, made: Made, monkeypatch: pytest.MonkeyPatch, *, faster: bool) -> None:
     """Chosen at other prices, and judged by what it takes: on the link as it is and on one a fifth slower."""
-    monkeypatch.setattr(search, "_is_far", lambda _: len(made) < 2)
+    monkeypatch.setattr(search, "_is_far", lambda *_, **__: len(made) < 2)
     monkeypatch.setattr(search, "at_prices_of", lambda _, instance: replace(instance))
     simulated = trials.on
 
