@@ -15,7 +15,8 @@ from dataclasses import replace
 from graphoffload.analysis.program import Instance
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial
-from graphoffload.planner.problem import Candidate, Program
+from graphoffload.planner.arrays import arrays_of
+from graphoffload.planner.problem import Candidate
 
 _DEARER = 1.25
 _LINK = 0.8
@@ -26,7 +27,8 @@ def at_prices_of(trial: Trial, instance: Instance) -> Instance | None:
     they cost about what was estimated."""
     saved = {tensor.name for tensor in trial.analysis.table.tensors}
     again = [one.recompute.time_s for one in instance.program.candidates if one.recompute and one.name not in saved]
-    estimated_s, taken_s = sum(again), _compute_s(trial.instance.program) - _compute_s(instance.program)
+    own, then = (arrays_of(of.program, trial.analysis.hardware) for of in (instance, trial.instance))
+    estimated_s, taken_s = sum(again), then.compute_s - own.compute_s
     if estimated_s <= 0.0 or taken_s <= _DEARER * estimated_s:
         return None
     candidates = tuple(_dearer(candidate, taken_s / estimated_s) for candidate in instance.program.candidates)
@@ -44,7 +46,3 @@ def _dearer(candidate: Candidate, factor: float) -> Candidate:
     if candidate.recompute is None:
         return candidate
     return replace(candidate, recompute=replace(candidate.recompute, time_s=factor * candidate.recompute.time_s))
-
-
-def _compute_s(program: Program) -> float:
-    return sum(step.time_s for step in (*program.forward, *program.backward))
