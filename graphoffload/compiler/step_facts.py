@@ -25,7 +25,8 @@ from graphoffload.torch_internals import allocator, fsdp
 
 
 def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limits) -> StepFacts:
-    """What the recorded runs say of the step: bytes outside of the last one, the shortest gaps and their highest peaks of any.
+    """What the recorded runs say of the step: bytes outside of the last one, the shortest gaps of any, and their highest peaks,
+    of those whose allocations were recorded if there are some.
 
     A gap between two calls is no shorter than its work. It is longer where the host or another rank is late, as when something
     compiles or memory is page-locked, which happens once.
@@ -207,5 +208,6 @@ def _gap(records: Sequence[_Record], start: tuple[str, int] | None, end: tuple[s
     if first.event is None or last.event is None:
         return Gap()
     level = max(_outside(first, limits), _outside(last, limits))
-    above = max(record.above_bytes(start, end) for record in records)
+    watched = [record for record in records if record.changes]  # a first run compiles in its gaps, and times kernels
+    above = max(record.above_bytes(start, end) for record in watched or records)
     return Gap(time_s=min(record.seconds(start, end) for record in records), outside_peak_bytes=level + above)

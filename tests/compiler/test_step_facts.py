@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from graphoffload.compiler.step_facts import _gap, _Record
 from graphoffload.facts.limits import Limits
 from graphoffload.planner.step.facts import Gap
 from graphoffload.runtime.step.schedule import Mark
+from graphoffload.torch_internals.allocator import Change
 
 MB = 10**6
 START, END = ("forward end", 0), ("forward", 1)
@@ -29,13 +31,13 @@ class Moment:
         return later.ms - self.ms
 
 
-def record(gap_ms: float, allocated_mb: int, peak_mb: int) -> Any:
+def record(gap_ms: float, allocated_mb: int, peak_mb: int, changes: Sequence[Change] = ()) -> Any:
     """A run whose second call begins so long after the first one's end; memory rises to a peak meanwhile."""
     marks = [
-        Mark(START[0], START[1], allocated_mb * MB, allocated_mb * MB, 0, Moment(5.0)),
-        Mark(END[0], END[1], allocated_mb * MB, peak_mb * MB, 0, Moment(5.0 + gap_ms)),
+        Mark(START[0], START[1], allocated_mb * MB, allocated_mb * MB, 0, Moment(5.0), time_us=0),
+        Mark(END[0], END[1], allocated_mb * MB, peak_mb * MB, 0, Moment(5.0 + gap_ms), time_us=9),
     ]
-    return _Record(SimpleNamespace(marks=marks, changes=[], calls=[None, None]))  # type: ignore[arg-type]
+    return _Record(SimpleNamespace(marks=marks, changes=changes, calls=[None, None]))  # type: ignore[arg-type]
 
 
 def test_a_gap_is_the_shortest_with_the_highest_peak_of_any_run() -> None:
@@ -43,6 +45,13 @@ def test_a_gap_is_the_shortest_with_the_highest_peak_of_any_run() -> None:
     records = [record(3.0, 10, 40), record(14.0, 10, 20)]
     assert _gap(records, START, END, Limits()) == Gap(0.003, 40 * MB)
     assert _gap(records[1:], START, END, Limits()) == Gap(0.014, 20 * MB)
+
+
+def test_where_allocations_were_recorded_they_are_what_counts() -> None:
+    """In the gaps of a first run other graphs are compiled, and their kernels timed on tensors of their own."""
+    seen = record(3.0, 10, 40, [Change(2, 5 * MB), Change(3, -5 * MB), Change(4, 7 * MB), Change(5, -7 * MB)])
+    assert _gap([record(3.0, 10, 280), seen], START, END, Limits()) == Gap(0.003, 17 * MB)
+    assert _gap([record(3.0, 10, 280)], START, END, Limits()) == Gap(0.003, 280 * MB)
 
 
 def test_no_gap_before_the_first_call() -> None:
