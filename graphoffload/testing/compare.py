@@ -105,7 +105,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def differences(a: Result, b: Result) -> list[str]:
-    """Names of the tensors that differ in presence, shape, dtype or any bit, with the largest difference; empty if equal."""
+    """Names of the tensors that differ in presence, shape, dtype or any bit; empty if equal.
+
+    How many elements differ, and where the first one is, tells a tensor that came too late from sums in another order.
+    """
     left, right = a.named(), b.named()
     found = [f"{name}: only in one of the two" for name in left.keys() ^ right.keys()]
     for name in left.keys() & right.keys():
@@ -117,7 +120,9 @@ def differences(a: Result, b: Result) -> list[str]:
             found.append(f"{name}: {tuple(x.shape)} {x.dtype} against {tuple(y.shape)} {y.dtype}")
         elif not torch.equal(_bits(x), _bits(y)):
             kind = torch.complex128 if x.is_complex() else torch.float64
-            found.append(f"{name}: differs by up to {(x.to(kind) - y.to(kind)).abs().max().item():.3g}")
+            most = (x.to(kind) - y.to(kind)).abs().max().item()
+            where = (_bits(x) != _bits(y)).reshape(x.numel(), -1).any(1).reshape(x.shape).nonzero().tolist()
+            found.append(f"{name}: differs by up to {most:.3g} in {len(where)} of {x.numel()} elements, first {where[0]}")
     return sorted(found)
 
 
