@@ -3,6 +3,7 @@
     memory outside, the device's free memory     another amount than it was planned with, by more than a percent
     the last run's own peak                      above the budget: planned with that much less, unless that changes nothing
     its copies                                   slower than planned (step_link.py)
+    its host                                     slower than the device, and copies are why (step_host.py)
     what was asked for                           set_budget, set_slowdown
 
 A run's own peak is one that it raised between its first forward and the end of its last backward. What an optimizer takes
@@ -22,6 +23,7 @@ from graphoffload.compiler.device_limits import device_budget_now
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.rounds import Rounds
 from graphoffload.compiler.step_flight import OVERLAPS, seen_in_flight
+from graphoffload.compiler.step_host import HostSeen
 from graphoffload.compiler.step_link import LinkSeen
 from graphoffload.compiler.step_plan import Asked, StepPlan
 from graphoffload.compiler.step_ranks import Proposal
@@ -70,7 +72,7 @@ class Known:
     in_flight: microbatches at a time; overlaps: runs in a row that showed it. most: in the step that runs; steps: in the
     latest ones. flight_bytes: allocated when the first of those that were recorded last began. entering: calls that were
     running when it was learnt: until their backwards have ended, or cannot come, and none is in flight, nothing is recorded.
-    link: how fast its copies are.
+    link: how fast its copies are. host: whether it keeps up.
     """
 
     sequence: tuple[int, ...]
@@ -102,6 +104,7 @@ class Known:
     flight_bytes: int = 0
     entering: Sequence[StepCall] | None = None
     link: LinkSeen = field(default_factory=LinkSeen)
+    host: HostSeen = field(default_factory=HostSeen)
 
     @property
     def seen_together(self) -> bool:
@@ -116,6 +119,7 @@ class Known:
     def begin_goal(self) -> None:
         """Another goal was set: what plans for the last one took beyond its budget says nothing of this one."""
         self.excess, self.beyond = None, False
+        self.host.begin_goal()
         self.taken_bytes, self.excess_bytes = max(0, self.taken_bytes - self.excess_bytes), 0
 
     def fly(self, count: int, running: Sequence[StepCall] = ()) -> None:

@@ -29,14 +29,14 @@ from graphoffload.compiler.ranks import StoreFailed, ranks_text
 from graphoffload.compiler.rounds import Alone, Decided, Opened, Rounds, Solve
 from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, WARM, Known, why_again
 from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, with_families
-from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan, problem_of
+from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan, problem_of, solution_of
 from graphoffload.compiler.step_ranks import Proposal, is_missed, rounds_of, solved, taken, tell
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
 from graphoffload.facts.limits import Limits
 from graphoffload.log import log, say
 from graphoffload.options.config import OffloadConfig
-from graphoffload.planner.step.facts import StepFacts, shifted
+from graphoffload.planner.step.facts import StepFacts, StepProblem, shifted
 from graphoffload.planner.step.together import Decision, with_variants
 from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
@@ -88,11 +88,26 @@ def _why(known: Known, device: torch.device, last: StepRun | None) -> str | None
 
 
 def _why_slower(known: Known, last: StepRun | None) -> str:
-    """Whether the copies of the present plan are slower than it has them, and that matters."""
+    """Whether the copies of the present plan, or the host, are slower than it has them, and that matters."""
     plan, asked = known.plan, known.asked
     if last is None or plan is None or asked is None or known.followed <= WARM:
         return ""
-    return known.link.why_slower(plan, last, lambda: problem_of(_graphs(known.sequence), _facts_now(known), asked))
+    why = known.link.why_slower(plan, last, lambda: _problem_now(known, asked))
+    if why or known.rounds is not None or known.flies or not isinstance(asked.goal, KeepIfFits | MeetBudget):
+        return why
+    return known.host.why_other(plan, lambda: _without_copies_s(_problem_now(known, asked)))
+
+
+def _problem_now(known: Known, asked: Asked) -> StepProblem:
+    return problem_of(_graphs(known.sequence), _facts_now(known), asked)
+
+
+def _without_copies_s(problem: StepProblem) -> float | None:
+    """What the step would take by a plan that copies nothing; None: no such plan meets the goal."""
+    try:
+        return solution_of(replace(problem, host_budget_bytes=0), None).timeline.time_s
+    except BudgetError:
+        return None
 
 
 def _facts_now(known: Known) -> StepFacts:
@@ -261,11 +276,18 @@ def _make(known: Known, device: torch.device, proposal: Proposal, decision: Deci
     graphs, before, streams = _graphs(known.sequence), known.plan, _streams(device)
     known.followed = 0
     known.link.begin_plan()
+    known.host.begin_plan()
     asked = replace(proposal.asked, or_least=proposal.may_exceed)
+    if decision is None and not known.host.copies:
+        asked = replace(asked, or_least=False, host_budget_bytes=0)
     try:
         known.plan = make_step_plan(known.sequence, graphs, proposal.facts, asked, decision=decision)
     except BudgetError as error:
-        _refused(known, proposal, error)
+        if asked.host_budget_bytes == 0 and not known.host.copies:
+            known.host.allow_copies()
+            _make(known, device, proposal, None)
+        else:
+            _refused(known, proposal, error)
         return
     except (ShapeGuardError, PlanError) as error:
         if decision is not None and known.rounds is not None and isinstance(error, PlanError):

@@ -21,7 +21,7 @@ import torch
 
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.override import OVERRIDE
-from graphoffload.compiler.step_again import Known, learn_shortage
+from graphoffload.compiler.step_again import WARM, Known, learn_shortage
 from graphoffload.compiler.step_flight import OVERLAPS, microbatch_of
 from graphoffload.compiler.step_link import stop_timing
 from graphoffload.compiler.step_planning import RECORDED, collect_garbage, config_of, plan_if_due
@@ -117,6 +117,8 @@ def next_run(graph: Dispatched) -> StepRun:
         ),
     )
     run.room = graph.room(run)
+    if known is not None and known.plan is not None and known.followed >= WARM:
+        known.host.look(known.plan, run)
     with LOCK:  # a late backward of another thread may look at them
         for old in done:
             if not old.recording:

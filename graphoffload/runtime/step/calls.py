@@ -32,6 +32,7 @@ from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.early import Copy, reload_early
+from graphoffload.runtime.step.pace import Pace
 from graphoffload.runtime.step.schedule import START, Event, Mark, Room, Schedule
 from graphoffload.runtime.streams.copy_streams import streams_of
 from graphoffload.runtime.streams.protocol import CopyStreams
@@ -133,13 +134,13 @@ class StepRun:
     step: the sequence of calls that is expected, if it is known. flies: a forward of it is followed by other microbatches'.
     alive: all runs on the device that are not over, oldest first. outlived: younger ones that ended before it.
     start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended. room: what may stay.
-    twin: its copies are clones on the device, which no plan has.
+    twin: its copies are clones on the device, which no plan has. pace: looks at how fast it is; None: nobody does.
     """
 
     __slots__ = (
         "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "hooked", "learnt", "marks", "off",
-        "outlived", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes", "step", "streams", "tells",
-        "turned", "twin", "watches",
+        "outlived", "pace", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes", "step", "streams",
+        "tells", "turned", "twin", "watches",
     )  # fmt: skip
 
     def __init__(
@@ -167,14 +168,14 @@ class StepRun:
         self.settled, self.outlived, self.room = 0, 0, Room()
         self.start_peak_bytes = streams.allocated_bytes()[1] if streams is not None else 0
         self.peak_bytes, self.twin = 0, ACTIVE.twin
+        self.pace: Pace | None = None
         self.turned = self.off = self.aborted = self.learnt = self.tells = False
 
     def begin(self, graph: int) -> StepCall:
         """A forward of `graph` starts."""
         call = StepCall(self, len(self.calls), graph)
         self.calls.append(call)
-        if self.recording:
-            self._mark("forward", call)
+        self._mark("forward", call)
         return call
 
     def forward_ended(self, call: StepCall, outputs: Any, since: int) -> None:
@@ -191,13 +192,12 @@ class StepRun:
             self.aborted = True
         if self.recording:
             call.output_bytes = {} if node is None else autograd.output_bytes(outputs, node)
-            self._mark("forward end", call)
+        self._mark("forward end", call)
 
     def backward_began(self, call: StepCall, gradients: Sequence[Any] = ()) -> None:
         """The backward of a call starts, in autograd's thread; `gradients` of its outputs, before autograd fills in zeros."""
         call.began = True
-        if self.recording:
-            self._mark("backward", call, autograd.zeros_bytes(call.output_bytes, gradients))
+        self._mark("backward", call, autograd.zeros_bytes(call.output_bytes, gradients) if self.recording else 0)
         if not self.turned:
             self.turn()
         if call.schedule is not None:
@@ -209,10 +209,9 @@ class StepRun:
         self.ended.append(call.index)
         if call.index == 0 and self.streams is not None and not self.twin:
             self.peak_bytes = self.streams.allocated_bytes()[1]
-        if self.recording:
-            self._mark("backward end", call)
-            if call.index == 0 and self.streams is not None and len(self.calls) > 1:
-                self.streams.empty_cache()  # or an optimizer's first state lies in pieces of what activations left
+        self._mark("backward end", call)
+        if self.recording and call.index == 0 and self.streams is not None and len(self.calls) > 1:
+            self.streams.empty_cache()  # or an optimizer's first state lies in pieces of what activations left
 
     @property
     def is_nested(self) -> bool:
@@ -332,16 +331,17 @@ class StepRun:
             self.copies.clear()
 
     def _mark(self, kind: str, call: StepCall, soon_bytes: int = 0) -> None:
-        """Note this moment. soon_bytes: what is allocated at once after it, and counts as if it were already."""
-        allocated = peak = 0
-        event = None
-        if self.streams is not None:
-            allocated, peak = self.streams.allocated_bytes()
-            allocated += soon_bytes
-            event = self.streams.timed_event()
+        """Note this moment, if someone looks at the run. soon_bytes: allocated at once after it; they count as if they were."""
+        if self.pace is not None:
+            self.pace.mark(kind, call.index)
+        if not self.recording:
+            return
+        streams = self.streams
+        now, peak = (0, 0) if streams is None else streams.allocated_bytes()
+        event = None if streams is None else streams.timed_event()
         beside = list(self.beside())
         ours = self.ours_bytes() + sum(run.ours_bytes() for run in beside)
-        self.marks.append(Mark(kind, call.index, allocated, peak, ours, event, time.time_ns() // 1000, len(beside)))
+        self.marks.append(Mark(kind, call.index, now + soon_bytes, peak, ours, event, time.time_ns() // 1000, len(beside)))
 
 
 class Steps(threading.local):

@@ -42,6 +42,9 @@ class CopyEvent(Protocol):
 class Moment(Protocol):
     """A moment of the compute stream."""
 
+    def query(self) -> bool:
+        """Whether it was reached."""
+
     def synchronize(self) -> None:
         """Return when it is reached."""
 

@@ -1,0 +1,117 @@
+"""Whether the host keeps up with the plan of a step. If not, a plan that copies nothing may be faster.
+
+    a plan ──▶ runs that compile ──▶ a few runs are looked at, and the fastest counts
+       the device always has work, or the step takes what was predicted ──▶ nothing
+       else, and the step without copies would take less than it took ──▶ planned again without copies
+           no faster ──▶ planned again with copies, and left at that until another goal is set
+
+A tensor that is copied in some calls of a graph is four ops on the host in each of them. Time is predicted for a device that
+never waits for its host: what a host takes beside everything else that it does is not known before it was seen. So nothing is
+estimated here but the step without copies, and what comes of it is measured.
+
+Several ranks have one plan, and each has a host of its own: their plans are not looked at. Nor are microbatches in flight
+together, and plans for a slowdown: without copies they would free less memory than was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from graphoffload.compiler.step_plan import StepPlan
+from graphoffload.log import log
+from graphoffload.runtime.step.calls import StepRun
+from graphoffload.runtime.step.pace import Issued, Pace
+
+LOOKS = 3
+"""At a plan: runs whose fastest counts."""
+_TRIES = 8  # runs that are looked at until enough of them went by their plan
+_IDLE = 0.25
+_SLOWER = 1.05
+_WORTH = 0.02  # of the step: what a new plan may save is less
+
+
+@dataclass(slots=True)
+class HostSeen:
+    """What is known of the host of one sequence.
+
+    copies: whether its plans may copy. copied_s: what the step took by the plan that is compared with one without copies.
+    """
+
+    copies: bool = True
+    copied_s: float | None = None
+    _done: bool = False
+    _compared: bool = False
+    _tries: int = 0
+    _looked: tuple[Pace, StepRun] | None = None
+    _found: list[Issued] = field(default_factory=list)
+
+    def begin_plan(self) -> None:
+        """Another plan runs from now on."""
+        self._done, self._tries, self._looked, self._found = False, 0, None, []
+
+    def begin_goal(self) -> None:
+        """Another goal was set: what was compared for the last one says nothing of this one."""
+        self.begin_plan()
+        self.copies, self.copied_s, self._compared = True, None, False
+
+    def allow_copies(self) -> None:
+        """No plan meets the goal without copies any more."""
+        self.copies, self._compared = True, True
+
+    def look(self, plan: StepPlan, run: StepRun) -> None:
+        """A run by a plan begins: look at it, if something is still to be known."""
+        wanted = plan.solution.timeline.host_bytes > 0 if self.copies else self.copied_s is not None
+        if run.streams is None or self._done or self._compared or self._looked is not None or not wanted:
+            return
+        self._tries += 1
+        self._done = self._tries > _TRIES
+        if not self._done:
+            run.pace = Pace(run.streams)
+            self._looked = run.pace, run
+
+    def why_other(self, plan: StepPlan, without_s: Callable[[], float | None]) -> str:
+        """At the start of a run: why the step should be planned again, with copies or without; "" for no reason.
+
+        Args:
+            without_s: what the step would take without copies; None where no such plan meets the goal.
+        """
+        if self._looked is None or not self._looked[0].is_reached:
+            return ""
+        (pace, run), self._looked = self._looked, None
+        found = pace.found()
+        if found is None or run.plan is not plan or run.off:
+            return ""
+        self._found.append(found)
+        if len(self._found) < LOOKS:
+            return ""
+        self._done = True
+        fastest = min(self._found)
+        return self._why_without(plan, fastest, without_s) if self.copies else self._why_with(fastest)
+
+    def _why_without(self, plan: StepPlan, seen: Issued, without_s: Callable[[], float | None]) -> str:
+        planned_s = plan.solution.timeline.time_s
+        if seen.idle < _IDLE or seen.step_s <= _SLOWER * planned_s:
+            return ""
+        self._compared = True
+        instead_s = without_s()
+        said = f"the host took {_ms(seen.host_s)} to issue a step that was predicted to take {_ms(planned_s)}"
+        if instead_s is None or instead_s > (1.0 - _WORTH) * seen.step_s:
+            log.info("%s; without copies it would be no faster", said)
+            return ""
+        self.copies, self.copied_s, self._compared = False, seen.step_s, False
+        return f"{said}, and without copies {_ms(instead_s)}"
+
+    def _why_with(self, seen: Issued) -> str:
+        assert self.copied_s is not None
+        self._compared = True
+        said = f"without copies it took {_ms(seen.step_s)}, with them {_ms(self.copied_s)}"
+        if seen.step_s < self.copied_s:
+            log.info("the step is faster now: %s", said)
+            return ""
+        self.copies = True
+        return said
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

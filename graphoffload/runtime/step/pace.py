@@ -1,0 +1,59 @@
+"""How fast a run is issued by the host, and run by the device: seen while someone looks at it.
+
+    run.pace = pace = Pace(streams)   ... forwards and backwards begin and end ...   pace.found()
+
+Where the host is the limit, the device has run all that it was given by the time that the next forward or backward begins or
+ends. Where the device is the limit, or waits for a copy, it has not.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from graphoffload.runtime.streams.protocol import CopyStreams, Moment
+
+
+class Issued(NamedTuple):
+    """step_s: from the first forward to the end of the last backward, on the device. host_s: what the host took to issue that.
+    idle: the share of moments at which the device had nothing left to run."""
+
+    step_s: float
+    host_s: float
+    idle: float
+
+
+class Pace:
+    """What is seen of one run."""
+
+    def __init__(self, streams: CopyStreams) -> None:
+        self._streams = streams
+        self._first: Moment | None = None
+        self._last: Moment | None = None
+        self._began_s = self._ended_s = 0.0
+        self._moments = self._idle = 0
+        self._whole = False
+
+    def mark(self, kind: str, call: int) -> None:
+        """A forward or backward begins or ends, as `Mark.kind` has it."""
+        now_s, last = time.perf_counter(), self._last
+        if last is not None:
+            self._moments += 1
+            self._idle += last.query()
+        self._last = self._streams.timed_event()
+        if self._first is None:
+            self._first, self._began_s = self._last, now_s
+        if kind == "backward end" and call == 0:
+            self._whole, self._ended_s = True, now_s
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has run all of it."""
+        return self._last is None or self._last.query()
+
+    def found(self) -> Issued | None:
+        """What was seen; None for a run that did not come to its end."""
+        if not self._whole or self._first is None or self._last is None:
+            return None
+        step_s = self._first.elapsed_time(self._last) / 1e3
+        return Issued(step_s, self._ended_s - self._began_s, self._idle / self._moments)

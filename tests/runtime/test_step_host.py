@@ -1,0 +1,184 @@
+"""A host that does not keep up with a planned step: seen, and planned again without copies where that is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from lazy import LazyStreams, afresh, clean_slate, once
+
+import graphoffload
+from graphoffload.compiler.step_host import LOOKS
+from graphoffload.runtime.step.pace import Issued, Pace
+from tests.runtime.stepping import Model, assert_equal, batch, budget_at, compiled, fresh, kept, lazy, plan_now, slow_link, step
+
+__all__ = ["afresh", "clean_slate", "lazy", "once"]
+
+RATE = 1e9
+STEPS = 24
+SLOW = Issued(step_s=10.0, host_s=10.0, idle=1.0)
+"""No planned step of these models takes as long."""
+
+
+@dataclasses.dataclass
+class Moment:
+    """Of a compute stream, and whether it was reached."""
+
+    at_ms: float
+    reached: bool = True
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody waits")
+
+    def elapsed_time(self, end: Moment, /) -> float:
+        return end.at_ms - self.at_ms
+
+
+class Streams(LazyStreams):
+    """Whose moments a test gives."""
+
+    def __init__(self, *moments: Moment) -> None:
+        super().__init__()
+        self.moments = iter(moments)
+
+    def timed_event(self) -> Moment:  # type: ignore[override]
+        return next(self.moments)
+
+
+def seen(*moments: Moment, kinds: tuple[tuple[str, int], ...]) -> Pace:
+    pace = Pace(Streams(*moments))
+    for kind, call in kinds:
+        pace.mark(kind, call)
+    return pace
+
+
+RUN = (("forward", 0), ("forward end", 0), ("backward", 0), ("backward end", 0))
+
+
+def test_a_device_that_is_behind_its_host_is_not_idle() -> None:
+    late = [Moment(float(at), reached=False) for at in (1, 2, 3)]
+    pace = seen(*late, Moment(5.0), kinds=RUN)
+    found = pace.found()
+    assert found is not None
+    assert (found.step_s, found.idle) == (pytest.approx(4e-3), 0.0)
+    pace = seen(Moment(1.0), late[1], Moment(3.0), Moment(5.0), kinds=RUN)
+    found = pace.found()
+    assert found is not None
+    assert found.idle == pytest.approx(2 / 3)
+    assert found.host_s > 0.0
+
+
+def test_a_run_that_did_not_end_has_no_pace() -> None:
+    last = Moment(3.0, reached=False)
+    pace = seen(Moment(1.0), Moment(2.0), last, kinds=RUN[:3])
+    assert not pace.is_reached
+    last.reached = True
+    assert pace.is_reached
+    assert pace.found() is None
+    assert Pace(Streams()).found() is None
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Issued]:
+    """What looks find, one after the other; the last one again and again."""
+    seen = [SLOW]
+    looks = itertools.count()
+    monkeypatch.setattr(Pace, "found", lambda _: seen[min(next(looks), len(seen) - 1)])
+    return seen
+
+
+def train(capfd: pytest.CaptureFixture[str], share: float = 0.5, steps: int = STEPS) -> tuple[Model, list[str]]:
+    """Steps within a budget; their gradients are those of keep-all. The lines that say that it was planned again."""
+    model = fresh()
+    (expected,) = kept(model, [batch()])
+    compiled(model, budget_at(share), hardware=slow_link(RATE))
+    for _ in range(steps):
+        assert_equal(step(model, batch()), expected)
+    return model, [line for line in capfd.readouterr().err.splitlines() if "planned again" in line]
+
+
+def copied_bytes() -> int:
+    plan = plan_now()
+    assert plan is not None
+    return plan.solution.timeline.host_bytes
+
+
+def test_a_slow_host_gets_a_plan_without_copies(
+    lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]
+) -> None:
+    found += [SLOW] * LOOKS + [SLOW._replace(step_s=9.0)]
+    _, lines = train(capfd)
+    assert len(lines) == 1
+    assert "planned again: the host took 10000.0 ms to issue a step that was predicted to take" in lines[0]
+    assert not copied_bytes()
+
+
+def test_what_is_no_faster_is_taken_back(lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]) -> None:
+    """Once, and for good."""
+    _, lines = train(capfd)
+    assert [line.split("planned again: ")[1].split(" took")[0] for line in lines] == ["the host", "without copies it"]
+    assert copied_bytes()
+
+
+@pytest.mark.parametrize("idle", [0.0, 0.2])
+def test_a_busy_device_is_no_reason(
+    idle: float, lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]
+) -> None:
+    found[0] = SLOW._replace(idle=idle)
+    assert train(capfd)[1] == []
+
+
+def test_a_step_as_fast_as_predicted_is_no_reason(
+    lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]
+) -> None:
+    found[0] = SLOW._replace(step_s=0.0)
+    assert train(capfd)[1] == []
+
+
+def test_one_disturbed_run_is_no_reason(lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]) -> None:
+    """The fastest counts."""
+    found.append(SLOW._replace(step_s=0.0))
+    found.append(SLOW)
+    assert train(capfd)[1] == []
+
+
+def test_the_budget_comes_first(lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]) -> None:
+    """Where no plan without copies meets it, the one with copies stays."""
+    _, lines = train(capfd, share=0.0)
+    assert lines == []
+    assert copied_bytes()
+
+
+def test_less_memory_brings_copies_back(lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]) -> None:
+    """A plan without copies that no longer fits is none."""
+    found += [SLOW] * LOOKS + [SLOW._replace(step_s=9.0)]
+    model, _ = train(capfd)
+    assert not copied_bytes()
+    (expected,) = kept(fresh(), [batch()])
+    graphoffload.set_budget(budget_at(0.0))
+    assert_equal(step(model, batch()), expected)
+    assert copied_bytes()
+
+
+def test_another_goal_is_looked_at_afresh(lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]) -> None:
+    model, lines = train(capfd)
+    assert len(lines) == 2
+    graphoffload.set_budget(budget_at(0.6))
+    for _ in range(STEPS):
+        step(model, batch())
+    again = [line for line in capfd.readouterr().err.splitlines() if "planned again" in line]
+    assert ["another goal was set" in line for line in again] == [True, False, False]
+
+
+def test_a_slowdown_is_left_alone(lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]) -> None:
+    """Without copies it would free less than was asked for."""
+    model = fresh()
+    compiled(model, "auto", max_slowdown=0.5, hardware=slow_link(RATE))
+    for _ in range(STEPS):
+        step(model, batch())
+    assert "planned again" not in capfd.readouterr().err
+    assert copied_bytes()
