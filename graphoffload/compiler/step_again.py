@@ -29,7 +29,7 @@ from graphoffload.compiler.step_plan import Asked, StepPlan
 from graphoffload.compiler.step_ranks import Proposal
 from graphoffload.compiler.step_rise import Rise
 from graphoffload.errors import BudgetExceededWarning, warn
-from graphoffload.facts.goals import UNMEASURABLE
+from graphoffload.facts.goals import UNMEASURABLE, KeepIfFits, MeetBudget
 from graphoffload.planner.step.facts import StepFacts
 from graphoffload.runtime.step.calls import StepCall, StepRun
 from graphoffload.units import format_bytes
@@ -110,6 +110,12 @@ class Known:
     def seen_together(self) -> bool:
         """Whether a recorded run had as many microbatches beside it as there are at a time."""
         return any(seen_in_flight(run) >= self.in_flight for run in self.runs)
+
+    @property
+    def host_counts(self) -> bool:
+        """Whether its host is looked at (step_host.py)."""
+        goal = None if self.asked is None else self.asked.goal
+        return self.rounds is None and not self.flies and isinstance(goal, KeepIfFits | MeetBudget)
 
     @property
     def flies(self) -> bool:

@@ -62,7 +62,7 @@ class HostSeen:
     def look(self, plan: StepPlan, run: StepRun) -> None:
         """A run by a plan begins: look at it, if something is still to be known."""
         wanted = plan.solution.timeline.host_bytes > 0 if self.copies else self.copied_s is not None
-        if run.streams is None or self._done or self._compared or self._looked is not None or not wanted:
+        if run.streams is None or run.twin or self._done or self._compared or self._looked is not None or not wanted:
             return
         self._tries += 1
         self._done = self._tries > _TRIES

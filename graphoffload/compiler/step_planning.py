@@ -93,7 +93,7 @@ def _why_slower(known: Known, last: StepRun | None) -> str:
     if last is None or plan is None or asked is None or known.followed <= WARM:
         return ""
     why = known.link.why_slower(plan, last, lambda: _problem_now(known, asked))
-    if why or known.rounds is not None or known.flies or not isinstance(asked.goal, KeepIfFits | MeetBudget):
+    if why or not known.host_counts:
         return why
     return known.host.why_other(plan, lambda: _without_copies_s(_problem_now(known, asked)))
 

@@ -117,7 +117,7 @@ def next_run(graph: Dispatched) -> StepRun:
         ),
     )
     run.room = graph.room(run)
-    if known is not None and known.plan is not None and known.followed >= WARM:
+    if known is not None and known.plan is not None and known.followed >= WARM and known.host_counts:
         known.host.look(known.plan, run)
     with LOCK:  # a late backward of another thread may look at them
         for old in done:

@@ -6,10 +6,13 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 from lazy import LazyStreams, afresh, clean_slate, once
 
 import graphoffload
 from graphoffload.compiler.step_host import LOOKS
+from graphoffload.runtime import twin_copies
+from graphoffload.runtime.step.calls import STEPS as STEPS_OF
 from graphoffload.runtime.step.pace import Issued, Pace
 from tests.runtime.stepping import Model, assert_equal, batch, budget_at, compiled, fresh, kept, lazy, plan_now, slow_link, step
 
@@ -182,3 +185,20 @@ def test_a_slowdown_is_left_alone(lazy: LazyStreams, found: list[Issued], capfd:
         step(model, batch())
     assert "planned again" not in capfd.readouterr().err
     assert copied_bytes()
+
+
+def test_what_says_nothing_of_the_host_is_not_looked_at(
+    lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Steps whose copies are clones, which take compute's time."""
+    model = fresh()
+    compiled(model, budget_at(0.5), hardware=slow_link(RATE))
+    for _ in range(4):
+        step(model, batch())
+    with twin_copies():
+        for _ in range(STEPS):
+            step(model, batch())
+    assert "planned again" not in capfd.readouterr().err
+    run = STEPS_OF.of(torch.device("cpu"))
+    assert run is not None
+    assert run.pace is None
