@@ -133,6 +133,7 @@ class Known:
         if count != self.in_flight:
             self.in_flight, self.entering, self.rounds, self.proposal = count, running, None, None
             self.facts, self.plan, self.runs = None, None, []
+            self.host = HostSeen()
             self.overlaps = self.overlaps if self.flies else 0
             self.steps.clear()
 

@@ -10,7 +10,8 @@ never waits for its host: what a host takes beside everything else that it does 
 estimated here but the step without copies, and what comes of it is measured.
 
 Several ranks have one plan, and each has a host of its own: their plans are not looked at. Nor are microbatches in flight
-together, and plans for a slowdown: without copies they would free less memory than was asked for.
+together, and plans for a slowdown: without copies they would free less memory than was asked for. MLPs in slices, which round
+gradients otherwise, are no way to do without copies.
 """
 
 from __future__ import annotations
@@ -46,23 +47,31 @@ class HostSeen:
     _looked: tuple[Pace, StepRun] | None = None
     _found: list[Issued] = field(default_factory=list)
 
-    def begin_plan(self) -> None:
-        """Another plan runs from now on."""
+    def begin_plan(self, *, followed: bool = False) -> None:
+        """Another plan runs from now on. followed: other ranks made it as well, and it may copy."""
         self._done, self._tries, self._looked, self._found = False, 0, None, []
+        if followed:
+            self.copies, self.copied_s, self._compared = True, None, False
 
     def begin_goal(self) -> None:
         """Another goal was set: what was compared for the last one says nothing of this one."""
         self.begin_plan()
         self.copies, self.copied_s, self._compared = True, None, False
 
+    def is_faster(self, plan: StepPlan) -> bool:
+        """Whether a plan without copies is predicted to take less than the step took with them."""
+        return self.copied_s is None or plan.solution.timeline.time_s < self.copied_s
+
     def allow_copies(self) -> None:
-        """No plan meets the goal without copies any more."""
+        """No plan without copies meets the goal any more, or it would be slower than with them, or cannot be compiled."""
         self.copies, self._compared = True, True
 
     def look(self, plan: StepPlan, run: StepRun) -> None:
         """A run by a plan begins: look at it, if something is still to be known."""
         wanted = plan.solution.timeline.host_bytes > 0 if self.copies else self.copied_s is not None
-        if run.streams is None or run.twin or self._done or self._compared or self._looked is not None or not wanted:
+        if not wanted or self._done or self._compared or self._looked is not None:
+            return
+        if run.streams is None or run.twin or run.streams.capturing():  # no capture survives a question of what was reached
             return
         self._tries += 1
         self._done = self._tries > _TRIES

@@ -36,7 +36,8 @@ from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget,
 from graphoffload.facts.limits import Limits
 from graphoffload.log import log, say
 from graphoffload.options.config import OffloadConfig
-from graphoffload.planner.step.facts import StepFacts, StepProblem, shifted
+from graphoffload.planner.step.facts import StepFacts, shifted
+from graphoffload.planner.step.solve import without_slices
 from graphoffload.planner.step.together import Decision, with_variants
 from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
@@ -84,30 +85,39 @@ def _why(known: Known, device: torch.device, last: StepRun | None) -> str | None
     """The reason of this rank's own; "" for a first plan, None for none."""
     if known.plan is None:
         return "" if known.facts is None else GOAL_WAS_SET
-    return why_again(known, device, last) or _why_slower(known, last) or None
+    return why_again(known, device, last) or _why_slower(known, device, last) or None
 
 
-def _why_slower(known: Known, last: StepRun | None) -> str:
+def _why_slower(known: Known, device: torch.device, last: StepRun | None) -> str:
     """Whether the copies of the present plan, or the host, are slower than it has them, and that matters."""
     plan, asked = known.plan, known.asked
     if last is None or plan is None or asked is None or known.followed <= WARM:
         return ""
-    why = known.link.why_slower(plan, last, lambda: _problem_now(known, asked))
+    why = known.link.why_slower(plan, last, lambda: problem_of(_graphs(known.sequence), _facts_now(known), asked))
     if why or not known.host_counts:
         return why
-    return known.host.why_other(plan, lambda: _without_copies_s(_problem_now(known, asked)))
+    return known.host.why_other(plan, lambda: _without_copies_s(known, device, asked))
 
 
-def _problem_now(known: Known, asked: Asked) -> StepProblem:
-    return problem_of(_graphs(known.sequence), _facts_now(known), asked)
-
-
-def _without_copies_s(problem: StepProblem) -> float | None:
-    """What the step would take by a plan that copies nothing; None: no such plan meets the goal."""
+def _without_copies_s(known: Known, device: torch.device, asked: Asked) -> float | None:
+    """What the step would take by a plan that copies nothing, if it were made now; None: no such plan meets the goal."""
+    assert known.facts is not None
+    facts, asked = _without_copies(shifted(known.facts, _allocated_bytes(known, device) - known.start_bytes), asked)
     try:
-        return solution_of(replace(problem, host_budget_bytes=0), None).timeline.time_s
+        return solution_of(problem_of(_graphs(known.sequence), facts, asked), None).timeline.time_s
     except BudgetError:
         return None
+
+
+def _without_copies(facts: StepFacts, asked: Asked) -> tuple[StepFacts, Asked]:
+    """The same step for a plan that copies nothing, and rounds as one with copies does."""
+    return without_slices(facts), replace(asked, or_least=False, host_budget_bytes=0)
+
+
+def _allocated_bytes(known: Known, device: torch.device) -> int:
+    """What is allocated on the device now, with what will be until the optimizer steps."""
+    streams = _streams(device)
+    return (streams.allocated_bytes()[0] if streams is not None else 0) + known.rise.ahead_bytes
 
 
 def _facts_now(known: Known) -> StepFacts:
@@ -259,8 +269,7 @@ def _prepared(known: Known, device: torch.device, why: str) -> Proposal | None:
         return None
     assert known.facts is not None
     known.facts = with_families(known.facts, graphs)
-    streams = _streams(device)
-    known.planned_bytes = (streams.allocated_bytes()[0] if streams is not None else 0) + known.rise.ahead_bytes
+    known.planned_bytes = _allocated_bytes(known, device)
     known.version, known.asked, known.followed = OVERRIDE.version, asked, 0
     known.freed = 0
     facts = _facts_now(known)
@@ -276,35 +285,46 @@ def _make(known: Known, device: torch.device, proposal: Proposal, decision: Deci
     graphs, before, streams = _graphs(known.sequence), known.plan, _streams(device)
     known.followed = 0
     known.link.begin_plan()
-    known.host.begin_plan()
-    asked = replace(proposal.asked, or_least=proposal.may_exceed)
-    if decision is None and not known.host.copies:
-        asked = replace(asked, or_least=False, host_budget_bytes=0)
-    try:
-        known.plan = make_step_plan(known.sequence, graphs, proposal.facts, asked, decision=decision)
-    except BudgetError as error:
-        if asked.host_budget_bytes == 0 and not known.host.copies:
-            known.host.allow_copies()
-            _make(known, device, proposal, None)
-        else:
+    known.host.begin_plan(followed=decision is not None)
+    plan = None if known.host.copies else _plan_without_copies(known, graphs, proposal)
+    if plan is None:
+        asked = replace(proposal.asked, or_least=proposal.may_exceed)
+        try:
+            plan = make_step_plan(known.sequence, graphs, proposal.facts, asked, decision=decision)
+        except BudgetError as error:
             _refused(known, proposal, error)
-        return
-    except (ShapeGuardError, PlanError) as error:
-        if decision is not None and known.rounds is not None and isinstance(error, PlanError):
-            known.rounds.peers.warn_misfit(who["rank"], error)
-            _make(known, device, proposal, None)
-        else:
-            _give_up(known, error)
-        return
-    if streams is not None and (before is None or before.calls != known.plan.calls):
+            return
+        except (ShapeGuardError, PlanError) as error:
+            if decision is not None and known.rounds is not None and isinstance(error, PlanError):
+                known.rounds.peers.warn_misfit(who["rank"], error)
+                _make(known, device, proposal, None)
+            else:
+                _give_up(known, error)
+            return
+    known.plan = plan
+    if streams is not None and (before is None or before.calls != plan.calls):
         streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones
     ranks = who["ranks"] if decision is not None else []
     common = f"; one plan for {ranks_text(ranks)}" if len(ranks) > 1 else ""
-    line = known.plan.summary + common + (f"; planned again: {proposal.why}" if proposal.why else "")
+    line = plan.summary + common + (f"; planned again: {proposal.why}" if proposal.why else "")
     first = known.rounds is None or not ranks or known.rounds.peers.rank == min(ranks)
     (say if first else log.info)(line)
     if proposal.may_exceed:
-        _warn_of_excess(known.plan, proposal.asked, proposal.why)
+        _warn_of_excess(plan, proposal.asked, proposal.why)
+
+
+def _plan_without_copies(known: Known, graphs: Sequence[Dispatched], proposal: Proposal) -> StepPlan | None:
+    """None: that does not fit, or is no faster than with copies, or cannot be compiled. They are back from then on."""
+    facts, asked = _without_copies(proposal.facts, proposal.asked)
+    try:
+        plan = make_step_plan(known.sequence, graphs, facts, asked)
+    except (BudgetError, ShapeGuardError, PlanError) as error:
+        log.info("there is no plan without copies any more: %s", error)
+    else:
+        if known.host.is_faster(plan):
+            return plan
+    known.host.allow_copies()
+    return None
 
 
 def _refused(known: Known, proposal: Proposal, error: BudgetError) -> None:

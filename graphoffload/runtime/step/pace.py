@@ -2,8 +2,8 @@
 
     run.pace = pace = Pace(streams)   ... forwards and backwards begin and end ...   pace.found()
 
-Where the host is the limit, the device has run all that it was given by the time that the next forward or backward begins or
-ends. Where the device is the limit, or waits for a copy, it has not.
+Where the host is the limit, the device has reached what was there one moment ago by the time that the next forward or backward
+begins or ends: it is less than one call behind. Where the device is the limit, or waits for a copy, it is further behind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphoffload.runtime.streams.protocol import CopyStreams, Moment
 
 class Issued(NamedTuple):
     """step_s: from the first forward to the end of the last backward, on the device. host_s: what the host took to issue that.
-    idle: the share of moments at which the device had nothing left to run."""
+    idle: the share of moments at which the device was less than one call behind."""
 
     step_s: float
     host_s: float
@@ -35,7 +35,9 @@ class Pace:
         self._whole = False
 
     def mark(self, kind: str, call: int) -> None:
-        """A forward or backward begins or ends, as `Mark.kind` has it."""
+        """A forward or backward begins or ends, as `Mark.kind` has it. What comes later, or in a capture, is no part of it."""
+        if self._whole or self._streams.capturing():
+            return
         now_s, last = time.perf_counter(), self._last
         if last is not None:
             self._moments += 1
@@ -48,8 +50,8 @@ class Pace:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the device has run all of it."""
-        return self._last is None or self._last.query()
+        """Whether the device has run all of it. False during a capture, which asking an event would end."""
+        return not self._streams.capturing() and (self._last is None or self._last.query())
 
     def found(self) -> Issued | None:
         """What was seen; None for a run that did not come to its end."""
