@@ -44,7 +44,7 @@ class HostSeen:
     _done: bool = False
     _compared: bool = False
     _tries: int = 0
-    _looked: tuple[Pace, StepRun] | None = None
+    _looked: Pace | None = None
     _found: list[Issued] = field(default_factory=list)
 
     def begin_plan(self, *, followed: bool = False) -> None:
@@ -76,8 +76,7 @@ class HostSeen:
         self._tries += 1
         self._done = self._tries > _TRIES
         if not self._done:
-            run.pace = Pace(run.streams)
-            self._looked = run.pace, run
+            run.pace = self._looked = Pace(run.streams)
 
     def why_other(self, plan: StepPlan, without_s: Callable[[], float | None]) -> str:
         """At the start of a run: why the step should be planned again, with copies or without; "" for no reason.
@@ -85,11 +84,10 @@ class HostSeen:
         Args:
             without_s: what the step would take without copies; None where no such plan meets the goal.
         """
-        if self._looked is None or not self._looked[0].is_reached:
+        if self._looked is None or not self._looked.is_reached:
             return ""
-        (pace, run), self._looked = self._looked, None
-        found = pace.found()
-        if found is None or run.plan is not plan or run.off:
+        found, self._looked = self._looked.found(), None
+        if found is None:
             return ""
         self._found.append(found)
         if len(self._found) < LOOKS:

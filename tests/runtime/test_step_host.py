@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from typing import Any
 
@@ -16,6 +17,7 @@ from graphoffload.compiler.step_host import LOOKS, HostSeen
 from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.step.calls import STEPS as STEPS_OF
+from graphoffload.runtime.step.calls import StepRun
 from graphoffload.runtime.step.pace import Issued, Pace
 from graphoffload.torch_internals.dynamo import ShapeGuardError
 from tests.runtime.stepping import Model, assert_equal, batch, budget_at, compiled, fresh, kept, lazy, plan_now, slow_link, step
@@ -298,3 +300,16 @@ def test_a_second_backward_is_no_part_of_a_run() -> None:
     found = pace.found()
     assert found is not None
     assert found.step_s == pytest.approx(3e-3)
+
+
+def test_a_run_that_left_its_plan_is_none_and_is_not_held(lazy: LazyStreams) -> None:
+    streams = Streams(*(Moment(float(at)) for at in range(4)))
+    run = StepRun(streams, recording=False)
+    run.pace = pace = Pace(streams)
+    pace.mark(*RUN[0])
+    run.leave_plan()
+    for kind, call in RUN[1:]:
+        if run.pace is not None:
+            run.pace.mark(kind, call)
+    assert pace.found() is None
+    assert not [held for held in gc.get_referents(pace) if isinstance(held, StepRun)]

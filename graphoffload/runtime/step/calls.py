@@ -274,7 +274,7 @@ class StepRun:
 
     def leave_plan(self) -> None:
         """The calls are not those of the plan: nothing stays pending from now on."""
-        self.off = self.hooked = True
+        self.off, self.hooked, self.pace = True, True, None
         self.settle(len(self.copies))
 
     def rest(self) -> None:

@@ -54,7 +54,7 @@ class Pace:
         return not self._streams.capturing() and (self._last is None or self._last.query())
 
     def found(self) -> Issued | None:
-        """What was seen; None for a run that did not come to its end."""
+        """What was seen; None for a run that left its plan, or did not come to its end."""
         if not self._whole or self._first is None or self._last is None:
             return None
         step_s = self._first.elapsed_time(self._last) / 1e3
