@@ -125,7 +125,7 @@ class Known:
     def begin_goal(self) -> None:
         """Another goal was set: what plans for the last one took beyond its budget says nothing of this one."""
         self.excess, self.beyond = None, False
-        self.host.begin_goal()
+        self.host = HostSeen()
         self.taken_bytes, self.excess_bytes = max(0, self.taken_bytes - self.excess_bytes), 0
 
     def fly(self, count: int, running: Sequence[StepCall] = ()) -> None:

@@ -36,47 +36,42 @@ _WORTH = 0.02  # of the step: what a new plan may save is less
 class HostSeen:
     """What is known of the host of one sequence.
 
-    copies: whether its plans may copy. copied_s: what the step took by the plan that is compared with one without copies.
+    copied_s: what the step took with copies, where it is planned without; None: plans may copy.
     """
 
-    copies: bool = True
     copied_s: float | None = None
-    _done: bool = False
     _compared: bool = False
     _tries: int = 0
     _looked: Pace | None = None
     _found: list[Issued] = field(default_factory=list)
 
-    def begin_plan(self, *, followed: bool = False) -> None:
-        """Another plan runs from now on. followed: other ranks made it as well, and it may copy."""
-        self._done, self._tries, self._looked, self._found = False, 0, None, []
-        if followed:
-            self.copies, self.copied_s, self._compared = True, None, False
+    @property
+    def copies(self) -> bool:
+        """Whether its plans may copy."""
+        return self.copied_s is None
 
-    def begin_goal(self) -> None:
-        """Another goal was set: what was compared for the last one says nothing of this one."""
-        self.begin_plan()
-        self.copies, self.copied_s, self._compared = True, None, False
+    def begin_plan(self) -> None:
+        """Another plan runs from now on."""
+        self._tries, self._looked, self._found = 0, None, []
 
     def is_faster(self, plan: StepPlan) -> bool:
         """Whether a plan without copies is predicted to take less than the step took with them."""
-        return self.copied_s is None or plan.solution.timeline.time_s < self.copied_s
+        return self.copied_s is not None and plan.solution.timeline.time_s < self.copied_s
 
     def allow_copies(self) -> None:
-        """No plan without copies meets the goal any more, or it would be slower than with them, or cannot be compiled."""
-        self.copies, self._compared = True, True
+        """Plans may copy until another goal is set: doing without is no better, or not possible any more."""
+        self.copied_s, self._compared = None, True
 
     def look(self, plan: StepPlan, run: StepRun) -> None:
         """A run by a plan begins: look at it, if something is still to be known."""
-        wanted = plan.solution.timeline.host_bytes > 0 if self.copies else self.copied_s is not None
-        if not wanted or self._done or self._compared or self._looked is not None:
+        if self._compared or self._looked is not None or self._tries == _TRIES:
+            return
+        if self.copies and not plan.solution.timeline.host_bytes:
             return
         if run.streams is None or run.twin or run.streams.capturing():  # no capture survives a question of what was reached
             return
         self._tries += 1
-        self._done = self._tries > _TRIES
-        if not self._done:
-            run.pace = self._looked = Pace(run.streams)
+        run.pace = self._looked = Pace(run.streams)
 
     def why_other(self, plan: StepPlan, without_s: Callable[[], float | None]) -> str:
         """At the start of a run: why the step should be planned again, with copies or without; "" for no reason.
@@ -92,31 +87,31 @@ class HostSeen:
         self._found.append(found)
         if len(self._found) < LOOKS:
             return ""
-        self._done = True
-        fastest = min(self._found)
-        return self._why_without(plan, fastest, without_s) if self.copies else self._why_with(fastest)
+        self._tries, fastest = _TRIES, min(self._found)
+        if self.copied_s is None:
+            return self._why_without(plan, fastest, without_s)
+        return self._why_with(fastest, self.copied_s)
 
     def _why_without(self, plan: StepPlan, seen: Issued, without_s: Callable[[], float | None]) -> str:
         planned_s = plan.solution.timeline.time_s
         if seen.idle < _IDLE or seen.step_s <= _SLOWER * planned_s:
             return ""
-        self._compared = True
         instead_s = without_s()
         said = f"the host took {_ms(seen.host_s)} to issue a step that was predicted to take {_ms(planned_s)}"
         if instead_s is None or instead_s > (1.0 - _WORTH) * seen.step_s:
             log.info("%s; without copies it would be no faster", said)
+            self._compared = True
             return ""
-        self.copies, self.copied_s, self._compared = False, seen.step_s, False
+        self.copied_s = seen.step_s
         return f"{said}, and without copies {_ms(instead_s)}"
 
-    def _why_with(self, seen: Issued) -> str:
-        assert self.copied_s is not None
-        self._compared = True
-        said = f"without copies it took {_ms(seen.step_s)}, with them {_ms(self.copied_s)}"
-        if seen.step_s < self.copied_s:
+    def _why_with(self, seen: Issued, copied_s: float) -> str:
+        said = f"without copies it took {_ms(seen.step_s)}, with them {_ms(copied_s)}"
+        if seen.step_s < copied_s:
             log.info("the step is faster now: %s", said)
+            self._compared = True
             return ""
-        self.copies = True
+        self.allow_copies()
         return said
 
 

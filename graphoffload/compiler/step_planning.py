@@ -29,6 +29,7 @@ from graphoffload.compiler.ranks import StoreFailed, ranks_text
 from graphoffload.compiler.rounds import Alone, Decided, Opened, Rounds, Solve
 from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, WARM, Known, why_again
 from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, with_families
+from graphoffload.compiler.step_host import HostSeen
 from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan, problem_of, solution_of
 from graphoffload.compiler.step_ranks import Proposal, is_missed, rounds_of, solved, taken, tell
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
@@ -285,7 +286,10 @@ def _make(known: Known, device: torch.device, proposal: Proposal, decision: Deci
     graphs, before, streams = _graphs(known.sequence), known.plan, _streams(device)
     known.followed = 0
     known.link.begin_plan()
-    known.host.begin_plan(followed=decision is not None)
+    if decision is None:
+        known.host.begin_plan()
+    else:  # what all ranks do may copy
+        known.host = HostSeen()
     plan = None if known.host.copies else _plan_without_copies(known, graphs, proposal)
     if plan is None:
         asked = replace(proposal.asked, or_least=proposal.may_exceed)

@@ -52,6 +52,26 @@ class Model(nn.Module):
         return self.head(x)
 
 
+@dataclasses.dataclass
+class Moment:
+    """An event on a stream, and whether it was reached."""
+
+    at_ms: float
+    reached: bool = True
+
+    def query(self) -> bool:
+        """Whether it was reached."""
+        return self.reached
+
+    def synchronize(self) -> None:
+        """What is tested here asks, and waits for nothing."""
+        raise AssertionError("nobody waits")
+
+    def elapsed_time(self, end: Moment, /) -> float:
+        """As torch.cuda.Event."""
+        return end.at_ms - self.at_ms
+
+
 class Wide(nn.Module):
     """One class of blocks in several sizes."""
 
@@ -205,3 +225,20 @@ def planned(share: float = 0.1, **options: Any) -> tuple[Model, list[Tensor | No
         assert_equal(step(model, batch()), expected)
     assert plan_now() is not None
     return model, expected
+
+
+def lines_of_plans_again(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines since the last call that say that a step was planned again."""
+    return [line for line in capfd.readouterr().err.splitlines() if "planned again" in line]
+
+
+def trained(
+    capfd: pytest.CaptureFixture[str], steps: int, share: float = 0.5, bytes_per_s: float = 1e9
+) -> tuple[Model, list[str]]:
+    """A model after steps within a budget, on a slow link; their gradients are those of keep-all. Its lines of plans again."""
+    model = fresh()
+    (expected,) = kept(model, [batch()])
+    compiled(model, budget_at(share), hardware=slow_link(bytes_per_s))
+    for _ in range(steps):
+        assert_equal(step(model, batch()), expected)
+    return model, lines_of_plans_again(capfd)

@@ -5,22 +5,42 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lazy import LazyStreams, afresh, clean_slate, once
 
 import graphoffload
 from graphoffload.compiler import step_host, step_planning
 from graphoffload.compiler.step_again import Known, learn_shortage
 from graphoffload.compiler.step_host import LOOKS, HostSeen
+from graphoffload.compiler.step_plan import Asked
 from graphoffload.compiler.step_runs import _PLANNER
+from graphoffload.errors import BudgetError
+from graphoffload.facts.goals import KeepIfFits
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.step.calls import STEPS as STEPS_OF
 from graphoffload.runtime.step.calls import StepRun
 from graphoffload.runtime.step.pace import Issued, Pace
 from graphoffload.torch_internals.dynamo import ShapeGuardError
-from tests.runtime.stepping import Model, assert_equal, batch, budget_at, compiled, fresh, kept, lazy, plan_now, slow_link, step
+from tests.runtime.stepping import (
+    Model,
+    Moment,
+    assert_equal,
+    batch,
+    budget_at,
+    compiled,
+    fresh,
+    kept,
+    lazy,
+    lines_of_plans_again,
+    plan_now,
+    slow_link,
+    step,
+    trained,
+)
 
 __all__ = ["afresh", "clean_slate", "lazy", "once"]
 
@@ -28,23 +48,6 @@ RATE = 1e9
 STEPS = 24
 SLOW = Issued(step_s=10.0, host_s=10.0, idle=1.0)
 """No planned step of these models takes as long."""
-
-
-@dataclasses.dataclass
-class Moment:
-    """Of a compute stream, and whether it was reached."""
-
-    at_ms: float
-    reached: bool = True
-
-    def query(self) -> bool:
-        return self.reached
-
-    def synchronize(self) -> None:
-        raise AssertionError("nobody waits")
-
-    def elapsed_time(self, end: Moment, /) -> float:
-        return end.at_ms - self.at_ms
 
 
 class Streams(LazyStreams):
@@ -102,13 +105,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Issued]:
 
 
 def train(capfd: pytest.CaptureFixture[str], share: float = 0.5, steps: int = STEPS) -> tuple[Model, list[str]]:
-    """Steps within a budget; their gradients are those of keep-all. The lines that say that it was planned again."""
-    model = fresh()
-    (expected,) = kept(model, [batch()])
-    compiled(model, budget_at(share), hardware=slow_link(RATE))
-    for _ in range(steps):
-        assert_equal(step(model, batch()), expected)
-    return model, [line for line in capfd.readouterr().err.splitlines() if "planned again" in line]
+    return trained(capfd, steps, share, RATE)
 
 
 def copied_bytes() -> int:
@@ -180,7 +177,7 @@ def test_another_goal_is_looked_at_afresh(lazy: LazyStreams, found: list[Issued]
     graphoffload.set_budget(budget_at(0.6))
     for _ in range(STEPS):
         step(model, batch())
-    again = [line for line in capfd.readouterr().err.splitlines() if "planned again" in line]
+    again = lines_of_plans_again(capfd)
     assert ["another goal was set" in line for line in again] == [True, False, False]
 
 
@@ -257,15 +254,28 @@ def test_what_cannot_be_compiled_without_copies_keeps_them(
     assert copied_bytes()
 
 
-def test_other_ranks_and_other_microbatches_bring_copies_back(lazy: LazyStreams) -> None:
+def test_other_ranks_and_other_microbatches_bring_copies_back(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     known = Known((0,))
-    known.host = HostSeen(copies=False, copied_s=1.0)
+    known.host = HostSeen(copied_s=1.0)
     known.fly(2)
     assert known.host == HostSeen()
-    known.host = HostSeen(copies=False, copied_s=1.0)
+    known.host = HostSeen(copied_s=1.0)
     known.host.begin_plan()
     assert not known.host.copies
-    known.host.begin_plan(followed=True)
+    assert known.host == HostSeen(copied_s=1.0)
+    known.begin_goal()
+    assert known.host == HostSeen()
+    known.host = HostSeen(copied_s=1.0)
+
+    def refuses(*_: Any, **how: Any) -> None:
+        assert how["decision"] is not None
+        raise BudgetError("no plan")
+
+    monkeypatch.setattr(step_planning, "_graphs", lambda _: [])
+    monkeypatch.setattr(step_planning, "make_step_plan", refuses)
+    told: Any = SimpleNamespace(asked=Asked(KeepIfFits(1)), facts=None, may_exceed=False, explicit=True)
+    with pytest.raises(BudgetError):
+        step_planning._make(known, torch.device("cpu"), told, SimpleNamespace())  # type: ignore[arg-type]
     assert known.host == HostSeen()
 
 

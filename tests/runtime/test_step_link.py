@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -11,19 +10,7 @@ from lazy import LazyStreams, afresh, clean_slate, once
 import graphoffload
 from graphoffload.compiler import step_link
 from graphoffload.runtime.streams.copy_times import LARGE_BYTES, CopyTimes
-from tests.runtime.stepping import (
-    Model,
-    assert_equal,
-    batch,
-    budget_at,
-    compiled,
-    fresh,
-    kept,
-    lazy,
-    plan_now,
-    slow_link,
-    step,
-)
+from tests.runtime.stepping import Model, Moment, batch, budget_at, lazy, plan_now, step, trained
 
 __all__ = ["afresh", "clean_slate", "lazy", "once"]
 
@@ -31,32 +18,18 @@ RATE = 1e9
 STEPS = 12
 
 
-@dataclasses.dataclass
-class Mark:
-    """An event on a copy stream, and whether it was reached."""
-
-    at_ms: float
-    reached: bool = True
-
-    def query(self) -> bool:
-        return self.reached
-
-    def elapsed_time(self, end: Mark) -> float:
-        return end.at_ms - self.at_ms
-
-
 def test_the_rate_that_half_of_the_bytes_reach() -> None:
     """One disturbed copy does not count, however long it takes; a direction without copies has no rate."""
     times = CopyTimes()
     for begin, took in ((0.0, 1.0), (1.0, 1.0), (2.0, 50.0), (52.0, 0.5), (60.0, 0.0)):
-        times.note("d2h", 10**7, Mark(begin), Mark(begin + took))
+        times.note("d2h", 10**7, Moment(begin), Moment(begin + took))
     assert times.rates(0.0) == {"d2h": pytest.approx(1e10)}
     assert times.rates(0.5e-3) == {"d2h": pytest.approx(2e10)}, "beside a copy's latency"
 
 
 def test_copies_that_still_run_have_no_rate_yet() -> None:
-    times, end = CopyTimes(), Mark(2.0, reached=False)
-    times.note("h2d", 10**7, Mark(0.0), end)
+    times, end = CopyTimes(), Moment(2.0, reached=False)
+    times.note("h2d", 10**7, Moment(0.0), end)
     assert times.rates(0.0) is None
     end.reached = True
     assert times.rates(0.0) == {"h2d": pytest.approx(5e9)}
@@ -66,7 +39,7 @@ def test_small_copies_and_endless_ones_are_not_timed() -> None:
     times = CopyTimes()
     assert not times.wants(LARGE_BYTES - 1)
     for _ in itertools.takewhile(times.wants, itertools.repeat(LARGE_BYTES)):
-        times.note("d2h", LARGE_BYTES, Mark(0.0), Mark(1.0))
+        times.note("d2h", LARGE_BYTES, Moment(0.0), Moment(1.0))
     assert len(times._copies) == 4096
 
 
@@ -79,13 +52,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def train(capfd: pytest.CaptureFixture[str], share: float = 0.5, steps: int = STEPS) -> tuple[Model, list[str]]:
-    """Steps within a budget; their gradients are those of keep-all. The lines that say that it was planned again."""
-    model = fresh()
-    (expected,) = kept(model, [batch()])
-    compiled(model, budget_at(share), hardware=slow_link(RATE))
-    for _ in range(steps):
-        assert_equal(step(model, batch()), expected)
-    return model, [line for line in capfd.readouterr().err.splitlines() if "planned again" in line]
+    return trained(capfd, steps, share, RATE)
 
 
 def planned_s() -> float:
