@@ -28,7 +28,7 @@ def copy_graph(module: GraphModule) -> GraphModule:
     """A graph module with its own graph and node metadata; tensors, submodules and node names are the original's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, from copying a graph's output specification
-        return GraphModule(module, copy.deepcopy(module.graph))
+        return partitioning.uncompiled_module(module, copy.deepcopy(module.graph))
 
 
 def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str], blocks: Mapping[str, int] | None = None) -> GraphModule:

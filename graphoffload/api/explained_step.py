@@ -74,7 +74,12 @@ class _Explained:
         there, limits = resolve_limits(config, self.again.inputs), self.graph.limits
         limits = replace(limits, device_budget_bytes=there.device_budget_bytes, reserve_bytes=there.reserve_bytes)
         graph = replace(self.graph, config=config, limits=limits, activations=activations)
-        return replace(self, graph=graph, family=widened(family_of(graph, self.again), graph, self.again))
+        return replace(self, graph=graph, family=family_of(graph, self.again))
+
+    def widen(self) -> None:
+        """Have variants in slices as well from now on, where these may pay."""
+        if not any(recipe.slices for recipe in self.family.recipes):
+            self.family, _ = widened(self.family, self.graph, self.again, self.graph.limits.device_budget_bytes)
 
     def variant(self, recipe: Recipe) -> Compiled:
         """The graph planned by a recipe, and not compiled."""
@@ -143,7 +148,6 @@ class StepLook:
             family, function = look(graph)
             if family is None:
                 return function
-            family = widened(family, graph, again)
             tensors = (value for value in again.inputs if isinstance(value, torch.Tensor))
             device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
             kept = replace(graph, module=again.graph, inputs=again.inputs)
@@ -295,6 +299,7 @@ def plan_look(look: StepLook, config: OffloadConfig, state_bytes: int | None, re
     given = limits.device_budget_bytes if limits.explicit else None
     asked = Asked(goal, reserve, limits.host_budget_bytes, given)
     plan = make_step_plan(tuple(look.sequence), graphs, facts, asked, runs=False)
+    facts = plan.facts
     compiled = [call[0] for call in plan.calls]
     plans = {made.key: found for made in compiled if (found := registry.of_key(made.key)) is not None}
     hardware = hardware_of(config.hardware, str(graphs[0].device))

@@ -33,7 +33,7 @@ from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, new_key
 from graphoffload.compiler.slices import SLICES, held_at_once, made_or_in_slices, may_pay
 from graphoffload.errors import PlanError
-from graphoffload.facts.recipe import Recipe
+from graphoffload.facts.recipe import SMALLEST, Recipe
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.log import log
 from graphoffload.monitor.shared_budget import may_link
@@ -85,7 +85,6 @@ class Dispatched:
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
         self._in_slices = False  # whether the family was asked for variants in slices
-        self._held_bytes: int | None = None  # of what may be in slices, once it was asked
         self._lacking_bytes = 0
         GRAPHS[self.number] = self
 
@@ -99,17 +98,15 @@ class Dispatched:
         """The variants that a plan may choose from."""
         if self._family is None:
             self._family, self._in_slices = family_of(self.graph, self.again), False
-        try:
-            if self._held_bytes is None:
-                self._held_bytes = held_at_once(self.again.graph)
-            if self._held_bytes and not self._in_slices and may_pay(self._held_bytes, self._budget_bytes()):
-                self._in_slices = True
-                first = self.first.plan.variant if self.first.plan is not None else ""
-                self._family = with_slices(self._family, self.graph, self.again, ran=first)
-        except Exception as error:  # the last resort of a plan that may need none
-            self._held_bytes = self._held_bytes or 0
-            log.info("%s has no variants in slices: %s", self.graph.name, error)
+            if self.first.plan is not None and self.first.plan.variant == SMALLEST.in_slices(SLICES).name:
+                self.widen()
         return self._family
+
+    def widen(self) -> None:
+        """Have variants in slices as well from now on, where these may pay. They are looked for once."""
+        family, first = self.family, self.first.plan.variant if self.first.plan is not None else ""
+        if not self._in_slices:
+            self._family, self._in_slices = widened(family, self.graph, self.again, self._budget_bytes(), ran=first)
 
     def _budget_bytes(self) -> int | None:
         """What holds where another budget was set since."""
@@ -271,24 +268,31 @@ def family_of(graph: Graph, again: Retraceable, recipes: Sequence[Recipe] | None
     if found is None:
         raise PlanError(f"{graph.name} was partitioned when it was compiled, and is not when it is traced again.")
     given = [recipe for recipe in recipes or () if recipe.slices]
-    return with_slices(found, graph, again, given) if given else found
+    return _with_slices(found, graph, again, given) if given else found
 
 
-def widened(family: Family, graph: Graph, again: Retraceable) -> Family:
-    """A graph's own family with variants that compute MLPs in slices, where these may pay."""
-    pays = may_pay(held_at_once(again.graph), graph.limits.device_budget_bytes)
-    return with_slices(family, graph, again) if pays else family
-
-
-def with_slices(
-    family: Family, graph: Graph, again: Retraceable, given: Sequence[Recipe] | None = None, *, ran: str = ""
-) -> Family:
-    """A family with variants that compute MLPs in slices: those by these recipes, or those that are clearly smaller than all
-    others.
+def widened(
+    family: Family, graph: Graph, again: Retraceable, budget_bytes: int | None, *, ran: str = ""
+) -> tuple[Family, bool]:
+    """A graph's own family with variants that compute MLPs in slices, where these may pay; and whether they may.
 
     Args:
         ran: the variant that runs until something is planned, which is always one of them.
     """
+    try:
+        if not may_pay(held_at_once(again.graph), budget_bytes):
+            return family, False
+        return _with_slices(family, graph, again, ran=ran), True
+    except Exception as error:  # the last resort of a plan
+        log.info("%s has no variants in slices: %s", graph.name, error)
+        return family, True
+
+
+def _with_slices(
+    family: Family, graph: Graph, again: Retraceable, given: Sequence[Recipe] | None = None, *, ran: str = ""
+) -> Family:
+    """A family with variants that compute MLPs in slices: those by these recipes, or those that are clearly smaller than all
+    others."""
     slices = given[0].slices if given else SLICES
     sliced = in_slices(replace(graph, inputs=again.inputs), again.copy(), slices)
     if sliced is None:

@@ -18,7 +18,6 @@ from typing import Any
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.facts.limits import Limits
 from graphoffload.planner.step.facts import Beside, CallFacts, Gap, StepFacts
-from graphoffload.planner.step.together import with_variants
 from graphoffload.runtime.step.calls import StepCall, StepRun
 from graphoffload.runtime.step.schedule import Mark
 from graphoffload.torch_internals import allocator, fsdp
@@ -134,15 +133,6 @@ def drop_shared_inputs(run: StepRun, graphs: Sequence[Dispatched]) -> None:
             if at < len(graph.graph.activations) and (times[address] > 1 or call.inputs.count(address) > 1)
         }
         graph.share_inputs(shared)
-
-
-def with_families(facts: StepFacts, graphs: Sequence[Dispatched], *, changed: bool = False) -> StepFacts:
-    """The same step with the variants that its graphs have now: more, where another budget was set since, or those of another
-    rank, which `changed` says."""
-    families = [graph.family for graph in graphs]
-    if not changed and [len(family.variants) for family in families] == [len(variants) for variants in facts.graphs]:
-        return facts
-    return with_variants(facts, [family.variants for family in families], [family.bound for family in families])
 
 
 def _ran(graph: Dispatched, call: StepCall) -> int:

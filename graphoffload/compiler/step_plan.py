@@ -5,6 +5,7 @@ facts ──plan_step──▶ solution: variant, actions and events of each cal
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from graphoffload.log import log
 from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepFacts, StepProblem
 from graphoffload.planner.step.flight import plan_flight
-from graphoffload.planner.step.solve import StepSolution
-from graphoffload.planner.step.together import Decision, followed
+from graphoffload.planner.step.solve import StepSolution, Wider, widened
+from graphoffload.planner.step.together import Decision, followed, with_variants
 from graphoffload.report.dump import write_step_dump
 from graphoffload.report.step_line import line_of_step, slow_host
 from graphoffload.runtime import registry
@@ -52,6 +53,9 @@ class GraphOfStep(Protocol):
     def family(self) -> Family:
         """The variants that a plan may choose from."""
 
+    def widen(self) -> None:
+        """Have variants in slices as well from now on, where these may pay."""
+
     def variant(self, recipe: Recipe) -> Compiled:
         """The graph by a recipe."""
 
@@ -64,9 +68,11 @@ _OF_ONE_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What each call of a step runs, by its index. summary: its line. rates: of copies to the host and back that it has."""
+    """What each call of a step runs, by its index. facts: with the variants that it chose from. summary: its line. rates: of
+    copies to the host and back that it has."""
 
     sequence: tuple[int, ...]
+    facts: StepFacts
     calls: tuple[tuple[Compiled, Schedule, int], ...]
     solution: StepSolution
     summary: str
@@ -103,18 +109,36 @@ def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) ->
     )
 
 
-def solution_of(problem: StepProblem, dump_dir: str | None) -> StepSolution:
+def solution_of(problem: StepProblem, dump_dir: str | None, wider: Wider | None = None) -> StepSolution:
     """The plan of a step. A step that has none leaves its dump, where dumps are asked for.
+
+    Args:
+        wider: makes the step with variants in slices as well, where it is needed; None: it has them, or is to have none.
 
     Raises:
         BudgetError: no plan meets the budget, and the problem does not ask for the least one instead.
     """
     try:
-        return plan_flight(problem)
+        return plan_flight(problem, wider)
     except BudgetError as error:
         if dump_dir:
-            write_step_dump(dump_dir, problem, None, str(error))
+            write_step_dump(dump_dir, widened(problem, wider), None, str(error))
         raise
+
+
+def with_families(facts: StepFacts, graphs: Sequence[GraphOfStep], *, changed: bool = False) -> StepFacts:
+    """The same step with the variants that its graphs have now: more, where they were widened, or those of another rank, which
+    `changed` says."""
+    families = [graph.family for graph in graphs]
+    if not changed and [len(family.variants) for family in families] == [len(variants) for variants in facts.graphs]:
+        return facts
+    return with_variants(facts, [family.variants for family in families], [family.bound for family in families])
+
+
+def _with_slices(facts: StepFacts, graphs: Sequence[GraphOfStep]) -> StepFacts:
+    for graph in graphs:
+        graph.widen()
+    return with_families(facts, graphs)
 
 
 def make_step_plan(
@@ -125,12 +149,14 @@ def make_step_plan(
     *,
     decision: Decision | None = None,
     runs: bool = True,
+    widens: bool = True,
 ) -> StepPlan:
     """Plan a step and compile its variants.
 
     Args:
         graphs: in the order of `facts.graphs`. decision: what all ranks do; None: it is planned here. runs: the plan is to run,
-            so that host memory is taken for it; else only shown.
+            so that host memory is taken for it; else only shown. widens: where no plan meets the goal, there are variants in
+            slices as well; they take long to make.
 
     Raises:
         BudgetError: no plan of the step meets the budget, and the least one is not as good.
@@ -141,7 +167,10 @@ def make_step_plan(
     problem = problem_of(graphs, facts, asked)
     hardware = problem.hardware
     dump_dir = graphs[0].graph.config.dump_dir
-    solution = solution_of(problem, dump_dir) if decision is None else followed(problem, decision)
+    wider = functools.partial(_with_slices, facts, graphs) if widens else None
+    solution = solution_of(problem, dump_dir, wider) if decision is None else followed(problem, decision)
+    facts = with_families(facts, graphs) if widens else facts
+    problem = replace(problem, facts=facts)
     planned_s = time.perf_counter() - begun
     if runs:
         _prepare_host(solution, graphs)
@@ -152,7 +181,7 @@ def make_step_plan(
     line = line_of_step(solution, called, asked.reserve_bytes, asked.budget_bytes, whole)
     hints = dict.fromkeys(compiled.plan.hint for compiled, _, _ in calls if compiled.plan is not None)
     summary = "; ".join(filter(None, (line, slow_host(facts), *hints)))
-    plan = StepPlan(sequence, calls, solution, summary, hardware.copy_rates if decision is None else decision.rates)
+    plan = StepPlan(sequence, facts, calls, solution, summary, hardware.copy_rates if decision is None else decision.rates)
     if dump_dir:
         write_step_dump(dump_dir, problem, solution, summary if decision is None else f"{summary}\n{_OF_ONE_RANK}")
     _tell(plan, asked.reserve_bytes)

@@ -28,9 +28,9 @@ from graphoffload.compiler.override import OVERRIDE, asked_now
 from graphoffload.compiler.ranks import StoreFailed, ranks_text
 from graphoffload.compiler.rounds import Alone, Decided, Opened, Rounds, Solve
 from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, WARM, Known, why_again
-from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of, with_families
+from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of
 from graphoffload.compiler.step_host import HostSeen
-from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan, problem_of, solution_of
+from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan, problem_of, solution_of, with_families
 from graphoffload.compiler.step_ranks import Proposal, is_missed, rounds_of, solved, taken, tell
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
@@ -269,6 +269,9 @@ def _prepared(known: Known, device: torch.device, why: str) -> Proposal | None:
     if known.facts is None and not _found_facts(known, graphs, limits):
         return None
     assert known.facts is not None
+    if known.rounds is not None:  # all ranks choose from the same variants
+        for graph in graphs:
+            graph.widen()
     known.facts = with_families(known.facts, graphs)
     known.planned_bytes = _allocated_bytes(known, device)
     known.version, known.asked, known.followed = OVERRIDE.version, asked, 0
@@ -305,7 +308,8 @@ def _make(known: Known, device: torch.device, proposal: Proposal, decision: Deci
             else:
                 _give_up(known, error)
             return
-    known.plan = plan
+    assert known.facts is not None
+    known.plan, known.facts = plan, with_families(known.facts, graphs)
     if streams is not None and (before is None or before.calls != plan.calls):
         streams.empty_cache()  # or blocks of a step that ran otherwise would be cut up, and a loss finds no large ones
     ranks = who["ranks"] if decision is not None else []
@@ -321,7 +325,7 @@ def _plan_without_copies(known: Known, graphs: Sequence[Dispatched], proposal: P
     """None: that does not fit, or is no faster than with copies, or cannot be compiled. They are back from then on."""
     facts, asked = _without_copies(proposal.facts, proposal.asked)
     try:
-        plan = make_step_plan(known.sequence, graphs, facts, asked)
+        plan = make_step_plan(known.sequence, graphs, facts, asked, widens=False)
     except (BudgetError, ShapeGuardError, PlanError) as error:
         log.info("there is no plan without copies any more: %s", error)
     else:

@@ -17,8 +17,7 @@ from graphoffload.compiler.cache_key import structure_key
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.compiler.ranks import Peers, StoreFailed, options_of
 from graphoffload.compiler.rounds import Rounds, Solve
-from graphoffload.compiler.step_facts import with_families
-from graphoffload.compiler.step_plan import Asked, StepPlan, problem_of, solution_of
+from graphoffload.compiler.step_plan import Asked, StepPlan, problem_of, solution_of, with_families
 from graphoffload.errors import BudgetError, ConfigError, PlanError
 from graphoffload.log import log
 from graphoffload.options.config import OffloadConfig

@@ -36,7 +36,7 @@ from graphoffload.torch_internals.collectives import RULES_OF_MIN_CUT
 
 __all__ = [
     "CustomPartitionerFn", "aot_eager", "config", "may_be_trained", "min_cut", "must_be_parameters", "mutated_inputs",
-    "parameter_positions", "placeholders_at", "torch_memory_budget",
+    "parameter_positions", "placeholders_at", "torch_memory_budget", "uncompiled_module",
 ]  # fmt: skip
 
 
@@ -50,6 +50,17 @@ def min_cut(joint: GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> tu
     arguments = {key: value for key, value in kwargs.items() if key in _MIN_CUT_ARGUMENTS}
     with config.patch(activation_memory_budget=1.0, enable_activation_offloading=False, **RULES_OF_MIN_CUT):
         return min_cut_rematerialization_partition(joint, joint_inputs, **arguments)
+
+
+def uncompiled_module(module: GraphModule, graph: Graph) -> GraphModule:
+    """A graph module that writes Python code for its graph only when it is called or printed.
+
+    Most copies of a joint graph are partitioned and dropped, and torch asks for their code three times before. Without it:
+    planning takes longer.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(module, graph)
 
 
 _MIN_CUT_ARGUMENTS = ("compiler", "num_fwd_outputs", "static_lifetime_input_indices")

@@ -17,6 +17,7 @@ from graphoffload.planner.simulator import simulate
 from graphoffload.planner.solver import solve
 from graphoffload.planner.step import runs
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem, Variant
+from graphoffload.planner.step.flight import plan_flight
 from graphoffload.planner.step.joint import join, join_programs
 from graphoffload.planner.step.mixes import Mix, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Runs
@@ -258,6 +259,35 @@ def test_whole_blocks_are_for_what_chains_do_not_reach():
     solution = plan_step(StepProblem(more, H200, MeetBudget(least[1])))
     assert len(facts.graphs[0]) in solution.chosen
     assert solution.lower_bound_s is None
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_slices_are_made_where_nothing_else_meets_the_goal(in_flight):
+    """Plans are those of a step that has all variants from the start, and errors name the same budget."""
+    facts = llama(2)
+    facts = replace(facts, in_flight=in_flight, calls=tuple(replace(call, before_backward=Gap()) for call in facts.calls))
+    smallest = facts.graphs[0][-1]
+    program = replace(smallest.program, candidates=(), buffers=())
+    sliced = replace(smallest, name="in slices", program=program, saved_input_bytes=0, bounded=False, slices=8)
+    more, made = replace(facts, graphs=((*facts.graphs[0], sliced),)), list[StepFacts]()
+
+    def wider():
+        made.append(more)
+        return more
+
+    def outcome(given_facts, budget, wider=None):
+        try:
+            return plan_flight(StepProblem(given_facts, H200, MeetBudget(budget)), wider)
+        except BudgetError as error:
+            return error.least_bytes
+
+    least = [outcome(given_facts, 1) for given_facts in (facts, more)]
+    assert least[1] < 0.97 * least[0]
+    assert outcome(facts, 1, lambda: facts) == least[0], "none were made"
+    for budget, asked in ((int(1.1 * least[0]), False), (least[1], True), (1, True)):
+        made.clear()
+        assert outcome(facts, budget, wider) == outcome(more, budget)
+        assert bool(made) == asked
 
 
 def test_a_broken_host_budget_is_a_missed_goal_where_runs_are_compared():

@@ -112,6 +112,8 @@ def test_blocks_meet_a_budget_that_needs_slices(lazy: LazyStreams, at_once: Call
     for _ in range(3):
         expected = step(model, WORDS)
     assert variants() == {"keep"}, "nothing is in slices while all fits"
+    recipes = [recipe for graph in dispatch.GRAPHS.values() for recipe in graph.family.recipes]
+    assert not any(recipe.slices for recipe in recipes), "nor are there variants in slices, which take long to make"
     least = refused(model)
     graphoffload.set_budget(least)
     for _ in range(3):

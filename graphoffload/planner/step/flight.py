@@ -24,27 +24,33 @@ from graphoffload.planner.step.errors import flight_infeasible
 from graphoffload.planner.step.events import CallSchedule
 from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant, beside
 from graphoffload.planner.step.runs import Names, Runs
-from graphoffload.planner.step.solve import StepSolution, follow_step, plan_step, without_slices
+from graphoffload.planner.step.solve import StepSolution, Wider, follow_step, plan_step, widened, without_slices
 
 _ROUNDS = 4
 _NEAR = 0.02  # of the budget: what may be left of it
 _SLOW = 0.1  # a plan that costs more is compared with the one that takes least, which takes long to find
 
 
-def plan_flight(problem: StepProblem) -> StepSolution:
+def plan_flight(problem: StepProblem, wider: Wider | None = None) -> StepSolution:
     """The best plan found for a step, however many microbatches of it are in flight.
+
+    Args:
+        wider: as in plan_step().
 
     Raises:
         BudgetError: no plan was found within the budget.
     """
     if problem.facts.in_flight == 1:
-        return plan_step(problem)
+        return plan_step(problem, wider)
     at_once = without_slices(problem.facts)
-    if at_once.graphs == problem.facts.graphs:
+    if wider is None and at_once.graphs == problem.facts.graphs:
         return _plan_flight(problem)
     try:
         return _plan_flight(replace(problem, facts=at_once, or_least=False))
     except BudgetError:
+        problem = widened(problem, wider)
+        if problem.facts.graphs == at_once.graphs and not problem.or_least:
+            raise
         return _plan_flight(problem)
 
 

@@ -34,6 +34,8 @@ from graphoffload.planner.step.runs import Known, Names, Run, Runs
 
 __all__ = ["StepSolution", "follow_step", "plan_step"]
 
+Wider = Callable[[], StepFacts]
+
 _VALUES = (120, 600)
 _EVALUATIONS = (200, 1000)
 _FINALISTS = 4
@@ -92,30 +94,46 @@ class StepSolution:
         )
 
 
-def plan_step(problem: StepProblem) -> StepSolution:
+def plan_step(problem: StepProblem, wider: Wider | None = None) -> StepSolution:
     """The best plan found for a step of one microbatch at a time; the best until the problem's patience ends.
 
     Variants that compute whole blocks again are looked at where the others miss the goal, or are far from their bound. They are
     taken where they are clearly better: their times are less certain than those of chains. Variants that compute MLPs in slices
-    round gradients otherwise, and are looked at where all others miss the goal.
+    round gradients otherwise, and are looked at, or made, where all others miss the goal.
+
+    Args:
+        wider: makes the same step with more variants, those in slices, behind those that each graph has. None: it has them.
 
     Raises:
         BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
     """
-    at_once = without_slices(problem.facts)
-    if at_once.graphs == problem.facts.graphs:
-        return _with_blocks(problem, Known()).solution()
-    known = Known()
+    known, at_once = Known(), replace(problem, facts=without_slices(problem.facts))
+    if wider is None and at_once.facts.graphs == problem.facts.graphs:
+        return _with_blocks(problem, known).solution()
+    refused: BudgetError | None = None
+    found: _Found | None = None
     try:
-        found = _with_blocks(replace(problem, facts=at_once), known, gives_up=True)
+        found = _with_blocks(at_once, known, gives_up=True)
     except _FarOffError:
-        return _best(problem, known).solution()
-    except BudgetError as refused:
-        return _best_instead(problem, known, refused).solution()
-    if found.runs.score(found.run)[0] <= 0.0:
+        pass
+    except BudgetError as error:
+        refused = error
+    if found is not None and found.runs.score(found.run)[0] <= 0.0:
         return found.solution()
-    other = _best(problem, known)  # the least plan is as good as none
-    return (other if found.runs.is_clearly_better(other.run, found.run) else found).solution()
+    problem = widened(problem, wider)
+    if problem.facts.graphs == at_once.facts.graphs:
+        return _with_blocks(problem, known).solution()
+    if refused is not None:
+        return _best_instead(problem, known, refused).solution()
+    other = _best(problem, known)
+    if found is None or found.runs.is_clearly_better(other.run, found.run):  # the least plan is as good as none
+        return other.solution()
+    return found.solution()
+
+
+def widened(problem: StepProblem, wider: Wider | None) -> StepProblem:
+    """The problem with the variants in slices as well."""
+    return problem if wider is None else replace(problem, facts=wider())
 
 
 def without_slices(facts: StepFacts) -> StepFacts:
