@@ -14,12 +14,16 @@ Candidates have the variant's own group or name as group, so that equal ones of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 from graphoffload.errors import PlanError
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step, StepIndex
-from graphoffload.planner.step.facts import Gap, StepFacts, Variant
+from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +50,36 @@ class Joined:
 
 OUTSIDE = "outside the graphs"
 """Names of buffers that are memory outside begin with this."""
-Named = dict[tuple[int, int], tuple[Sequence[Step], list[Step]]]
-"""Steps with their call's name, by call and identity of the steps. They are most of the work of a join."""
+_MOST_PLACES = 20_000
+"""Of buffers and candidates that are remembered at once: as many use about 50 MB."""
+
+
+class Pieces:
+    """What joins of the same facts have in common. It is most of the work of a join, and mixes differ in few calls.
+
+    steps: with their call's name, by call and identity of the steps. placed: buffers or candidates of a call at one place.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[tuple[int, int], tuple[Sequence[Step], list[Step]]] = {}
+        self.placed: dict[Hashable, tuple[Program, Any]] = {}
+
+    def at(self, program: Program, place: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What is made of a program at a place, as it was made before, or now."""
+        key = id(program), place
+        if key not in self.placed:
+            if len(self.placed) >= _MOST_PLACES:
+                self.placed.clear()
+            self.placed[key] = program, make()  # with the program, so that no other one gets its identity
+        made: _Made = self.placed[key][1]
+        return made
 
 
 @dataclass(slots=True)
 class _Line:
     """The steps of one direction, and the bytes outside along them as (steps up to here, bytes, where)."""
 
-    named: Named
+    pieces: Pieces
     steps: list[Step] = field(default_factory=list)
     outside: list[tuple[int, int, str]] = field(default_factory=list)
 
@@ -69,9 +94,10 @@ class _Line:
     def call(self, steps: Sequence[Step], outside_bytes: int, call: int, half: str) -> int:
         """Append a call's steps, named after it; the position of the first."""
         key = call, id(steps)
-        if key not in self.named:
-            self.named[key] = steps, [Step(f"call {call}: {step.name}", step.time_s, step.workspace_bytes) for step in steps]
-        return self.add(self.named[key][1], outside_bytes, f"{half} of call {call}")
+        named = self.pieces.steps
+        if key not in named:
+            named[key] = steps, [Step(f"call {call}: {step.name}", step.time_s, step.workspace_bytes) for step in steps]
+        return self.add(named[key][1], outside_bytes, f"{half} of call {call}")
 
     def gap(self, gap: Gap, around_bytes: int, change_bytes: int, where: str) -> None:
         """Append a gap unless it takes no time and no more memory than its surroundings."""
@@ -80,11 +106,11 @@ class _Line:
             self.add((Step(where, gap.time_s),), peak_bytes, where)
 
 
-def join(facts: StepFacts, chosen: Sequence[int], named: Named | None = None) -> Joined:
+def join(facts: StepFacts, chosen: Sequence[int], pieces: Pieces | None = None) -> Joined:
     """The Program of the step in which each call runs the variant that is chosen for it.
 
     Args:
-        named: steps that joins of the same facts have in common; filled here. None: nothing is remembered.
+        pieces: what joins of the same facts have in common; filled here. None: nothing is remembered.
 
     Raises:
         PlanError: not one variant a call, or one that its graph does not have.
@@ -94,13 +120,13 @@ def join(facts: StepFacts, chosen: Sequence[int], named: Named | None = None) ->
     for call, (fact, index) in enumerate(zip(facts.calls, chosen, strict=True)):
         if not 0 <= index < len(facts.graphs[fact.graph]):
             raise PlanError(f"call {call}: variant {index} of {len(facts.graphs[fact.graph])} is chosen.")
-    return join_programs(facts, [facts.variant(call, index) for call, index in enumerate(chosen)], named)
+    return join_programs(facts, [facts.variant(call, index) for call, index in enumerate(chosen)], pieces)
 
 
-def join_programs(facts: StepFacts, variants: Sequence[Variant], named: Named | None = None) -> Joined:
+def join_programs(facts: StepFacts, variants: Sequence[Variant], pieces: Pieces | None = None) -> Joined:
     """As `join`, of a variant for each call that need not be one of its graph's."""
-    named = {} if named is None else named
-    forward, backward = _Line(named), _Line(named)
+    pieces = Pieces() if pieces is None else pieces
+    forward, backward = _Line(pieces), _Line(pieces)
     forward_start = _forward(facts, variants, forward)
     backward_start = _backward(facts, variants, backward)
     candidates: list[Candidate] = []
@@ -109,11 +135,11 @@ def join_programs(facts: StepFacts, variants: Sequence[Variant], named: Named | 
     reload_steps: list[int] = list(range(len(backward.steps)))
     for call, variant in enumerate(variants):
         program, begin, end = variant.program, forward_start[call], backward_start[call]
-        _own_buffers(buffers, program, call, begin, len(forward.steps) + end)
-        label = f"graph {facts.calls[call].graph}: "
-        first = len(candidates)
-        held = facts.calls[call].held
-        candidates += [_shifted(c, call, label, begin, end, first, is_held=c.name in held) for c in program.candidates]
+        buffers += pieces.at(program, (call, begin, -1), partial(_buffers_of_forward, program, call, begin))
+        end_of_all = len(forward.steps) + end
+        buffers += pieces.at(program, (call, -1, end_of_all), partial(_buffers_of_backward, program, call, end_of_all))
+        place = call, begin, end, len(candidates)
+        candidates += pieces.at(program, place, partial(_candidates, program, facts.calls[call], *place))
         of += [(call, index) for index in range(len(program.candidates))]
         reload_steps[end : end + len(program.reload_steps)] = [end + step for step in program.reload_steps]
     joint = Program(
@@ -182,12 +208,25 @@ def _outside(line: _Line, base_bytes: int, offset: int) -> list[Buffer]:
     return found
 
 
-def _own_buffers(buffers: list[Buffer], program: Program, call: int, forward_start: int, backward_start: int) -> None:
-    """Append the buffers of one call, shifted; `backward_start` is a global step."""
+def _buffers_of_forward(program: Program, call: int, start: int) -> list[Buffer]:
+    """The buffers of a call that exist from its forward, which begins at a step."""
+    return [_moved(buffer, call, start) for buffer in program.buffers if buffer.first < len(program.forward)]
+
+
+def _buffers_of_backward(program: Program, call: int, start: int) -> list[Buffer]:
+    """The buffers of a call that exist from its backward, which begins at a step of the whole program."""
     steps = len(program.forward)
-    for buffer in program.buffers:
-        shift = forward_start if buffer.first < steps else backward_start - steps
-        buffers.append(Buffer(f"call {call}: {buffer.name}", buffer.nbytes, buffer.first + shift, buffer.last + shift))
+    return [_moved(buffer, call, start - steps) for buffer in program.buffers if buffer.first >= steps]
+
+
+def _moved(buffer: Buffer, call: int, shift: int) -> Buffer:
+    return Buffer(f"call {call}: {buffer.name}", buffer.nbytes, buffer.first + shift, buffer.last + shift)
+
+
+def _candidates(program: Program, fact: CallFacts, call: int, begin: int, end: int, first: int) -> list[Candidate]:
+    """The candidates of a call. first: how many of the step's are before them."""
+    label = f"graph {fact.graph}: "
+    return [_shifted(c, call, label, begin, end, first, is_held=c.name in fact.held) for c in program.candidates]
 
 
 def _shifted(

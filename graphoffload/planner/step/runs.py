@@ -21,7 +21,7 @@ from graphoffload.planner.simulator import Evaluation, Scheduled, Timeline, eval
 from graphoffload.planner.solver import Solution, solve
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps, StepSchedule, drains, moments_of, schedule_step
 from graphoffload.planner.step.facts import StepProblem
-from graphoffload.planner.step.joint import Joined, Named, join
+from graphoffload.planner.step.joint import Joined, Pieces, join
 from graphoffload.planner.step.paced import paced_reloads
 from graphoffload.planner.step.replay import replay_step
 from graphoffload.planner.strategies.relaxation import Relaxation
@@ -82,8 +82,8 @@ class Runs:
     def __init__(self, problem: StepProblem, known: Known | None = None) -> None:
         self.problem, self.known = problem, known or Known()
         facts, goal = problem.facts, problem.goal
-        self._named: Named = {}
-        joined = join(facts, [0] * len(facts.calls), self._named)
+        self._pieces = Pieces()
+        joined = join(facts, [0] * len(facts.calls), self._pieces)
         self.keep = self._kept((0,) * len(facts.calls), joined, "fits")
         self.reference = self.keep.timeline
         if set(self.keep.actions) - {"keep"}:
@@ -136,7 +136,7 @@ class Runs:
         """The LP bound of these variants, in seconds or bytes; infinite where no plan exists."""
         identity, bounds = self._identity(chosen), self.known.bounds
         if identity not in bounds:
-            bounds[identity] = self.relaxed(join(self.problem.facts, chosen, self._named))
+            bounds[identity] = self.relaxed(join(self.problem.facts, chosen, self._pieces))
         value = bounds[identity]
         return _INFINITE if value is None else value
 
@@ -161,7 +161,7 @@ class Runs:
         chosen, runs = tuple(chosen), self.known.runs
         identity = self._identity(chosen), evaluations
         if identity not in runs:
-            joined = join(self.problem.facts, chosen, self._named)
+            joined = join(self.problem.facts, chosen, self._pieces)
             runs[identity] = min(self._rounds(chosen, joined, evaluations), key=self.score)
         return runs[identity]
 
@@ -263,7 +263,7 @@ class Runs:
         Raises:
             KeyError: it names what the programs do not have.
         """
-        joined = join(self.problem.facts, chosen, self._named)
+        joined = join(self.problem.facts, chosen, self._pieces)
         facts = self.problem.facts
         names = (facts.variant(call, chosen[call]).program.candidates[index].name for call, index in joined.of)
         own: list[Action] = [
