@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from graphoffload.compiler.step_plan import StepPlan
+from graphoffload.compiler.step_plan import Solved, StepPlan
 from graphoffload.log import log
 from graphoffload.runtime.step.calls import StepRun
 from graphoffload.runtime.step.pace import Issued, Pace
@@ -37,9 +37,11 @@ class HostSeen:
     """What is known of the host of one sequence.
 
     copied_s: what the step took with copies, where it is planned without; None: plans may copy.
+    solved: the step without copies, when it was last asked for.
     """
 
     copied_s: float | None = None
+    solved: Solved | None = None
     _compared: bool = False
     _tries: int = 0
     _looked: Pace | None = None
@@ -100,7 +102,7 @@ class HostSeen:
         said = f"the host took {_ms(seen.host_s)} to issue a step that was predicted to take {_ms(planned_s)}"
         if instead_s is None or instead_s > (1.0 - _WORTH) * seen.step_s:
             log.info("%s; without copies it would be no faster", said)
-            self._compared = True
+            self._compared, self.solved = True, None
             return ""
         self.copied_s = seen.step_s
         return f"{said}, and without copies {_ms(instead_s)}"

@@ -98,6 +98,18 @@ class Asked:
     or_least: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A problem and its solution."""
+
+    problem: StepProblem
+    solution: StepSolution
+
+    def answers(self, problem: StepProblem) -> bool:
+        """Whether another problem is the same, whatever time it may take."""
+        return replace(self.problem, patience=None) == replace(problem, patience=None)
+
+
 def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) -> StepProblem:
     """What the planner solves for a step on this device."""
     hardware = hardware_of(graphs[0].graph.config.hardware, str(graphs[0].device))
@@ -150,13 +162,14 @@ def make_step_plan(
     decision: Decision | None = None,
     runs: bool = True,
     widens: bool = True,
+    solved: Solved | None = None,
 ) -> StepPlan:
     """Plan a step and compile its variants.
 
     Args:
         graphs: in the order of `facts.graphs`. decision: what all ranks do; None: it is planned here. runs: the plan is to run,
             so that host memory is taken for it; else only shown. widens: where no plan meets the goal, there are variants in
-            slices as well; they take long to make.
+            slices as well; they take long to make. solved: taken where it is of the same problem.
 
     Raises:
         BudgetError: no plan of the step meets the budget, and the least one is not as good.
@@ -168,7 +181,12 @@ def make_step_plan(
     hardware = problem.hardware
     dump_dir = graphs[0].graph.config.dump_dir
     wider = functools.partial(_with_slices, facts, graphs) if widens else None
-    solution = solution_of(problem, dump_dir, wider) if decision is None else followed(problem, decision)
+    if decision is not None:
+        solution = followed(problem, decision)
+    elif solved is not None and solved.answers(problem):
+        solution = solved.solution
+    else:
+        solution = solution_of(problem, dump_dir, wider)
     facts = with_families(facts, graphs) if widens else facts
     problem = replace(problem, facts=facts)
     planned_s = time.perf_counter() - begun

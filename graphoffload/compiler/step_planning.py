@@ -30,7 +30,7 @@ from graphoffload.compiler.rounds import Alone, Decided, Opened, Rounds, Solve
 from graphoffload.compiler.step_again import AFTER_ERROR, GOAL_WAS_SET, WARM, Known, why_again
 from graphoffload.compiler.step_facts import drop_shared_inputs, facts_of
 from graphoffload.compiler.step_host import HostSeen
-from graphoffload.compiler.step_plan import Asked, StepPlan, make_step_plan, problem_of, solution_of, with_families
+from graphoffload.compiler.step_plan import Asked, Solved, StepPlan, make_step_plan, problem_of, solution_of, with_families
 from graphoffload.compiler.step_ranks import Proposal, is_missed, rounds_of, solved, taken, tell
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, Goal, KeepIfFits, MeetBudget, WithinSlowdown
@@ -102,12 +102,13 @@ def _why_slower(known: Known, device: torch.device, last: StepRun | None) -> str
 
 def _without_copies_s(known: Known, device: torch.device, asked: Asked) -> float | None:
     """What the step would take by a plan that copies nothing, if it were made now; None: no such plan meets the goal."""
-    assert known.facts is not None
-    facts, asked = _without_copies(shifted(known.facts, _allocated_bytes(known, device) - known.start_bytes), asked)
+    facts, asked = _without_copies(_facts_at(known, _allocated_bytes(known, device)), asked)
+    problem = problem_of(_graphs(known.sequence), facts, asked)
     try:
-        return solution_of(problem_of(_graphs(known.sequence), facts, asked), None).timeline.time_s
+        known.host.solved = Solved(problem, solution_of(problem, None))
     except BudgetError:
         return None
+    return known.host.solved.solution.timeline.time_s
 
 
 def _without_copies(facts: StepFacts, asked: Asked) -> tuple[StepFacts, Asked]:
@@ -123,8 +124,12 @@ def _allocated_bytes(known: Known, device: torch.device) -> int:
 
 def _facts_now(known: Known) -> StepFacts:
     """What was recorded, with what is allocated outside when it is planned, and copies as they are."""
+    return _facts_at(known, known.planned_bytes)
+
+
+def _facts_at(known: Known, allocated_bytes: int) -> StepFacts:
     assert known.facts is not None
-    now = shifted(known.facts, known.planned_bytes - known.start_bytes)
+    now = shifted(known.facts, allocated_bytes - known.start_bytes)
     return replace(now, in_flight=known.in_flight, copy_rates=known.link.rates)
 
 
@@ -324,8 +329,9 @@ def _make(known: Known, device: torch.device, proposal: Proposal, decision: Deci
 def _plan_without_copies(known: Known, graphs: Sequence[Dispatched], proposal: Proposal) -> StepPlan | None:
     """None: that does not fit, or is no faster than with copies, or cannot be compiled. They are back from then on."""
     facts, asked = _without_copies(proposal.facts, proposal.asked)
+    solved, known.host.solved = known.host.solved, None
     try:
-        plan = make_step_plan(known.sequence, graphs, facts, asked, widens=False)
+        plan = make_step_plan(known.sequence, graphs, facts, asked, widens=False, solved=solved)
     except (BudgetError, ShapeGuardError, PlanError) as error:
         log.info("there is no plan without copies any more: %s", error)
     else:

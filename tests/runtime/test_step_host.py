@@ -13,13 +13,14 @@ import torch
 from lazy import LazyStreams, afresh, clean_slate, once
 
 import graphoffload
-from graphoffload.compiler import step_host, step_planning
+from graphoffload.compiler import step_host, step_plan, step_planning
 from graphoffload.compiler.step_again import Known, learn_shortage
 from graphoffload.compiler.step_host import LOOKS, HostSeen
 from graphoffload.compiler.step_plan import Asked
 from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import KeepIfFits
+from graphoffload.planner.step.facts import StepProblem
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.step.calls import STEPS as STEPS_OF
 from graphoffload.runtime.step.calls import StepRun
@@ -115,10 +116,18 @@ def copied_bytes() -> int:
 
 
 def test_a_slow_host_gets_a_plan_without_copies(
-    lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]
+    lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    solve, problems = step_plan.plan_flight, list[StepProblem]()
+
+    def noted(problem: StepProblem, *rest: Any) -> Any:
+        problems.append(problem)
+        return solve(problem, *rest)
+
+    monkeypatch.setattr(step_plan, "plan_flight", noted)
     found += [SLOW] * LOOKS + [SLOW._replace(step_s=9.0)]
     _, lines = train(capfd)
+    assert [problem.host_budget_bytes == 0 for problem in problems] == [False, True], "what was asked is not solved again"
     assert len(lines) == 1
     assert "planned again: the host took 10000.0 ms to issue a step that was predicted to take" in lines[0]
     assert not copied_bytes()
