@@ -16,6 +16,7 @@ from graphoffload.hardware.measurement import resolve_hardware
 from graphoffload.planner.simulator import simulate
 from graphoffload.planner.solver import solve
 from graphoffload.planner.step import runs
+from graphoffload.planner.step import solve as solve_step
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, StepProblem, Variant
 from graphoffload.planner.step.flight import plan_flight
 from graphoffload.planner.step.joint import join, join_programs
@@ -259,6 +260,26 @@ def test_whole_blocks_are_for_what_chains_do_not_reach():
     solution = plan_step(StepProblem(more, H200, MeetBudget(least[1])))
     assert len(facts.graphs[0]) in solution.chosen
     assert solution.lower_bound_s is None
+
+
+def test_one_copy_comes_late_where_plans_would_wait_all_along(monkeypatch):
+    """A copy back that is in time takes memory at the peak. The plan is what the runtime does, and within the budget."""
+    facts = llama(2)
+    calls = tuple(replace(call, before_backward=Gap()) for call in facts.calls)
+    facts = replace(facts, calls=calls, graphs=(facts.graphs[0][:2],))
+    link = replace(H200, d2h_bytes_per_s=8e9, h2d_bytes_per_s=8e9)
+    keep = plan_step(StepProblem(facts, H200, KeepIfFits(None))).keep_timeline.peak_bytes
+    problem = StepProblem(facts, link, MeetBudget(int(0.92 * keep)))
+    of_step = Runs(problem)
+    waits, late = (make((1, 1), evaluations=40) for make in (of_step.run, of_step.held_back))
+    assert of_step.score(waits)[0] == of_step.score(late)[0] == 0.0
+    assert late.timeline.time_s < 0.5 * waits.timeline.time_s
+    solution = plan_step(problem)
+    check(facts, solution)
+    assert solution.timeline.peak_bytes <= int(0.92 * keep)
+    assert solution.timeline.time_s <= late.timeline.time_s
+    monkeypatch.setattr(solve_step, "with_late_copies", lambda *_: ())
+    assert solution.timeline.time_s < 0.6 * plan_step(problem).timeline.time_s
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

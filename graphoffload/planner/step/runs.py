@@ -27,6 +27,8 @@ from graphoffload.planner.step.replay import replay_step
 from graphoffload.planner.strategies.relaxation import Relaxation
 
 _ROUNDS = 4
+_MORE_THAN_BUDGET = (1.0, 1.01, 1.02, 1.03, 1.05)
+"""Of the budget: what plans may take whose copies come back late."""
 _WORK = 2_000_000
 _FEW = 40
 _ANY_TIME_S = 1e6
@@ -61,10 +63,11 @@ def _held(released: int | None, planned: int, steps: Ints) -> bool:
 
 
 class Known:
-    """Runs and bounds that were made for one step, by variants and limits. Problems that differ in the variants that they may
-    choose from ask for many of the same."""
+    """Solutions, runs and bounds that were made for one step, by variants and limits. Problems that differ in the variants that
+    they may choose from ask for many of the same."""
 
     def __init__(self) -> None:
+        self.solutions: dict[Hashable, Solution] = {}
         self.runs: dict[Hashable, Run] = {}
         self.bounds: dict[Hashable, float | None] = {}
 
@@ -165,6 +168,49 @@ class Runs:
             runs[identity] = min(self._rounds(chosen, joined, evaluations), key=self.score)
         return runs[identity]
 
+    def held_back(self, chosen: Sequence[int], *, evaluations: int) -> Run:
+        """These variants by plans for the budget and for a little more, of which some copies come back later than in time.
+
+        In a solver's plan, a copy back is in time for its first use, whatever memory there is then. Where that alone is in the
+        way, what keeps to the budget may wait for copies all along the step, while a single late one would do.
+        """
+        assert self.limit_bytes is not None
+        chosen, runs = tuple(chosen), self.known.runs
+        identity = "held back", self._identity(chosen), evaluations
+        if identity not in runs:
+            joined = join(self.problem.facts, chosen, self._pieces)
+            goals = (MeetBudget(int(share * self.limit_bytes)) for share in _MORE_THAN_BUDGET)
+            runs[identity] = min((self._later(chosen, joined, goal, evaluations) for goal in goals), key=self.score)
+        return runs[identity]
+
+    def _later(self, chosen: tuple[int, ...], joined: Joined, goal: MeetBudget, evaluations: int) -> Run:
+        """The plan for a goal, with copies back one by one behind the last moment at which memory is above the budget."""
+        solution = self._solve(chosen, joined, goal, evaluations)
+        planned = {item.candidate: item for item in solution.timeline.schedule}
+        while True:
+            window, schedule = solution.max_inflight_bytes, tuple(planned.values())
+            run = self._scheduled(chosen, joined, solution.actions, window, solution.solver, schedule)
+            late = self._one_later(run, planned.values()) if self.score(run)[0] > 0.0 else None
+            if late is None or self.over():
+                return run
+            planned[late.candidate] = late
+
+    def _one_later(self, run: Run, planned: Iterable[Scheduled]) -> Scheduled | None:
+        """Of the copies that are back at the last step of backward with memory above the budget, and needed later, the one that
+        is needed last: from the start of the next call on, or from its first use. None: there is none."""
+        assert self.limit_bytes is not None
+        above = np.flatnonzero(run.result.memory[len(run.joined.program.forward) :] > self.limit_bytes)
+        if not len(above):
+            return None
+        last, back = int(above[-1]), {candidate: position for position, candidate in run.schedule.moments.reloads}
+        there = (item for item in planned if back[item.candidate] <= last < item.wait_at)
+        item = max(there, key=lambda item: (item.wait_at, item.candidate), default=None)
+        if item is None:
+            return None
+        starts = (start for start in run.joined.backward_start if start > last)
+        at = min(item.wait_at, min(starts, default=item.wait_at))
+        return replace(item, reload_at=at) if at > item.reload_at else None
+
     def _rounds(self, chosen: tuple[int, ...], joined: Joined, evaluations: int) -> Iterator[Run]:
         tightened, compute_s = 0.0, arrays_of(joined.program, self.problem.hardware).compute_s
         for _ in range(_ROUNDS):
@@ -181,14 +227,7 @@ class Runs:
             yield self._kept(chosen, joined, "keep")
 
     def _solved(self, chosen: tuple[int, ...], joined: Joined, goal: MeetBudget | WithinSlowdown, evaluations: int) -> Run:
-        solution = solve(
-            joined.program,
-            self.problem.hardware,
-            goal,
-            host_budget_bytes=self.problem.host_budget_bytes,
-            evaluations=evaluations,
-            patience=self.problem.patience,
-        )
+        solution = self._solve(chosen, joined, goal, evaluations)
         found: list[Run] = []
         for timeline in self._with_slack(chosen, joined, solution):
             run = self._scheduled(
@@ -198,6 +237,21 @@ class Runs:
             if self.score(run)[0] <= 0.0 and run.timeline.time_s <= solution.timeline.time_s * _FREE:
                 return run
         return min((*found, *self._waiting(found[-1], solution)), key=self.score)
+
+    def _solve(
+        self, chosen: tuple[int, ...], joined: Joined, goal: MeetBudget | WithinSlowdown, evaluations: int
+    ) -> Solution:
+        identity, solutions = (self._identity(chosen), goal, evaluations), self.known.solutions
+        if identity not in solutions:
+            solutions[identity] = solve(
+                joined.program,
+                self.problem.hardware,
+                goal,
+                host_budget_bytes=self.problem.host_budget_bytes,
+                evaluations=evaluations,
+                patience=self.problem.patience,
+            )
+        return solutions[identity]
 
     def _waiting(self, run: Run, solution: Solution) -> Iterator[Run]:
         """The same, just in time, but compute waits at the last event before memory is above what the solution needs."""

@@ -29,6 +29,7 @@ from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
 from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
+from graphoffload.planner.step.late_copies import with_late_copies
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Known, Names, Run, Runs
 
@@ -310,9 +311,9 @@ def _search(runs: Runs) -> Run | None:
             found = min((mixes, *better), key=lambda found: runs.score(run(found)))
             mixes, improved = found, found != mixes
     best = run(mixes)
-    if runs.score(best)[0] > 0.0:
-        return best
-    return min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
+    if runs.score(best)[0] <= 0.0:
+        best = min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
+    return min((best, *with_late_copies(runs, best, search, order)), key=runs.score)
 
 
 def _best_first(runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int) -> Mixes:

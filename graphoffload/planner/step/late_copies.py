@@ -1,0 +1,44 @@
+"""Plans that wait for a few copies back, where plans whose copies are in time wait all along the step, or copy nothing.
+
+    backward    | call 3 | call 2: memory above the budget | call 1 |
+    H2D                     [== for call 1 ==]                          in time, and the peak of call 2 is above the budget
+                                                   [== for call 1 ==]   late: compute waits for one copy
+
+Mixes are compared by their bounds, and a bound lets a part of a tensor stay. The more a step copies, the less its bound says.
+So where the best run is far above it, mixes are tried that it ranks lower as well: one variant for all calls, of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from graphoffload.facts.goals import FAR
+from graphoffload.planner.step.mixes import Mixes, MixSearch, choose, uniform
+from graphoffload.planner.step.runs import Run, Runs
+
+_LOWEST = 4
+"""Mixes with the lowest bounds that are tried."""
+_ABOVE = 0.05
+"""Of the budget: a run that is further above it needs more than late copies."""
+_EVALUATIONS = 40
+
+
+def with_late_copies(runs: Runs, best: Run, search: MixSearch, order: Sequence[Mixes]) -> Iterator[Run]:
+    """Runs that may be better than the best one, where that is far above its bound, or above the budget by little.
+
+    Args:
+        order: mixes, the one with the lowest bound first.
+    """
+    facts, (missed, value, _) = runs.problem.facts, runs.score(best)
+    if runs.limit_bytes is None or missed > _ABOVE * runs.limit_bytes:
+        return
+    near = (1.0 + FAR) * search.value(order[0])
+    bounds = {choose(facts, mixes): search.seen[mixes] for mixes in reversed(order)}
+    lowest = sorted(bounds, key=lambda chosen: bounds[chosen])[:_LOWEST]
+    for chosen in dict.fromkeys((*lowest, *(choose(facts, mixes) for mixes in uniform(facts)))):
+        if runs.over() or (missed <= 0.0 and value <= near):
+            return
+        if missed > 0.0 or runs.bound(chosen) < value:
+            found = runs.held_back(chosen, evaluations=_EVALUATIONS)
+            missed, value, _ = min((missed, value, 0.0), runs.score(found))
+            yield found
