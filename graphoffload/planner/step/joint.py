@@ -51,27 +51,24 @@ class Joined:
 OUTSIDE = "outside the graphs"
 """Names of buffers that are memory outside begin with this."""
 _MOST_PLACES = 20_000
-"""Of buffers and candidates that are remembered at once: as many use about 50 MB."""
+"""That are remembered at once; then all are made again."""
 
 
 class Pieces:
-    """What joins of the same facts have in common. It is most of the work of a join, and mixes differ in few calls.
-
-    steps: with their call's name, by call and identity of the steps. placed: buffers or candidates of a call at one place.
-    """
+    """What joins of the same facts have in common: steps, buffers and candidates of a call at one place. They are most of the
+    work of a join, and mixes differ in few calls."""
 
     def __init__(self) -> None:
-        self.steps: dict[tuple[int, int], tuple[Sequence[Step], list[Step]]] = {}
-        self.placed: dict[Hashable, tuple[Program, Any]] = {}
+        self._made: dict[Hashable, tuple[object, Any]] = {}
 
-    def at(self, program: Program, place: Hashable, make: Callable[[], _Made]) -> _Made:
-        """What is made of a program at a place, as it was made before, or now."""
-        key = id(program), place
-        if key not in self.placed:
-            if len(self.placed) >= _MOST_PLACES:
-                self.placed.clear()
-            self.placed[key] = program, make()  # with the program, so that no other one gets its identity
-        made: _Made = self.placed[key][1]
+    def of(self, source: object, place: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What is made of a program, or of steps, at a place, as it was made before, or now."""
+        key = id(source), place
+        if key not in self._made:
+            if len(self._made) >= _MOST_PLACES:
+                self._made.clear()
+            self._made[key] = source, make()  # with its source, so that no other one gets that identity
+        made: _Made = self._made[key][1]
         return made
 
 
@@ -93,11 +90,11 @@ class _Line:
 
     def call(self, steps: Sequence[Step], outside_bytes: int, call: int, half: str) -> int:
         """Append a call's steps, named after it; the position of the first."""
-        key = call, id(steps)
-        named = self.pieces.steps
-        if key not in named:
-            named[key] = steps, [Step(f"call {call}: {step.name}", step.time_s, step.workspace_bytes) for step in steps]
-        return self.add(named[key][1], outside_bytes, f"{half} of call {call}")
+
+        def named() -> list[Step]:
+            return [Step(f"call {call}: {step.name}", step.time_s, step.workspace_bytes) for step in steps]
+
+        return self.add(self.pieces.of(steps, call, named), outside_bytes, f"{half} of call {call}")
 
     def gap(self, gap: Gap, around_bytes: int, change_bytes: int, where: str) -> None:
         """Append a gap unless it takes no time and no more memory than its surroundings."""
@@ -135,11 +132,13 @@ def join_programs(facts: StepFacts, variants: Sequence[Variant], pieces: Pieces 
     reload_steps: list[int] = list(range(len(backward.steps)))
     for call, variant in enumerate(variants):
         program, begin, end = variant.program, forward_start[call], backward_start[call]
-        buffers += pieces.at(program, (call, begin, -1), partial(_buffers_of_forward, program, call, begin))
-        end_of_all = len(forward.steps) + end
-        buffers += pieces.at(program, (call, -1, end_of_all), partial(_buffers_of_backward, program, call, end_of_all))
+        for half, start, make in (
+            ("forward", begin, _buffers_of_forward),
+            ("backward", len(forward.steps) + end, _buffers_of_backward),
+        ):
+            buffers += pieces.of(program, (half, call, start), partial(make, program, call, start))
         place = call, begin, end, len(candidates)
-        candidates += pieces.at(program, place, partial(_candidates, program, facts.calls[call], *place))
+        candidates += pieces.of(program, place, partial(_candidates, program, facts.calls[call], *place))
         of += [(call, index) for index in range(len(program.candidates))]
         reload_steps[end : end + len(program.reload_steps)] = [end + step for step in program.reload_steps]
     joint = Program(

@@ -10,7 +10,7 @@ So where the best run is far above it, mixes are tried that it ranks lower as we
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from graphoffload.facts.goals import FAR
 from graphoffload.planner.step.mixes import Mixes, MixSearch, choose, uniform
@@ -23,22 +23,19 @@ _ABOVE = 0.05
 _EVALUATIONS = 40
 
 
-def with_late_copies(runs: Runs, best: Run, search: MixSearch, order: Sequence[Mixes]) -> Iterator[Run]:
-    """Runs that may be better than the best one, where that is far above its bound, or above the budget by little.
+def with_late_copies(runs: Runs, best: Run, search: MixSearch, order: Sequence[Mixes]) -> Run:
+    """The best run, or a better one, where that is far above its bound, or above the budget by little.
 
     Args:
         order: mixes, the one with the lowest bound first.
     """
-    facts, (missed, value, _) = runs.problem.facts, runs.score(best)
-    if runs.limit_bytes is None or missed > _ABOVE * runs.limit_bytes:
-        return
-    near = (1.0 + FAR) * search.value(order[0])
-    bounds = {choose(facts, mixes): search.seen[mixes] for mixes in reversed(order)}
-    lowest = sorted(bounds, key=lambda chosen: bounds[chosen])[:_LOWEST]
+    facts, lowest_bound = runs.problem.facts, search.value(order[0])
+    if runs.limit_bytes is None or runs.score(best)[0] > _ABOVE * runs.limit_bytes:
+        return best
+    lowest = list(dict.fromkeys(choose(facts, mixes) for mixes in order))[:_LOWEST]
     for chosen in dict.fromkeys((*lowest, *(choose(facts, mixes) for mixes in uniform(facts)))):
-        if runs.over() or (missed <= 0.0 and value <= near):
-            return
-        if missed > 0.0 or runs.bound(chosen) < value:
-            found = runs.held_back(chosen, evaluations=_EVALUATIONS)
-            missed, value, _ = min((missed, value, 0.0), runs.score(found))
-            yield found
+        if runs.over() or runs.near(best, lowest_bound, 1.0 + FAR):
+            break
+        if not runs.near(best, runs.bound(chosen), 1.0):
+            best = min((best, runs.held_back(chosen, evaluations=_EVALUATIONS)), key=runs.score)
+    return best

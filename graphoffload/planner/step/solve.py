@@ -36,6 +36,7 @@ from graphoffload.planner.step.runs import Known, Names, Run, Runs
 __all__ = ["StepSolution", "follow_step", "plan_step"]
 
 Wider = Callable[[], StepFacts]
+"""Makes a step with variants in slices as well, which takes long."""
 
 _VALUES = (120, 600)
 _EVALUATIONS = (200, 1000)
@@ -313,7 +314,7 @@ def _search(runs: Runs) -> Run | None:
     best = run(mixes)
     if runs.score(best)[0] <= 0.0:
         best = min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
-    return min((best, *with_late_copies(runs, best, search, order)), key=runs.score)
+    return with_late_copies(runs, best, search, order)
 
 
 def _best_first(runs: Runs, search: MixSearch, order: Sequence[Mixes], run: Callable[[Mixes], Run], most: int) -> Mixes:
