@@ -39,6 +39,7 @@ _SCATTERS = (
     "scatter_add", "scatter_reduce",
 )  # fmt: skip
 _MOVES, _FILLS = ("clone", "expand", "alias"), ("full", "full_like", "scalar_tensor", "zeros", "ones")
+_ARITHMETIC = ("add", "sub", "mul", "div")
 _NUMBERLESS = ("pow", "iota", "slice_scatter")
 _DIVIDED = ("mean", "var", "var_mean")
 _LONGEST = 100  # Inductor stores what takes more operations than this even if it reads one tensor
@@ -81,7 +82,7 @@ def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
     found: set[object] = {(repr(number), _read_as(node)) for number in numbers}
     if isinstance(alpha, (int, float)) and alpha != 1:  # the second operand is multiplied first
         found |= {(repr(alpha), _read_as(node)), (node, "factor")}
-    if name not in (*_MOVES, *_FILLS):
+    if name not in (*_MOVES, *_FILLS) and not _is_cast_to_itself(node):
         found.add(node)
     if name == "addcmul" and value is not None and (value.device.type == "cpu" or node.kwargs.get("value", 1) != 1):
         factor = (repr(node.kwargs.get("value", 1)), _read_as(node))
@@ -96,9 +97,27 @@ def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
         identity = storage_id(other)
         part = identity, concrete(other.storage_offset()), concrete(other.numel())
         found |= _of_part(argument, part, computed[identity]) if identity in computed else {part}
-        if other.dtype != value.dtype and _is_cast_to_fit(name, other, value):
-            found.add((identity, value.dtype))
+        if (read := _computed_in(argument)) != (needed := _computed_in(node)) and _is_cast_to_fit(name, read, needed):
+            found.add((identity, needed))
     return frozenset(found)
+
+
+def _computed_in(node: Node) -> torch.dtype | None:
+    """The type that Inductor computes a value in. It is that of the widest operand even where the graph says a narrower one, as
+    torch 2.11 does where it replaces the scatter of a loss's gradient by a float32 `where`."""
+    value = fake(node)
+    if value is None:
+        return None
+    operands = [other.dtype for argument in node.all_input_nodes if (other := fake(argument)) is not None and other.dim()]
+    if getattr(packet_of(node.target), "__name__", "") not in _ARITHMETIC or not value.dtype.is_floating_point:
+        return value.dtype
+    return max((value.dtype, *operands), key=lambda dtype: dtype.itemsize if dtype.is_floating_point else 0)
+
+
+def _is_cast_to_itself(node: Node) -> bool:
+    """Whether a value is computed in the type already that it is cast to."""
+    is_cast = getattr(packet_of(node.target), "__name__", "") == "convert_element_type"
+    return is_cast and _computed_in(node.all_input_nodes[0]) == _computed_in(node)
 
 
 def _of_part(argument: Node, part: tuple[int, int | None, int | None], operations: Operations) -> Operations:
@@ -133,9 +152,10 @@ def _read_as(node: Node) -> torch.dtype | None:
     return next((other.dtype for argument in node.all_input_nodes if (other := fake(argument)) is not None), value.dtype)
 
 
-def _is_cast_to_fit(name: str, other: torch.Tensor, value: torch.Tensor) -> bool:
+def _is_cast_to_fit(name: str, read: torch.dtype | None, needed: torch.dtype | None) -> bool:
     """Whether an operation reads an operand of another width than its own."""
-    return name != "convert_element_type" and other.dtype.is_floating_point and value.dtype.is_floating_point
+    both = read is not None and needed is not None and read.is_floating_point and needed.is_floating_point
+    return both and name != "convert_element_type"
 
 
 def scatters(node: Node) -> bool:

@@ -16,10 +16,11 @@ from graphoffload.compiler.ranks import local_ranks
 from graphoffload.facts.limits import Limits
 from graphoffload.hardware import host_memory
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.log import say
+from graphoffload.log import log, say
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.torch_internals import allocator
+from graphoffload.torch_internals.fake_tensors import outside_all_modes
 from graphoffload.units import parse_size
 
 _MARGIN_BYTES = 512 * 2**20
@@ -62,8 +63,24 @@ def device_of(inputs: Iterable[Any]) -> torch.device:
 
 def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:
     if device.type == "cuda":
+        _allocate_workspaces(device)
         return int(torch.cuda.memory_allocated(device))
     return sum({storage_id(value): example_storage_nbytes(value) for value in inputs}.values())
+
+
+def _allocate_workspaces(device: torch.device) -> None:
+    """Have cuBLAS allocate what the first step would: a workspace for this thread and one for the thread that runs backward. On
+    Hopper each is 32 MiB for good."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        with outside_all_modes(), torch.inference_mode(False), torch.enable_grad():
+            one = torch.ones(1, 1, device=device, requires_grad=True)
+            (product := one * 1).register_hook(lambda gradient: gradient @ gradient)
+            _ = one.detach() @ one.detach()
+            torch.autograd.grad(product, one, torch.ones_like(product))
+    except RuntimeError as error:  # out of memory, or products that deterministic algorithms forbid
+        log.debug("workspaces of cuBLAS are not allocated before planning: %s", error)
 
 
 def _device_budget(config: OffloadConfig, device: torch.device, hardware: HardwareProfile, reserve_bytes: int) -> int | None:

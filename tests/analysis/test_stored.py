@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from analysis.as_on_a_gpu import THRESHOLDS, copied, exists, writing_triton
 from torch import Tensor, nn
 from torch._inductor import config, ir
@@ -31,21 +32,26 @@ from graphoffload.torch_internals.inductor import most_operations
 CHANNELS, SIDE = 128, 8  # 16 channels a group: Inductor writes out sums of fewer than 8
 
 
-@pytest.fixture(scope="module")
-def backward() -> Iterator[GraphModule]:
-    """The backward graph of a U-Net's block with a shortcut, in bfloat16."""
+def backward_of(module: nn.Module, *inputs: Tensor) -> GraphModule:
+    """The backward graph of a module in bfloat16."""
     found: list[GraphModule] = []
 
     def noting(pair: Any, *args: Any, **kwargs: Any) -> Any:
         found.append(pair.backward)
         return build_program(pair, *args, **kwargs)
 
-    block = ResidualConv(2 * CHANNELS, CHANNELS).to(torch.bfloat16)
-    images = torch.empty(2, 2 * CHANNELS, SIDE, SIDE, dtype=torch.bfloat16, requires_grad=True)
     with mock.patch.object(trials, "build_program", noting):
-        graphoffload.explain(block, policy="keep", hardware="h100-sxm", min_tensor_bytes=0)(images)
+        graphoffload.explain(module.to(torch.bfloat16), policy="keep", hardware="h100-sxm", min_tensor_bytes=0)(*inputs)
+    return found[-1]
+
+
+@pytest.fixture(scope="module")
+def backward() -> Iterator[GraphModule]:
+    """The backward graph of a U-Net's block with a shortcut."""
+    images = torch.empty(2, 2 * CHANNELS, SIDE, SIDE, dtype=torch.bfloat16, requires_grad=True)
+    graph = backward_of(ResidualConv(2 * CHANNELS, CHANNELS), images)
     with config.patch(THRESHOLDS):
-        yield found[-1]
+        yield graph
 
 
 def named(fusion: Fusion, name: str) -> Node:
@@ -80,22 +86,56 @@ def scheduled(module: GraphModule) -> tuple[list[list[str]], dict[str, int]]:
     return kernels, counts
 
 
-def test_operations_are_counted_as_inductor_counts_them(backward: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def counted(module: GraphModule) -> tuple[Fusion, dict[str, int], dict[str, int]]:
+    """A graph's fusion, how many operations it counts for each value, and how many Inductor does for those that both count."""
     found: dict[str, int] = {}
 
     def noting(node: Node, computed: Any) -> Operations:
         found[node.name] = len(operations := operations_of(node, computed))
         return operations
 
-    monkeypatch.setattr(rules, "operations_of", noting)
-    fusion = fusion_of(backward.graph, fuses=True)
-    _, counts = scheduled(backward)
-    both = found.keys() & counts.keys()
-    assert len(both) > 80
-    assert {name: found[name] for name in both} == {name: counts[name] for name in both}
+    with mock.patch.object(rules, "operations_of", noting):
+        fusion = fusion_of(module.graph, fuses=True)
+    _, counts = scheduled(module)
+    return fusion, found, {name: counts[name] for name in found.keys() & counts.keys()}
+
+
+def test_operations_are_counted_as_inductor_counts_them(backward: GraphModule) -> None:
+    fusion, found, counts = counted(backward)
+    assert len(counts) > 80
+    assert {name: found[name] for name in counts} == counts
     large = {name for name, number in counts.items() if number > most_operations("cuda")}
     stored = {node.name for node in fusion.large.values()}
     assert {name for name in stored if found[name] > most_operations("cuda")} == large == {"add_10", "add_13"}
+
+
+class Loss(nn.Module):
+    """The loss of a head whose logits are an output as well."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, words, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(logits := self.head(x), labels), logits
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["as it is", "as torch 2.11 notes it"])
+def test_a_loss_gradient_that_is_noted_narrower_than_it_is_computed(noted: bool) -> None:
+    """torch 2.11 has no cast behind the float32 `where` of a loss's gradient, and says bfloat16 of the product with it."""
+    x = torch.empty(64, 16, dtype=torch.bfloat16, requires_grad=True)
+    graph = copied(module := backward_of(Loss(50), x, torch.zeros(64, dtype=torch.int64)))
+    casts = [node for node in graph.nodes if str(node.target) == "prims.convert_element_type.default"]
+    behind = [node for node in casts if "where" in node.args[0].name and any("mul" in user.name for user in node.users)]
+    if not noted:
+        for node in behind:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    module = GraphModule(module, graph)
+    with config.patch(THRESHOLDS):
+        _, found, counts = counted(module)
+    assert len(counts) > 10
+    assert {name: found[name] for name in counts} == counts
 
 
 def test_a_large_value_runs_at_its_own_turn_and_is_not_written(backward: GraphModule) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import graphoffload
 from graphoffload.compiler.step_runs import OVERRIDE
 from graphoffload.errors import BudgetError
+from graphoffload.planner.step.runs import Run, Runs
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
 from graphoffload.runtime.step.calls import STEPS
@@ -95,10 +97,30 @@ def as_compiled() -> Iterator[None]:
     OVERRIDE.options, OVERRIDE.configs = {}, frozenset()
 
 
+@contextlib.contextmanager
+def all_late() -> Iterator[list[int]]:
+    """No copy back starts before its first use: a plan's copies that come late, at their most. What it moved is listed."""
+    original, moved = Runs.run, [0]
+
+    def late(self: Runs, chosen: Sequence[int], *, evaluations: int) -> Run:
+        run = original(self, chosen, evaluations=evaluations)
+        planned = tuple(replace(item, reload_at=item.wait_at) for item in run.timeline.schedule)
+        if planned:
+            moved[0] += sum(item.reload_at < item.wait_at for item in run.timeline.schedule)
+            run = self._scheduled(run.chosen, run.joined, run.actions, run.window_bytes, run.solver, planned)
+        return run
+
+    with mock.patch.object(Runs, "run", late):
+        yield moved
+
+
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_a_planned_step(inner: str) -> None:
-    model = planned(inner)
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+def test_a_planned_step(inner: str, late: bool) -> None:
+    with all_late() if late else contextlib.nullcontext([1]) as moved:
+        model = planned(inner)
+    assert moved[0] > 0
     with twin_copies():
         references = [step(model, seed) for seed in (0, 1)]
     graphoffload.reset_stats()
