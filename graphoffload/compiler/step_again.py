@@ -72,7 +72,7 @@ class Known:
     in_flight: microbatches at a time; overlaps: runs in a row that showed it. most: in the step that runs; steps: in the
     latest ones. flight_bytes: allocated when the first of those that were recorded last began. entering: calls that were
     running when it was learnt: until their backwards have ended, or cannot come, and none is in flight, nothing is recorded.
-    link: how fast its copies are. host: whether it keeps up.
+    link: how fast its copies are. host: whether it keeps up. refused: an error that is to be said, since a run goes on.
     """
 
     sequence: tuple[int, ...]
@@ -95,6 +95,7 @@ class Known:
     excess: Excess | None = None
     excess_bytes: int = 0
     beyond: bool = False
+    refused: str = ""
     rounds: Rounds | None = None
     proposal: Proposal | None = None
     in_flight: int = 1
@@ -124,7 +125,7 @@ class Known:
 
     def begin_goal(self) -> None:
         """Another goal was set: what plans for the last one took beyond its budget says nothing of this one."""
-        self.excess, self.beyond = None, False
+        self.excess, self.beyond, self.refused = None, False, ""
         self.host = HostSeen()
         self.taken_bytes, self.excess_bytes = max(0, self.taken_bytes - self.excess_bytes), 0
 

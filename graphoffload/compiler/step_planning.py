@@ -44,6 +44,7 @@ from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
 from graphoffload.units import format_bytes
 
+_RUNS_ON = "The step runs on as it was compiled first, which holds least."
 RECORDED = 2
 """Runs of a sequence before it is planned: the first one compiles and warms up."""
 
@@ -345,8 +346,16 @@ def _refused(known: Known, proposal: Proposal, error: BudgetError) -> None:
     """No plan meets the goal: an error where a number was given."""
     known.plan, known.fixed = None, True
     if proposal.explicit:
+        known.refused = str(error)
         raise error
-    warn(StepNotPlannedWarning, f"{error} The step runs on as it was compiled first, which holds least.", stacklevel=5)
+    warn(StepNotPlannedWarning, f"{error} {_RUNS_ON}", stacklevel=5)
+
+
+def say_what_was_refused(known: Known) -> None:
+    """A run starts all the same: somebody caught the error. It is said once more, and that the goal is not kept."""
+    refused, known.refused = known.refused, ""
+    if refused:
+        warn(StepNotPlannedWarning, f"{refused} That error was caught. {_RUNS_ON}", stacklevel=5)
 
 
 def _warn_of_excess(plan: StepPlan, asked: Asked, why: str) -> None:

@@ -24,7 +24,7 @@ from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_again import WARM, Known, learn_shortage
 from graphoffload.compiler.step_flight import OVERLAPS, microbatch_of
 from graphoffload.compiler.step_link import stop_timing
-from graphoffload.compiler.step_planning import RECORDED, collect_garbage, config_of, plan_if_due
+from graphoffload.compiler.step_planning import RECORDED, collect_garbage, config_of, plan_if_due, say_what_was_refused
 from graphoffload.compiler.step_ranks import plans_none
 from graphoffload.compiler.step_rise import OPTIMIZERS
 from graphoffload.errors import BudgetError, PlanError, StepNotPlannedWarning, warn
@@ -93,6 +93,8 @@ def next_run(graph: Dispatched) -> StepRun:
         else:
             known.fixed = False
             known.begin_goal()
+    if known is not None:
+        say_what_was_refused(known)
     step = () if known is None else known.sequence
     flying = sum(run.step == step for run in STEPS.alive.get(device, ()))
     may = known is None or (known.takes_off(flying) and not known.fixed)
