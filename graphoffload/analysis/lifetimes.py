@@ -8,6 +8,12 @@ Inductor does so where nothing else is left to read the operand (decide_inplace_
 operand is a temporary, or a saved activation that AOTAutograd donates to backward. It also does so for an operand whose other
 readers have run; that counts as two pieces here, so a plan may hold less than predicted.
 
+A reader that comes before the value is stored computes it, and so reads its operands as well:
+
+    saved ─▶ mul ─┬─▶ gelu's backward ─▶ mm     addmm has Inductor store mul, and gelu's backward comes before it: both read
+                  └─────────────────▶ addmm     saved, which neither is written over. Other kernels have a value of several
+                                                reads stored where it stands
+
 Both must lie in memory in the same order. A kernel with several results, such as a convolution's backward, makes them in the
 order that its inputs have when it runs, which may be another than the graph's (channels_last). A result that the graph returns
 has the order of the first operand, whatever that is. The layout of another one is what most of its operands have:
@@ -26,7 +32,7 @@ import torch
 from torch.fx import Node
 
 from graphoffload.analysis.fusion import Fusion
-from graphoffload.analysis.storages import concrete, fake, group_by_storage, storage_id
+from graphoffload.analysis.storages import concrete, fake, group_by_storage, storage_id, with_views
 from graphoffload.torch_internals.inductor import config
 from graphoffload.torch_internals.operators import OpOverload
 
@@ -95,7 +101,7 @@ def _overwritten(
     found: dict[int, int] = {}
     if not fusion.fuses or not config.inplace_buffers:
         return found
-    writers = set(apart)
+    writers, places = set(apart), {node: at for at, node in enumerate(fusion.kinds)}
     for identity, members in sorted(groups.items(), key=lambda item: item[1][0] in donated):
         readers = fusion.readers.get(identity, [])
         if identity not in fusion.real or len(readers) != 1 or _is_returned(members):
@@ -109,12 +115,29 @@ def _overwritten(
             continue
         if fusion.spans.get(made) == fusion.spans[writer]:  # one kernel: both are its results
             continue
+        if _is_computed_again(writer, places, fusion):
+            continue
         if made.target is operator.getitem and not (writer.args[0] is made and _is_returned([writer])):
             continue
         if value.dtype == result.dtype and _in_step(value, result) and _reads_in_step(writer, identity, fusion):
             writers.add(writer)
             found[identity] = fusion.spans[writer][0] - 1
     return found
+
+
+def _is_computed_again(writer: Node, places: Mapping[Node, int], fusion: Fusion) -> bool:
+    """Whether a reader computes a value itself, since it comes before the one for which Inductor stores that."""
+    value = fake(writer)
+    if value is None or storage_id(value) in fusion.large or not _is_pointwise(writer):
+        return False
+    own = with_views(writer)
+    readers = [user for member in own for user in member.users if user not in own]
+    asking = [user for user in readers if user.op == "output" or fusion.kinds[user] == "kernel"]
+    products = [user for user in asking if user in fusion.added or user.target is torch.ops.aten.addmm.default]
+    if not asking or (len(products) < len(asking) and len(fusion.read_by(writer)) > 1):
+        return False
+    first = min(places[user] for user in asking)
+    return any(fusion.kinds[user] == "fused" and places[user] < first for user in readers)
 
 
 def _is_returned(members: list[Node]) -> bool:

@@ -310,6 +310,25 @@ def test_a_value_of_many_reads_is_not_written_for_its_own_kernel() -> None:
         assert TOO_LOW * taken <= predicted <= taken / TOO_LOW
 
 
+class Layers(nn.Module):
+    """Residual layers. The gradient of a sum is stored when backward comes to its addition to a product. GELU's backward comes
+    before and computes it too, so that it is not written over what the loss saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4 * C, 4 * C) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+def test_a_value_that_is_stored_late_is_written_over_nothing() -> None:
+    for predicted, taken in compared(Layers(), torch.empty(1024, 4 * C)):
+        assert TOO_LOW * taken <= predicted <= taken / TOO_LOW
+
+
 class Joined(nn.Module):
     """Sums of two products, concatenated: they are written into the result, one after the other."""
 
