@@ -32,7 +32,8 @@ import torch
 from torch.fx import Node
 
 from graphoffload.analysis.fusion import Fusion
-from graphoffload.analysis.storages import concrete, fake, group_by_storage, storage_id, with_views
+from graphoffload.analysis.storages import concrete, fake, group_by_storage, storage_id
+from graphoffload.analysis.stored import readers_of
 from graphoffload.torch_internals.inductor import config
 from graphoffload.torch_internals.operators import OpOverload
 
@@ -130,8 +131,7 @@ def _is_computed_again(writer: Node, places: Mapping[Node, int], fusion: Fusion)
     value = fake(writer)
     if value is None or storage_id(value) in fusion.large or not _is_pointwise(writer):
         return False
-    own = with_views(writer)
-    readers = [user for member in own for user in member.users if user not in own]
+    readers = readers_of(writer)
     asking = [user for user in readers if user.op == "output" or fusion.kinds[user] == "kernel"]
     products = [user for user in asking if user in fusion.added or user.target is torch.ops.aten.addmm.default]
     if not asking or (len(products) < len(asking) and len(fusion.read_by(writer)) > 1):

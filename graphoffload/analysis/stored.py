@@ -50,7 +50,7 @@ Operations = frozenset[object]
 
 def exists(node: Node, kinds: Mapping[Node, str]) -> bool:
     """Whether a fused operation's value is in memory, however few operations compute it."""
-    readers = _readers(node)
+    readers = readers_of(node)
     if scatters(node) or any(user.op == "output" or kinds[user] == "kernel" for user in readers):
         return True
     value = fake(node)
@@ -71,7 +71,7 @@ def takes_many_reads(node: Node, sources: frozenset[int]) -> bool:
     """Whether Inductor stores a value since too many reads compute it, as of a long sum."""
     value = fake(node)
     assert value is not None
-    return len(sources) > (_INLINED_READS if len(_readers(node)) > 1 else most_reads(value.device.type))
+    return len(sources) > (_INLINED_READS if len(readers_of(node)) > 1 else most_reads(value.device.type))
 
 
 def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
@@ -170,7 +170,7 @@ def _widening(node: Node) -> int:
     return 1 if value is None or first is None else max(1, first.element_size() // value.element_size())
 
 
-def _readers(node: Node) -> list[Node]:
+def readers_of(node: Node) -> list[Node]:
     """Nodes that read a node's memory, directly or through a view."""
     own = with_views(node)
     return [user for member in own for user in member.users if user not in own]
