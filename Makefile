@@ -1,5 +1,5 @@
 # make demo   train a byte-level GPT with offloaded activations and compare its gradients with keep-all
-# make test   the whole test suite (lint and types are tests of it)
+# make test   the test suite without its slow tests, which MARK= adds (lint and types are tests of it)
 # make lint   ruff and mypy alone
 # make net    train every architecture of tests/net that docs/results/net.json lacks, and write docs/models.md (hours)
 #
