@@ -3,7 +3,8 @@
     problem     Program: steps with times, buffers, candidates          arrays      the same as arrays, made once
     simulator   Program and actions to a Timeline: time and memory      bottleneck  what holds the memory at one step
     goals       what a goal asks, and how two proposals compare         lower_bound what no plan undercuts
-    strategies  each proposes actions; the simulator scores them        solver      solve(): the best proposal of all strategies
+    strategies  each proposes actions; the simulator scores them        search      the best proposal of all strategies
+    solver      solve(): a search, and what else is tried where it is above a budget or far from its bound
     step        all calls of compiled graphs in a training step as one Program, and its plan in terms of ops
     prefetch    reloads earlier and releases later where memory is free
 

@@ -2,10 +2,11 @@
 
     keep-all fits? ── yes ──▶ keep all
         │ no
-    exact (few assignments)   greedy: all actions, recompute only, offload only  LP ──▶ greedy repairs   everything offloaded
-        └──────────────┬───────────────────┴──────────────┘
-                    the evaluator ──▶ local search from the best two ──▶ Solution
-                        └─ none meets the budget ──▶ again, scored by where memory is over, for lower budgets ──▶ or BudgetError
+    one search (search.py) ── near its bound ──▶ Solution
+        │ above the budget, or far from the bound
+    scored by where memory is over, and for lower budgets ──▶ from the least peak, and from tighter budgets ──▶ Solution
+        │ none meets the budget
+    a descent from the least peak ──▶ Solution, or BudgetError
 
 Every proposal is scored by the simulator, so a bad estimate in a solver costs quality, never truth. The gap to the lower bound
 says how much can be lost at most.
@@ -14,47 +15,31 @@ says how much can be lost at most.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphoffload.errors import BudgetError
 from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.patience import Patience
-from graphoffload.planner.arrays import Arrays, arrays_of
+from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.bottleneck import describe, held_at
 from graphoffload.planner.goals import Evaluator, Goal, MeetBudget, Proposal, WithinSlowdown
 from graphoffload.planner.problem import Program
 from graphoffload.planner.reasons import reasons_for
+from graphoffload.planner.search import FEWEST, SMALL, evaluations_for, search_once, where_lost
 from graphoffload.planner.simulator import Timeline, timeline_of
-from graphoffload.planner.strategies.exact import search_exactly
-from graphoffload.planner.strategies.greedy import greedy_moves
-from graphoffload.planner.strategies.local_search import improve, windows
+from graphoffload.planner.strategies.local_search import improve
 from graphoffload.planner.strategies.relaxation import Relaxation, Relaxed
 from graphoffload.units import format_bytes
 
 __all__ = ["Goal", "MeetBudget", "Solution", "WithinSlowdown", "least_budget_bytes", "solve"]
 
-_SMALL = 24
-_FEWEST = 260
-_MOST = 2000
-_TURNS = 3
-_WORK = 2_000_000
-_AIMS = 8
-_LOWER = (1.0, 0.97, 0.93)
-_NEAR = 1.2
 _FAR = 0.015
 _RUNG = 1.005
 _RUNGS = 4
 _DESCENTS = 8
 _LESS = 0.99
-_LEAST_KEPT: tuple[Action, ...] = ("offload", "recompute", "keep")
-_STARTS: dict[str, tuple[Action, ...]] = {
-    "greedy": ("offload", "recompute"),
-    "greedy recompute": ("recompute",),
-    "greedy offload": ("offload",),
-    "lp": ("offload", "recompute"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +63,29 @@ class Solution:
     evaluations: int = 0
 
 
+@dataclass(slots=True)
+class Least:
+    """What is known of the least peak of an instance, whatever the budget.
+
+    first: the first plan found. descended: the last of a descent from it, whose peak is the least budget that is met. None: not
+    looked for yet.
+    """
+
+    program: Program
+    hardware: HardwareProfile
+    first: Proposal | None = None
+    descended: Proposal | None = None
+
+
+def least_of(known: list[Least], program: Program, hardware: HardwareProfile) -> Least:
+    """What is known of this instance, remembered in `known` from now on."""
+    for least in known:
+        if least.program == program and least.hardware == hardware:
+            return least
+    known.append(Least(program, hardware))
+    return known[-1]
+
+
 def solve(
     program: Program,
     hardware: HardwareProfile,
@@ -87,23 +95,27 @@ def solve(
     max_inflight_bytes: int | None = None,
     evaluations: int | None = None,
     patience: Patience | None = None,
+    least: Least | None = None,
+    descend: bool = True,
 ) -> Solution:
     """The best plan found for `goal`; the best until `patience` ends.
 
-    With a number of `evaluations` there is one search that spends no more, and its plan may be above a budget.
+    With a number of `evaluations` there is one search that spends no more, and its plan may be above a budget. `least` is what
+    earlier calls found of the least peak of this instance, and what this one finds. Without `descend`, a budget below the first
+    plan with the least peak is refused; descending from it may reach one that is six percent lower, and takes most of the time.
 
     Raises:
         BudgetError: no plan was found within the budgets; the message has the least budget found feasible and what holds it up.
             Or what is fixed to offload exceeds the host budget.
     """
     arrays = arrays_of(program, hardware)
-    small = len(program.candidates) <= _SMALL
+    small = len(program.candidates) <= SMALL
     evaluator = Evaluator(
         arrays,
         goal,
         host_budget_bytes=host_budget_bytes,
         window_bytes=max_inflight_bytes,
-        budget=evaluations or (6000 if small else _evaluations(program)),
+        budget=evaluations or (6000 if small else evaluations_for(program)),
         patience=patience,
     )
     keep = evaluator.propose(evaluator.keep, "fits")
@@ -116,18 +128,40 @@ def solve(
     if isinstance(goal, MeetBudget) and keep.feasible:
         return _solution(evaluator, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, evaluator.limit_s).solve()
-    best = _search(evaluator, keep, relaxed)
+    least = Least(program, hardware) if least is None else least
+    known = None if least.descended is None else _again(evaluator, least.descended)
+    if isinstance(goal, MeetBudget) and known is not None and not known.feasible:
+        raise _infeasible(evaluator, goal, relaxed, known)
+    best = search_once(evaluator, keep, relaxed)
     if isinstance(goal, MeetBudget) and evaluations is None:
-        if not best.feasible:
-            best = min((best, *_where_lost(evaluator, goal)), key=lambda p: p.score)
-        if not best.feasible or _is_far(evaluator, best, relaxed):
-            least = _least(evaluator)
-            best = min((best, *_from_below(evaluator, least)), key=lambda p: p.score)
-            if not best.feasible:
-                best = _descended(evaluator, least)
-                if not best.feasible:
-                    raise _infeasible(evaluator, goal, relaxed, best)
+        best = _nearer(evaluator, goal, best, relaxed, least, descend)
     return _solution(evaluator, best, relaxed)
+
+
+def _nearer(evaluator: Evaluator, goal: MeetBudget, best: Proposal, relaxed: Relaxed, least: Least, descend: bool) -> Proposal:
+    """`best`, or what is found by other ways where it is above the budget or far from its bound.
+
+    Raises:
+        BudgetError: nothing meets the budget.
+    """
+    if not best.feasible:
+        best = min((best, *where_lost(evaluator, goal)), key=lambda p: p.score)
+    if best.feasible and not _is_far(evaluator, best, relaxed):
+        return best
+    least.first = least.first or _least(evaluator)
+    best = min((best, *_from_below(evaluator, least.first)), key=lambda p: p.score)
+    if not best.feasible:
+        if descend:
+            least.descended = least.descended or _descended(evaluator, least.first)
+        best = _again(evaluator, least.descended or least.first)
+        if not best.feasible:
+            raise _infeasible(evaluator, goal, relaxed, best)
+    return best
+
+
+def _again(evaluator: Evaluator, found: Proposal) -> Proposal:
+    """What was found for another budget, by the score of this one."""
+    return evaluator.propose(found.actions, found.solver, found.window_bytes)
 
 
 def _is_far(evaluator: Evaluator, best: Proposal, relaxed: Relaxed) -> bool:
@@ -149,148 +183,12 @@ def _from_below(evaluator: Evaluator, least: Proposal) -> Iterator[Proposal]:
             break
         other = evaluator.at(MeetBudget(bytes_below + program.reserve_bytes))
         relaxed = Relaxation(evaluator.arrays, other.goal, evaluator.host_budget_bytes, evaluator.limit_s).solve()
-        starts.append(_search(other, other.propose(other.keep, "fits"), relaxed))
+        starts.append(search_once(other, other.propose(other.keep, "fits"), relaxed))
     for found in starts:
-        start = evaluator.propose(found.actions, found.solver, found.window_bytes)
+        start = _again(evaluator, found)
         if start.feasible:
-            evaluator.budget = evaluator.count + _FEWEST
+            evaluator.budget = evaluator.count + FEWEST
             yield improve(evaluator, start, small=False)
-
-
-def _search(evaluator: Evaluator, keep: Proposal, relaxed: Relaxed) -> Proposal:
-    """The best proposal of all strategies, and of local search from them."""
-    small, goal = len(evaluator.arrays.program.candidates) <= _SMALL, evaluator.goal
-    best, proven = search_exactly(evaluator)
-    if best is not None and proven and "offload" not in best.actions:  # the search knows copies that run freely, no windows
-        return best
-    found = [windows(evaluator, start) for start in (keep, best) if start is not None]
-    found += _proposals(evaluator, relaxed)
-    if small and isinstance(goal, MeetBudget):
-        found.append(_all_offloaded(evaluator))
-    found = sorted(dict.fromkeys(found) if small else found, key=lambda p: p.score)
-    best = min(_improved(evaluator, found, small=small), key=lambda p: p.score)
-    if not best.feasible and isinstance(goal, MeetBudget):
-        searched = found[:_TURNS] if small and not evaluator.exhausted else ()
-        evaluator.budget += evaluator.count
-        aimed = _aiming_lower(evaluator, goal) if evaluator.lost else ()
-        start = min((*aimed, _all_offloaded(evaluator)), key=lambda p: p.score)
-        best = best if start in searched else improve(evaluator, start, small=small)
-    return best
-
-
-def _where_lost(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
-    """What is found by other scores, and for budgets a little lower, where something was found a little above: the solvers lose
-    their way at one budget and not at the next, and who can do with less can do with this."""
-    near_bytes = evaluator.limit_bytes * _NEAR
-    for share in _LOWER:
-        if evaluator.smallest is None or evaluator.evaluate(*evaluator.smallest)[0].peak_bytes > near_bytes:
-            return
-        lower = MeetBudget(goal.device_budget_bytes - int(evaluator.limit_bytes * (1.0 - share)))
-        other = evaluator.at(lower, lost=True)
-        relaxed = Relaxation(evaluator.arrays, lower, evaluator.host_budget_bytes, evaluator.limit_s).solve()
-        if relaxed.value is None:
-            return
-        found = _search(other, other.propose(other.keep, "fits"), relaxed)
-        for actions, window in filter(None, ((found.actions, found.window_bytes), other.smallest)):
-            same = evaluator.propose(actions, found.solver, window)
-            if same.feasible:
-                evaluator.budget = evaluator.count + _FEWEST
-                yield improve(evaluator, same, small=False)
-                return
-
-
-def _evaluations(program: Program) -> int:
-    """Simulations that a solve may spend: few for large instances, so that 80 layers cost little more than 8."""
-    size = len(program.forward) + len(program.backward) + len(program.candidates)
-    return max(_FEWEST, min(_MOST, _WORK // size))
-
-
-def _improved(evaluator: Evaluator, found: Sequence[Proposal], *, small: bool) -> Iterator[Proposal]:
-    """Local search from the best proposal, and where simulations are cheap from greedy's and the LP's, each with its share.
-
-    A proposal that meets the budget by waiting for copies may be far from every good one, and one a little above it near.
-    """
-    if small:
-        yield from (improve(evaluator, start, small=True) for start in found[:_TURNS])
-        return
-    starts = [found[0], *(p for p in found[1:] if p.solver in ("greedy", "lp"))]
-    starts = starts[: min(_TURNS, max(1, evaluator.budget // _FEWEST))]
-    total = evaluator.budget
-    for turn, start in enumerate(starts):
-        evaluator.budget = evaluator.count + (total - evaluator.count) // (len(starts) - turn)
-        yield improve(evaluator, start, small=False)
-
-
-def _proposals(evaluator: Evaluator, relaxed: Relaxed) -> Iterator[Proposal]:
-    """What each solver makes of the goal."""
-    if isinstance(evaluator.goal, MeetBudget):
-        target_bytes = max(0, evaluator.limit_bytes)
-        for name, allowed in _STARTS.items():
-            start = round_down(evaluator, relaxed) if name == "lp" else evaluator.keep
-            yield windows(evaluator, evaluator.propose(greedy_moves(evaluator, start, target_bytes, allowed=allowed), name))
-        return
-    if "lp" in _STARTS:
-        yield evaluator.propose(round_down(evaluator, relaxed), "lp")
-    yield _all_offloaded(evaluator)
-    yield from _halving(evaluator)
-
-
-def _halving(evaluator: Evaluator) -> Iterator[Proposal]:
-    """Greedy for a slowdown: budgets between nothing and the peak of keep-all, halved until the limit of time is met."""
-    low, high = 0, evaluator.evaluate(evaluator.keep)[0].peak_bytes
-    for _ in range(6):
-        middle = (low + high) // 2
-        actions = greedy_moves(evaluator, evaluator.keep, middle, limit_s=evaluator.limit_s)
-        yield evaluator.propose(actions, "greedy")
-        peak = evaluator.evaluate(actions)[0].peak_bytes
-        low, high = (low, min(middle, peak)) if peak <= middle else (middle, high)
-
-
-def _all_offloaded(evaluator: Evaluator) -> Proposal:
-    """Everything offloaded, in the best window: where memory falls only if compute waits for copies early."""
-    return windows(evaluator, evaluator.propose(_nothing_kept(evaluator.arrays), "all"))
-
-
-def _aiming_lower(evaluator: Evaluator, goal: MeetBudget) -> Iterator[Proposal]:
-    """The LP for limits that are lower by what its rounding broke: whole tensors are larger than the room that it leaves."""
-    device_bytes, host_bytes = goal.device_budget_bytes, evaluator.host_budget_bytes
-    for _ in range(_AIMS):
-        relaxed = Relaxation(evaluator.arrays, MeetBudget(device_bytes), host_bytes, evaluator.limit_s).solve()
-        if relaxed.value is None:
-            return
-        found = windows(
-            evaluator, evaluator.propose(greedy_moves(evaluator, round_down(evaluator, relaxed), evaluator.limit_bytes), "lp")
-        )
-        yield found
-        if found.feasible:
-            return
-        result = evaluator.evaluate(found.actions, found.window_bytes)[0]
-        device_bytes -= max(0, result.peak_bytes - evaluator.limit_bytes)
-        if host_bytes is not None and evaluator.host_budget_bytes is not None:
-            host_bytes -= max(0, result.host_bytes - evaluator.host_budget_bytes)
-
-
-def _nothing_kept(arrays: Arrays) -> tuple[Action, ...]:
-    """Everything offloaded; what cannot be offloaded is recomputed, and what cannot be recomputed either is kept."""
-    choices = (candidate.actions for candidate in arrays.program.candidates)
-    return tuple(next(action for action in _LEAST_KEPT if action in allowed) for allowed in choices)
-
-
-def round_down(evaluator: Evaluator, relaxed: Relaxed) -> tuple[Action, ...]:
-    """Whole numbers from the relaxation's fractions, per class: earliest layers offload, the next recompute, the last keep.
-
-    Rounded to the nearest whole, so limits may be broken a little; greedy and local search repair.
-    """
-    actions = list(evaluator.keep)
-    for index, fold in enumerate(relaxed.classes):
-        offload = min(fold.count, int(relaxed.offload[index] + 0.5))
-        recompute = min(fold.count - offload, int(relaxed.recompute[index] + relaxed.offload[index] + 0.5) - offload)
-        for rank, member in enumerate(fold.members):
-            choices = evaluator.arrays.program.candidates[member].actions
-            if len(choices) > 1:
-                wanted: Action = "offload" if rank < offload else "recompute" if rank < offload + recompute else "keep"
-                actions[member] = wanted if wanted in choices else "keep"
-    return tuple(actions)
 
 
 def _solution(evaluator: Evaluator, best: Proposal, relaxed: Relaxed | None) -> Solution:
@@ -324,7 +222,7 @@ def least_budget_bytes(
         WithinSlowdown(1e6),
         host_budget_bytes=host_budget_bytes,
         window_bytes=max_inflight_bytes,
-        budget=_evaluations(program),
+        budget=evaluations_for(program),
         patience=patience,
     )
     relaxed = Relaxation(evaluator.arrays, evaluator.goal, host_budget_bytes, evaluator.limit_s).solve()
@@ -342,13 +240,13 @@ def _descended(evaluator: Evaluator, least: Proposal) -> Proposal:
         relaxed = Relaxation(evaluator.arrays, goal, evaluator.host_budget_bytes, evaluator.limit_s).solve()
         if relaxed.value is None or evaluator.hurried:
             break
-        found = _search(other, other.propose(other.keep, "fits"), relaxed)
+        found = search_once(other, other.propose(other.keep, "fits"), relaxed)
         if not found.feasible:
-            found = min((found, *_where_lost(other, goal)), key=lambda p: p.score)
+            found = min((found, *where_lost(other, goal)), key=lambda p: p.score)
         if not found.feasible:
             break
         best = found
-    return evaluator.propose(best.actions, best.solver, best.window_bytes)
+    return _again(evaluator, best)
 
 
 def _least(evaluator: Evaluator) -> Proposal:
@@ -366,10 +264,10 @@ def _least(evaluator: Evaluator) -> Proposal:
     other = evaluator.at(MeetBudget(found.timeline.peak_bytes + program.reserve_bytes))
     start = other.propose(found.actions, found.solver, found.max_inflight_bytes)
     relaxed = Relaxation(evaluator.arrays, other.goal, evaluator.host_budget_bytes, evaluator.limit_s).solve()
-    searched = _search(other, other.propose(other.keep, "fits"), relaxed)
+    searched = search_once(other, other.propose(other.keep, "fits"), relaxed)
     if searched.score <= start.score:
         return searched
-    other.budget = other.count + _FEWEST
+    other.budget = other.count + FEWEST
     return improve(other, start, small=False)
 
 

@@ -23,7 +23,7 @@ from unittest import mock
 
 from graphoffload.errors import BudgetError
 from graphoffload.hardware.profile import HardwareProfile
-from graphoffload.planner import solver
+from graphoffload.planner import search, solver
 from graphoffload.planner.goals import Goal, MeetBudget, WithinSlowdown
 from graphoffload.planner.problem import Program
 from graphoffload.planner.simulator import simulate
@@ -75,8 +75,8 @@ class Strategy:
 
 
 def _without(name: str) -> Strategy:
-    left = {other: value for other, value in solver._STARTS.items() if other != name}
-    return Strategy(name, solver, "_STARTS", left, (solver, "_proposals"))
+    left = {other: value for other, value in search._STARTS.items() if other != name}
+    return Strategy(name, search, "_STARTS", left, (search, "_proposals"))
 
 
 def _nothing(*_: Any, **__: Any) -> Iterator[Any]:
@@ -94,22 +94,22 @@ def _keep_all(evaluator: Any) -> Any:
 def strategies() -> list[Strategy]:
     """All that can be left out."""
 
-    def call(name: str, attribute: str, replacement: Any, module: Any = solver) -> Strategy:
+    def call(name: str, attribute: str, replacement: Any, module: Any = search) -> Strategy:
         return Strategy(name, module, attribute, replacement, (module, attribute))
 
-    def constant(name: str, attribute: str, value: Any, used_by: str, module: Any = solver) -> Strategy:
-        return Strategy(name, module, attribute, value, (solver if used_by == "windows" else module, used_by))
+    def constant(name: str, attribute: str, value: Any, used_by: str, module: Any = search) -> Strategy:
+        return Strategy(name, module, attribute, value, (search if used_by == "windows" else module, used_by))
 
     return [
-        *(_without(name) for name in solver._STARTS),
-        Strategy("exact", solver, "search_exactly", lambda evaluator: (None, False), (exact, "_assignments")),
+        *(_without(name) for name in search._STARTS),
+        Strategy("exact", search, "search_exactly", lambda evaluator: (None, False), (exact, "_assignments")),
         call("greedy, halving", "_halving", _nothing),
         call("LP aimed lower", "_aiming_lower", _nothing),
-        call("where lost", "_where_lost", _nothing),
-        constant("where lost: lower budgets", "_LOWER", (1.0,), "_where_lost"),
-        call("from below", "_from_below", _nothing),
-        constant("from below: tighter budgets", "_RUNGS", 0, "_from_below"),
-        call("all offloaded", "_all_offloaded", _keep_all),
+        call("where lost", "where_lost", _nothing, solver),
+        constant("where lost: lower budgets", "_LOWER", (1.0,), "where_lost"),
+        call("from below", "_from_below", _nothing, solver),
+        constant("from below: tighter budgets", "_RUNGS", 0, "_from_below", solver),
+        call("all offloaded", "all_offloaded", _keep_all),
         constant("several starts", "_TURNS", 1, "_improved"),
         call("local search", "improve", _same),
         call("local search: shares of groups", "_folded_moves", _nothing, local_search),

@@ -9,6 +9,7 @@ import pytest
 
 from graphoffload.errors import BudgetError
 from graphoffload.hardware.profile import PROFILES
+from graphoffload.planner import search as searches
 from graphoffload.planner import solver as solvers
 from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.goals import Evaluator, Proposal
@@ -199,7 +200,8 @@ def test_before_an_error_nothing_is_searched_twice(monkeypatch: pytest.MonkeyPat
         starts.append((id(evaluator), start))
         return improve(evaluator, start, small=small)
 
-    monkeypatch.setattr(solvers, "improve", counting)
+    for module in (solvers, searches):
+        monkeypatch.setattr(module, "improve", counting)
     for budget in (12, 14):
         starts.clear()
         with pytest.raises(BudgetError, match="no plan"):
