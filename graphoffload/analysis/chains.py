@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
@@ -238,3 +238,11 @@ def chains_of(
         fixed = {name for name, chain in found.items() if chain.why_not}
         found[tensor.name] = chain_of(targets, tensor.name, facts, fixed)
     return found
+
+
+def with_chains(table: SavedTable, chains: Mapping[str, Chain]) -> SavedTable:
+    """The table, with what chains (of chains_of) say of each activation: that it can be recomputed, or why not."""
+    why_not = {name: chain.why_not for name, chain in chains.items()}
+    return SavedTable(
+        tuple(replace(t, recomputable=not why_not[t.name], why_not_recompute=why_not[t.name]) for t in table.tensors)
+    )

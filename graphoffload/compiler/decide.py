@@ -26,7 +26,7 @@ from graphoffload.planner.hint import saved_within
 from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.reasons import NO_CHOICE
 from graphoffload.planner.simulator import Timeline, simulate
-from graphoffload.planner.solver import Solution, solve
+from graphoffload.planner.solver import Solution, least_of, solve
 from graphoffload.units import format_bytes
 
 _NO_GAIN = "recomputing it would not pay"
@@ -98,7 +98,7 @@ def decide_actions(analysis: GraphAnalysis, program: Program, goal: Goal) -> Dec
         kept = _as_asked(wanted, f"fits in {goal}", keep, warnings, inflight)
         return replace(kept, hint=_hint(program, hardware, limits))
     wanted = _without_advice(wanted)
-    solution, reasons = _solve(analysis, _constrained(free, wanted), wanted, goal)
+    solution, reasons = _solve(analysis, _constrained(free, wanted), wanted, goal, thorough=analysis.thorough)
     log.debug("the best plan was proposed by %s", solution.solver)
     return Decided(
         actions=solution.actions,
@@ -131,12 +131,12 @@ def decide_again(analysis: GraphAnalysis, first: Decided, program: Program, want
         constraint if constraint.action or constraint.why_not_recompute else replace(constraint, why_not_recompute=_NO_GAIN)
         for constraint in wanted
     )
-    solution, reasons = _solve(analysis, program, wanted, goal)
+    solution, reasons = _solve(analysis, program, wanted, goal, thorough=False)
     return replace(first, actions=solution.actions, reasons=reasons, max_inflight_bytes=solution.max_inflight_bytes)
 
 
 def _solve(
-    analysis: GraphAnalysis, program: Program, wanted: Sequence[Constraint], goal: Goal
+    analysis: GraphAnalysis, program: Program, wanted: Sequence[Constraint], goal: Goal, *, thorough: bool
 ) -> tuple[Solution, tuple[str, ...]]:
     """The planner's solution for what nobody decided, and the reason for each of its actions."""
     solved = goal if isinstance(goal, WithinSlowdown) else MeetBudget(goal.device_budget_bytes or 0)
@@ -148,6 +148,8 @@ def _solve(
         host_budget_bytes=analysis.request.limits.host_budget_bytes,
         max_inflight_bytes=window if isinstance(window, int) else None,
         patience=analysis.patience,
+        least=least_of(analysis.least, program, analysis.hardware),
+        descend=thorough,
     )
     return solution, tuple(map(_reason, wanted, solution.actions, solution.reasons))
 

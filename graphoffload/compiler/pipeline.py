@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from graphoffload.analysis.callers import callers_memory
-from graphoffload.analysis.chains import chains_of
+from graphoffload.analysis.chains import chains_of, with_chains
 from graphoffload.analysis.collectives import Collectives, collectives_of
 from graphoffload.analysis.decisions import repeated_decisions
 from graphoffload.analysis.module_paths import boundary_names, module_path, module_roots
@@ -154,12 +154,7 @@ def analyse(request: Request, known: Binding | None = None) -> GraphAnalysis:
     notes.extend(returned_by(pair).notes(table.saved_bytes))
     assert binding.callers is not None
     chains = chains_of(pair, table, binding.callers, binding.user_recomputed, binding.decisions)
-    table = SavedTable(
-        tuple(
-            replace(tensor, recomputable=not chains[tensor.name].why_not, why_not_recompute=chains[tensor.name].why_not)
-            for tensor in table.tensors
-        )
-    )
+    table = with_chains(table, chains)
     hardware = hardware_of(request.config.hardware, device_name(table))
     resolution, wanted = _wanted(request, table, notes)
     symbolic = sum(tensor.nbytes is None for tensor in table.tensors)

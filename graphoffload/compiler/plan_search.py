@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from graphoffload.analysis.program import Instance
 from graphoffload.compiler import trial as trials
+from graphoffload.compiler.carry_on import until_met
 from graphoffload.compiler.decide import without_recomputation
 from graphoffload.compiler.prices import at_prices_of, with_time_to_spare
 from graphoffload.compiler.request import GraphAnalysis
@@ -138,6 +139,8 @@ def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...]) -> _SearchR
         if found.best is not None and (not _is_far(found.best) or _over(analysis)):
             break
         instance = start[1] if way is ways[0] else instance_of(way)
+        if way.outputs_stay and way is not ways[0] and instance.program == start[1].program:
+            continue  # nothing is fused that this way does not fuse
         try:
             trial = _best_trial(way, instance)
         except BudgetError as error:
@@ -184,7 +187,7 @@ def _tighter(analysis: GraphAnalysis, way: GraphAnalysis, instance: Instance) ->
         if _over(analysis):
             return
         try:
-            yield _make(way, instance, analysis.request.goal.tightened(budget - int(_RUNG**rung)))
+            yield _make(replace(way, thorough=False), instance, analysis.request.goal.tightened(budget - int(_RUNG**rung)))
         except BudgetError:
             return
 
@@ -242,15 +245,16 @@ def _best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
         BudgetError: there is no trial at all.
     """
     goal = analysis.request.goal
-    first = best = _make(analysis, instance, goal)
-    barred: frozenset[str] = frozenset()
+    first = _make(analysis, instance, goal)
+    best = until_met(first, goal, lambda: _over(analysis))
+    quick, barred = replace(analysis, thorough=False), frozenset[str]()
     trial, more = first, _recomputed_where_over(analysis, first)
     for _ in range(_REPAIRS):
         if best.excess <= 0 or not best.decided.planned or more <= barred or _over(analysis):
             break
         barred |= more
         try:
-            trial = _make(replace(analysis, wanted=without_recomputation(analysis.wanted, barred)), instance, goal)
+            trial = _make(replace(quick, wanted=without_recomputation(analysis.wanted, barred)), instance, goal)
         except BudgetError:
             break
         best = min(best, _bounded(trial, first), key=lambda trial: trial.score)
@@ -260,7 +264,7 @@ def _best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
         if best.excess <= 0 or not best.decided.planned or _over(analysis):
             break
         try:
-            trial = _make(analysis, instance, goal.tightened(less_bytes))
+            trial = _make(quick, instance, goal.tightened(less_bytes))
         except BudgetError:
             less_bytes //= 2
             continue

@@ -20,6 +20,7 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution
 from graphoffload.passes.prepare_joint import Binding
 from graphoffload.patience import Patience
+from graphoffload.planner.solver import Least
 from graphoffload.torch_internals import partitioning
 
 
@@ -78,6 +79,9 @@ class GraphAnalysis:
     region_hint: str = ""  # that checkpoint regions decide on most of what backward reads
     patience: Patience | None = None  # the clock of planning; None: as long as it takes
     unfused_bytes: int | None = None  # operations that write so much each are fused only where one needs the other
+    thorough: bool = True  # a budget is refused only after the search for the least one, which the error names
+    least: list[Least] = field(default_factory=list)  # of the instances looked at; shared by the analyses made of this one
+    again: frozenset[str] = frozenset()  # operations that `pair` computes again in backward since a trial chose it
 
     @property
     def fuses(self) -> bool:

@@ -200,7 +200,8 @@ def partition_again(
         copied = tagged_copy(analysis.request.joint, relax=analysis.request.relax, notes=[], blocks=analysis.request.blocks)
         joint = bind(copied, analysis.binding)
         again = [name for name, action in actions.items() if action == "recompute"]
-        recompute = {node for name in again for node in (*analysis.chains[name].nodes, *members[name])}
+        chosen = {node for name in again for node in (*analysis.chains[name].nodes, *members[name])}
+        recompute = chosen | (analysis.again - analysis.binding.decisions)
         save = {node for name, action in actions.items() if action != "recompute" for node in members[name]} - recompute
         tag_joint(joint, save=save, recompute=recompute)
         analysis.pair, table = partition(analysis.request, joint)
@@ -228,7 +229,7 @@ def partition_again(
         total = sum(tensor.planned_bytes for tensor in new)
         analysis.notes.append(f"recomputing {len(again)} activations saves {len(new)} others ({format_bytes(total)})")
     analysis.table = table_again(analysis.table, actions, table)
-    analysis.chains = {}
+    analysis.chains, analysis.again = {}, frozenset(recompute)
     return actions_again(actions, reasons, analysis.table)
 
 
