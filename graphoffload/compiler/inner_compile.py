@@ -152,7 +152,8 @@ def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHES
     values that two layers recompute from the same rotary table; the next layer's activations were then needed a layer too
     early, before their reloads could arrive. For an operation that reads another's result there is no limit, and a kernel runs
     where its earliest part does: for the sum of a shared parameter's two gradients, all layers between them ran first while
-    their weight gradients waited (+1.07 GB).
+    their weight gradients waited (+1.07 GB). An operation that reads nothing else and writes next to nothing may be
+    anywhere: for the running statistics of batch norms, written at the end of the graph, there were two kernels more each.
 
     Few shared bytes: Inductor makes one kernel of two that do not need each other if both read the same ten bytes. If a loss is
     computed in chunks to save memory, all chunks read the same three scalars, and the logits of all chunks were alive at once.
@@ -185,10 +186,17 @@ def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHES
 
         @staticmethod
         def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            return near(node1, node2) and bool(own.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
+            early = near(node1, node2) or _is_small(node1, node2)
+            return early and bool(own.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
 
     with inductor.choosing(Planned()):
         yield left_out
+
+
+def _is_small(node1: Any, node2: Any) -> bool:
+    """Whether an operation needs nothing but what another one computes, and writes next to nothing: early, it takes no room."""
+    needs = all(dep.name in node1.get_buffer_names() for dep in node2.unmet_dependencies)
+    return needs and node2.get_write_buffer_sizes() <= CRUMBS * node1.get_read_write_buffers_sizes()
 
 
 @contextlib.contextmanager

@@ -332,14 +332,24 @@ def test_inductor_is_held_to_the_same_distance() -> None:
 
     from torch._inductor.virtualized import V
 
-    def node(order: int) -> SimpleNamespace:
-        return SimpleNamespace(min_order=order, max_order=order)
+    def node(order: int, writes: int = 1000, reads: str = "buf0") -> SimpleNamespace:
+        return SimpleNamespace(
+            min_order=order,
+            max_order=order,
+            unmet_dependencies=[SimpleNamespace(name=reads)],
+            get_buffer_names=lambda: {f"buf{order}"},
+            get_write_buffer_sizes=lambda: writes,
+            get_read_write_buffers_sizes=lambda: 2000,
+        )
 
     before = type(V.choices)
     with planned_fusions(None):
         assert not V.choices.can_fuse_horizontal(None, node(0), node(FARTHEST + 1), 10**9)
         assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1), 10**9)
         assert V.choices.can_fuse_vertical(None, node(0), node(FARTHEST), 10**9)
+        assert V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1, writes=20), 10**9), "next to nothing"
+        assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1, writes=21), 10**9)
+        assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1, writes=20, reads="buf1"), 10**9)
         assert isinstance(V.choices, before)
     assert type(V.choices) is before
 

@@ -352,3 +352,19 @@ def test_operands_of_a_concatenation_are_in_memory(saved: bool) -> None:
     """As parts of it, or by themselves where backward reads it."""
     (predicted, taken), _ = compared(Joined(saved=saved), torch.empty(4096, 2 * C, requires_grad=True))
     assert TOO_LOW * taken <= predicted <= taken / TOO_LOW
+
+
+def test_running_statistics_take_no_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written at the end of the graph, far from the kernel that has the mean and the variance."""
+    kernels, write = list[list[str]](), written
+
+    def noting(*args: Any) -> tuple[str, dict[str, Any]]:
+        code, buffers = write(*args)
+        kernels.append(re.findall(r"^ +(triton_\w+)\.run\(", code, flags=re.MULTILINE))
+        return code, buffers
+
+    monkeypatch.setitem(compared.__globals__, "written", noting)
+    compared(nn.Sequential(*(Residual() for _ in range(4))), torch.empty(4, C, 16, 16))
+    named = Counter(re.sub(r"_\d+$", "", name) for name in kernels[0])
+    assert named["triton_poi_fused_add_copy_"] == 8, "of the batches' count"
+    assert named["triton_poi_fused__native_batch_norm_legit_functional_copy_"] == 0, named
