@@ -9,7 +9,7 @@ with others, so the graph that comes of it may hold more. That graph is the star
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from graphoffload.analysis.chains import Chain, chains_of, with_chains
@@ -23,15 +23,18 @@ from graphoffload.facts.refusals import Refusal, refusal_of
 _ROUNDS = 4
 
 
-def until_met(trial: Trial, goal: Goal, over: Callable[[], bool]) -> Trial:
-    """The best of `trial` and those that it is carried on to; as it is if it meets `goal` or was not planned. over: whether
-    the time for planning is."""
+def until_met(trial: Trial, goal: Goal, notes: Sequence[str], over: Callable[[], bool]) -> Trial:
+    """The best of `trial` and those that it is carried on to; as it is if it meets `goal`, or leaves nothing to decide.
+
+    Args:
+        notes: what was noted before `trial`. over: whether the time for planning is.
+    """
     best = trial
     for _ in range(_ROUNDS):
-        if best.excess <= 0 or not trial.decided.planned or over():
+        if best.excess <= 0 or not trial.is_open or over():
             break
         try:
-            found = carried_on(trial, goal)
+            found = carried_on(trial, goal, notes)
         except BudgetError:
             break
         if found is None:
@@ -41,15 +44,15 @@ def until_met(trial: Trial, goal: Goal, over: Callable[[], bool]) -> Trial:
     return best
 
 
-def carried_on(trial: Trial, goal: Goal) -> Trial | None:
-    """A trial that computes again what `trial` does, and more; None if nothing more can be computed again.
+def carried_on(trial: Trial, goal: Goal, notes: Sequence[str]) -> Trial | None:
+    """A trial that computes again what `trial` does, and more, or offloads; None if that changes nothing.
 
     Raises:
         BudgetError: no choice on top of `trial`'s meets the budget of `goal`.
     """
-    analysis = _from_here(trial.analysis)
+    analysis = replace(_from_here(trial.analysis), notes=[*notes])
     found = make_trial(analysis, instance_of(analysis), goal)
-    if found.analysis.again <= trial.analysis.again:
+    if found.analysis.again <= trial.analysis.again and found.actions == trial.actions:
         return None
     keep, first = trial.decided.keep_timeline, trial.decided
     decided = replace(found.decided, keep_timeline=keep, lower_bound_s=first.lower_bound_s, warnings=first.warnings)
@@ -68,4 +71,4 @@ def _from_here(analysis: GraphAnalysis) -> GraphAnalysis:
             chains[tensor.name] = Chain((), (), tensor.why_not_recompute)
     table = with_chains(analysis.table, chains)
     wanted = constraints_for(table, request.config, analysis.resolution, fragment=bool(request.session.fragment))
-    return replace(analysis, table=table, chains=chains, wanted=wanted, thorough=False, notes=[*analysis.notes])
+    return replace(analysis, table=table, chains=chains, wanted=wanted, thorough=False)

@@ -146,7 +146,7 @@ def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...]) -> _SearchR
         except BudgetError as error:
             found.errors.append(error)
             continue
-        if not trial.decided.planned:
+        if not trial.decided.planned and (trial.excess <= 0 or not trial.is_open):
             return _SearchResult(trial, [], [])
         trial = trial if way.unfused_bytes is None else against(trial, analysis.request, keep)
         if trial.excess > 0:
@@ -246,11 +246,11 @@ def _best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
     """
     goal = analysis.request.goal
     first = _make(analysis, instance, goal)
-    best = until_met(first, goal, lambda: _over(analysis))
+    best = until_met(first, goal, analysis.notes, lambda: _over(analysis))
     quick, barred = replace(analysis, thorough=False), frozenset[str]()
     trial, more = first, _recomputed_where_over(analysis, first)
     for _ in range(_REPAIRS):
-        if best.excess <= 0 or not best.decided.planned or more <= barred or _over(analysis):
+        if best.excess <= 0 or not best.is_open or more <= barred or _over(analysis):
             break
         barred |= more
         try:
@@ -261,7 +261,7 @@ def _best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
         more = _recomputed_where_over(analysis, trial)
     less_bytes = int(first.excess) + 1
     for _ in range(_ATTEMPTS - 1):
-        if best.excess <= 0 or not best.decided.planned or _over(analysis):
+        if best.excess <= 0 or not best.is_open or _over(analysis):
             break
         try:
             trial = _make(quick, instance, goal.tightened(less_bytes))
@@ -270,7 +270,7 @@ def _best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
             continue
         best = min(best, _bounded(trial, first), key=lambda trial: trial.score)
         less_bytes += max(0, int(trial.excess)) + 1
-    if best.decided.planned and best.excess > 0 and not _over(analysis):
+    if best.is_open and best.excess > 0 and not _over(analysis):
         best = _bounded(_or_without_recomputation(analysis, instance, best), first)
     return _at_shown_prices(analysis, instance, best) if best is first else best
 

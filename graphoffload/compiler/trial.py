@@ -69,6 +69,12 @@ class Trial:
         return goal.score(self.excess, self.timeline.peak_bytes, self.timeline.time_s, keep_peak_bytes)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the planner has decided about something, or may: a number was given, and not everything is fixed."""
+        free = any(constraint.action is None or not constraint.binding for constraint in self.analysis.wanted)
+        return self.decided.planned or (free and self.analysis.request.goal.explicit)
+
+    @property
     def layers(self) -> MemoryLayers:
         """What the timeline's memory and compute are made of, to be drawn."""
         chosen = [self.actions[tensor.name] for tensor in self.analysis.table.tensors]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import graphoffload
 from graphoffload.compiler import carry_on
 from graphoffload.compiler import plan_search as search
 from graphoffload.compiler import trial as trials
+from graphoffload.errors import GoalMissedWarning
 from graphoffload.facts.goals import MeetBudget
 from graphoffload.runtime.registry import last_plans
 
@@ -113,8 +116,60 @@ def test_where_nothing_more_can_be_computed_again_other_ways_follow(
     monkeypatch.setattr(search, "_recomputed_where_over", lambda *_: frozenset())
     made, excess = first_for_more(monkeypatch, int(TIGHT * keep_bytes)), trials.excess_of
     monkeypatch.setattr(trials, "excess_of", lambda r, d, t: 1000.0 if not made else excess(r, d, t))
-    monkeypatch.setattr(carry_on, "carried_on", lambda trial, goal: None)
+    monkeypatch.setattr(carry_on, "carried_on", lambda *_: None)
     budget = int(TIGHT * keep_bytes)
     report = graphoffload.explain(net(), device_budget=budget, **OPTIONS)(torch.randn(64, 32))
     assert len(made) == 2
     assert report.predicted_peak_bytes <= budget
+
+
+class Summed(nn.Module):
+    """Blocks whose MLPs a user has computed again, with values beside them that nobody has decided about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"mlp": Wide()}) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block["mlp"](x) + x.sigmoid() * x.tanh()
+        return x
+
+
+def test_what_seemed_to_fit_as_asked_is_planned_where_it_does_not(monkeypatch: pytest.MonkeyPatch, keep_bytes: int) -> None:
+    """A user's own recomputation was estimated to meet the budget: the rest is not decided, and may still meet it."""
+    made: list[Any] = []
+    make = trials.make_trial
+
+    def above(analysis: Any, instance: Any, goal: Any) -> Any:
+        trial = make(analysis, instance, goal)
+        made.append(trial if made else replace(trial, excess=1000.0))
+        return made[-1]
+
+    monkeypatch.setattr(trials, "make_trial", above)
+    monkeypatch.setattr(carry_on, "make_trial", above)
+    options = {**OPTIONS, "policy": {"*.mlp": "recompute"}, "device_budget": keep_bytes}
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GoalMissedWarning)
+        report = graphoffload.explain(Summed(), **options)(torch.randn(64, 32))
+    assert not made[0].decided.planned
+    assert made[0].is_open
+    assert len(made) > 1, "it was planned"
+    assert report.predicted_peak_bytes <= keep_bytes
+
+
+def test_notes_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch, keep_bytes: int) -> None:
+    """And not of a trial that was carried on, whose figures are no longer true."""
+    made = first_for_more(monkeypatch, int(LOOSE * keep_bytes))
+    noted = carry_on.until_met
+
+    def with_a_note(trial: Any, *rest: Any) -> Any:
+        trial.analysis.notes.append("what the first trial was")
+        return noted(trial, *rest)
+
+    monkeypatch.setattr(search, "until_met", with_a_note)
+    monkeypatch.setattr(search, "_is_far", lambda *_, **__: False)
+    (plan,) = graphoffload.explain(net(), device_budget=int(TIGHT * keep_bytes), **OPTIONS)(torch.randn(64, 32)).plans
+    assert len(made) == 2
+    assert "what the first trial was" not in plan.notes
