@@ -9,7 +9,7 @@
 The runtime acts only where an op runs, or a backward starts. The schedule is made for these events (planner/step/events.py). A
 call that the plan does not expect puts the run off its plan: everything pending is waited for, and from then on each release
 waits for its own copy. That costs time, never a gradient. What stays is as in the schedule. Without one, inputs stay while
-memory is free, and everything else while plenty is.
+memory is free, and everything else while plenty is, or where the host's is used up.
 
 Sources that are pending are safe since nothing inside a linked graph reuses their memory (decision 6). Memory is freed only
 after the stream that owns it waits for the copy.
@@ -40,21 +40,21 @@ def enter(entry: OffloadedTensor) -> bool:
 
 
 def stays(entry: OffloadedTensor, call: StepCall) -> bool:
-    """Whether an offload is skipped: the schedule says so, or nothing is planned and memory is plenty."""
+    """Whether an offload is skipped: as the schedule says; without one, if memory is plenty or the host has none left."""
     streams, source = entry.streams, entry.source
     if streams is None or not entry.run.linked or streams.capturing() or source is None:
         return False
-    nbytes = entry.layout.nbytes
-    if source.untyped_storage().nbytes() != nbytes:  # a part would hold more than is counted
+    nbytes, run, schedule = entry.layout.nbytes, call.run, call.schedule
+    must = schedule is None and call.is_variant and not POOL.has_room(nbytes)  # nobody has decided that the host takes it
+    if source.untyped_storage().nbytes() != nbytes and not must:  # a part would hold more than is counted
         return False
-    run, schedule = call.run, call.schedule
     if schedule is not None:
         if entry.id in schedule.goes:
             return False
     elif entry.id in entry.run.inputs:
         if not run.room.take_input(nbytes) and POOL.has_room(nbytes):
             return False
-    elif not call.is_variant or not run.room.take(nbytes):
+    elif not must and (not call.is_variant or not run.room.take(nbytes)):
         return False
     entry.let_stay(streams.compute())
     return True
