@@ -90,10 +90,11 @@ class Trained:
 
 @dataclass
 class Verdict:
-    """One row, and what is wrong, if anything is."""
+    """One row, what is wrong, if anything is, and what warnings said."""
 
     row: str
     wrong: list[str]
+    said: Sequence[str] = ()
 
 
 def fresh(device: torch.device) -> None:
@@ -193,7 +194,7 @@ def compare(name: str, case: Case, device: torch.device, *, tiny: bool, share: f
     wrong = [*numbers_apart(plain, again, found), *nothing_planned()]
     if device.type == "cuda":
         wrong += above(budget, found, said)
-    return Verdict(row, wrong)
+    return Verdict(row, wrong, [f"{item.category.__name__}: {item.message}" for item in said])
 
 
 def columns(plain: Trained, again: Trained, found: Trained, budget: int, said: Sequence[warnings.WarningMessage]) -> str:
@@ -274,5 +275,5 @@ def main(cases: Mapping[str, Case]) -> None:
         sys.exit(SKIPPED)
     share = case.share if given.share is None else given.share
     verdict = compare(given.case, case, given.device, tiny=given.tiny, share=share)
-    print(HEADER, verdict.row, *(f"WRONG: {line}" for line in verdict.wrong), sep="\n")
+    print(HEADER, verdict.row, *(f"WRONG: {line}" for line in verdict.wrong), *verdict.said, sep="\n")
     sys.exit(1 if verdict.wrong else 0)
