@@ -195,7 +195,8 @@ def instance_of(analysis: GraphAnalysis) -> Instance:
 def partition_again(
     analysis: GraphAnalysis, actions: dict[str, Action], reasons: dict[str, str]
 ) -> tuple[dict[str, Action], dict[str, str]]:
-    """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again.
+    """Partition once more with tags that make the chosen activations recomputed; see decide.actions_again. What is in
+    `analysis.again` stays computed again, but for what a decision of backward turned out to depend on.
 
     An activation that is saved only now (min-cut cut a chain at another place than expected) is kept, and a note says so. Two
     chains that are sound alone may together bring everything that a comparison reads into backward, and min-cut then moves the
