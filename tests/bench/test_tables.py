@@ -121,7 +121,7 @@ def test_every_table_runs_tiny(
     rows = [row for result in results for row in result.rows]
     asked = [variant for text in texts for variant in text.split("@")[1:]]
     assert {row["variant"] for row in rows} >= set(asked)
-    measured = [row for row in rows if row["status"] == "ok"]
+    measured = [row for row in rows if row["status"].startswith("ok")]  # "ok (other random numbers)" is torch's checkpointing
     assert all(row["total_bytes"] > row["peak_bytes"] > 0 for row in measured)
     skipped = ("needs ", "jax:", "hf-checkpoint-offload", "trl-offload", "trl offloads")  # by their packages, or without a GPU
     reasons = (*(f"SKIPPED: {name}" for name in skipped), "FAILED: ")
