@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from graphoffload.analysis.chains import Chain, chains_of, with_chains
-from graphoffload.compiler.constraints import constraints_for
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial, excess_of, instance_of, make_trial
 from graphoffload.errors import BudgetError
@@ -70,5 +69,5 @@ def _from_here(analysis: GraphAnalysis) -> GraphAnalysis:
         if refusal_of(tensor.why_not_recompute) is Refusal.SAVED_ALL_THE_SAME:
             chains[tensor.name] = Chain((), (), tensor.why_not_recompute)
     table = with_chains(analysis.table, chains)
-    wanted = constraints_for(table, request.config, analysis.resolution, fragment=bool(request.session.fragment))
+    wanted = request.constraints(table, analysis.resolution)
     return replace(analysis, table=table, chains=chains, wanted=wanted, thorough=False)

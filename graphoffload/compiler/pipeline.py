@@ -19,7 +19,7 @@ from graphoffload.analysis.outputs import returned_by
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.verify import verify_graphs
 from graphoffload.compiler.checkpoint_regions import hint_of, in_blocks, trial_of
-from graphoffload.compiler.constraints import Constraint, check_tags, constraints_for, without_effect
+from graphoffload.compiler.constraints import Constraint, check_tags, without_effect
 from graphoffload.compiler.decide import Decided
 from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.placement import PlannedPair, make_plan
@@ -201,6 +201,6 @@ def _wanted(request: Request, table: SavedTable, notes: list[str]) -> tuple[Reso
     if request.session.fragment.place == "last":
         warn_of_unmatched(request.session.fragment.model, config.digest())
     check_tags(tagged_operations(nodes), config, resolution)
-    wanted = constraints_for(table, config, resolution, fragment=bool(request.session.fragment))
+    wanted = request.constraints(table, resolution)
     notes.extend(without_effect(table, config, resolution))
     return resolution, wanted

@@ -20,7 +20,7 @@ from itertools import accumulate
 from graphoffload.analysis.program import Instance
 from graphoffload.analysis.saved_values import GraphPair, saved_placeholders
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
-from graphoffload.compiler.constraints import Constraint, constraints_for
+from graphoffload.compiler.constraints import Constraint
 from graphoffload.compiler.decide import Decided
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial, excess_of, instance_of, keep_all, partition_again
@@ -89,7 +89,7 @@ def _first_actions(analysis: GraphAnalysis, recipe: Recipe) -> dict[str, Action]
 def _last_actions(analysis: GraphAnalysis, recipe: Recipe, first: Mapping[str, Action]) -> list[Action]:
     """Keep or offload, for what is saved in the end."""
     request = analysis.request
-    wanted = constraints_for(analysis.table, request.config, analysis.resolution, fragment=bool(request.session.fragment))
+    wanted = request.constraints(analysis.table, analysis.resolution)
     actions: list[Action] = []
     for constraint, tensor in zip(wanted, analysis.table.tensors, strict=True):
         asked = constraint.action if _follows(analysis, constraint) else None

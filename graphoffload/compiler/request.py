@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from graphoffload.analysis.chains import Chain
 from graphoffload.analysis.saved_values import GraphPair
-from graphoffload.compiler.constraints import Constraint
+from graphoffload.compiler.constraints import Constraint, constraints_for
 from graphoffload.compiler.session import CompileSession
 from graphoffload.facts.goals import Goal
 from graphoffload.facts.limits import Limits
@@ -60,6 +60,10 @@ class Request:
     def num_fwd_outputs(self) -> int:
         """How many forward outputs are the model's own."""
         return int(self.arguments["num_fwd_outputs"])
+
+    def constraints(self, table: SavedTable, resolution: Resolution) -> tuple[Constraint, ...]:
+        """What the user's tags, patterns and policy ask of each activation of a table."""
+        return constraints_for(table, self.config, resolution, fragment=bool(self.session.fragment))
 
 
 @dataclass(slots=True)

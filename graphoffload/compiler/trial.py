@@ -24,7 +24,6 @@ from graphoffload.analysis.saved_values import GraphPair, saved_table
 from graphoffload.analysis.symbols import without_unknown_sizes
 from graphoffload.analysis.timing import kernel_times, signature
 from graphoffload.cache_files import cache_dir
-from graphoffload.compiler.constraints import constraints_for
 from graphoffload.compiler.decide import Decided, actions_again, decide_actions, decide_again, saved_all_the_same, table_again
 from graphoffload.compiler.request import GraphAnalysis, Request
 from graphoffload.errors import BudgetError
@@ -130,9 +129,7 @@ def make_trial(analysis: GraphAnalysis, instance: Instance, goal: Goal) -> Trial
         actions, reasons = partition_again(analysis, actions, reasons)
         instance = instance_of(analysis)
         if decided.planned:
-            wanted = constraints_for(
-                analysis.table, request.config, analysis.resolution, fragment=bool(request.session.fragment)
-            )
+            wanted = request.constraints(analysis.table, analysis.resolution)
             with contextlib.suppress(BudgetError):  # the actions of before are simulated instead, and miss the budget
                 decided = decide_again(analysis, decided, instance.program, wanted)
                 names = [tensor.name for tensor in analysis.table.tensors]

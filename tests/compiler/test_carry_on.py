@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,12 @@ def keep_bytes() -> int:
     return graphoffload.explain(net(), policy="keep", **OPTIONS)(torch.randn(64, 32)).keep_peak_bytes
 
 
+def making(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any, Any, Any], Any]) -> None:
+    """All trials are made by `make`."""
+    for module in (trials, carry_on):
+        monkeypatch.setattr(module, "make_trial", make)
+
+
 def first_for_more(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[Any]:
     """The first trial is made for `budget` instead of what is asked; all trials that are made, in order."""
     made: list[Any] = []
@@ -61,8 +68,7 @@ def first_for_more(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[Any]:
         made.append(make(analysis, instance, goal if made else MeetBudget(budget)))
         return made[-1]
 
-    monkeypatch.setattr(trials, "make_trial", loosely)
-    monkeypatch.setattr(carry_on, "make_trial", loosely)
+    making(monkeypatch, loosely)
     return made
 
 
@@ -146,8 +152,7 @@ def test_what_seemed_to_fit_as_asked_is_planned_where_it_does_not(monkeypatch: p
         made.append(trial if made else replace(trial, excess=1000.0))
         return made[-1]
 
-    monkeypatch.setattr(trials, "make_trial", above)
-    monkeypatch.setattr(carry_on, "make_trial", above)
+    making(monkeypatch, above)
     options = {**OPTIONS, "policy": {"*.mlp": "recompute"}, "device_budget": keep_bytes}
     torch.manual_seed(0)
     with warnings.catch_warnings():

@@ -63,6 +63,15 @@ def norm_of(model: nn.Module) -> float:
     return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
 
 
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> tuple[float, float]:
+    """The plain end of a step: backward, the optimizer, no gradients left. The loss, and the norm of the gradients."""
+    loss.backward()
+    norm = norm_of(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), norm
+
+
 def gpt2(device: torch.device, tiny: bool) -> Loop:
     """Float32 parameters, bfloat16 autocast, four microbatches a step, clipping, AdamW; dropout as by default; by blocks."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -127,11 +136,7 @@ def resnet(device: torch.device, tiny: bool) -> Loop:
         images = images.to(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16):
             loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        norm = norm_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item(), norm
+        return trained(model, optimizer, loss)
 
     return Loop([model], step)
 
@@ -161,11 +166,7 @@ def t5(device: torch.device, tiny: bool) -> Loop:
         ids, labels = batch(number)
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        loss.backward()
-        norm = norm_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item(), norm
+        return trained(model, optimizer, loss)
 
     return Loop([model], step)
 
@@ -194,12 +195,8 @@ def lora(device: torch.device, tiny: bool) -> Loop:
     def step(number: int) -> tuple[float, float]:
         (ids,) = batch(number)
         with torch.autocast(device.type, torch.bfloat16):
-            output = model(input_ids=ids, labels=ids, use_cache=False)
-        output.loss.backward()
-        norm = norm_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        return output.loss.item(), norm
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return trained(model, optimizer, loss)
 
     return Loop(list(base.model.layers), step)
 

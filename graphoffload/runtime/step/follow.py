@@ -45,14 +45,15 @@ def stays(entry: OffloadedTensor, call: StepCall) -> bool:
     if streams is None or not entry.run.linked or streams.capturing() or source is None:
         return False
     nbytes, run, schedule = entry.layout.nbytes, call.run, call.schedule
-    must = schedule is None and call.is_variant and not POOL.has_room(nbytes)  # nobody has decided that the host takes it
+    full = schedule is None and not POOL.has_room(nbytes)
+    must = full and call.is_variant  # nobody has decided that the host takes it
     if source.untyped_storage().nbytes() != nbytes and not must:  # a part would hold more than is counted
         return False
     if schedule is not None:
         if entry.id in schedule.goes:
             return False
     elif entry.id in entry.run.inputs:
-        if not run.room.take_input(nbytes) and POOL.has_room(nbytes):
+        if not run.room.take_input(nbytes) and not full:
             return False
     elif not must and (not call.is_variant or not run.room.take(nbytes)):
         return False
