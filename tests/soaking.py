@@ -38,7 +38,8 @@ from graphoffload.runtime import host_memory, ops
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
 from graphoffload.runtime.pinned.slabs import HostBuffer, Slab
-from graphoffload.runtime.step.calls import StepCall, StepRun
+from graphoffload.runtime.step.call import StepCall
+from graphoffload.runtime.step.calls import StepRun
 from graphoffload.runtime.step.schedule import Mark
 
 PLENTY = 2**40

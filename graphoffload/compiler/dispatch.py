@@ -40,7 +40,8 @@ from graphoffload.monitor.shared_budget import may_link
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
-from graphoffload.runtime.step.calls import STEPS, StepCall, StepRun
+from graphoffload.runtime.step.call import StepCall
+from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.runtime.step.schedule import START, Room
 from graphoffload.torch_internals import partitioning, storages
 from graphoffload.torch_internals.autograd import autograd_time, in_checkpoint

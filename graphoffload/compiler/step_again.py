@@ -31,7 +31,8 @@ from graphoffload.compiler.step_rise import Rise
 from graphoffload.errors import BudgetExceededWarning, warn
 from graphoffload.facts.goals import UNMEASURABLE, KeepIfFits, MeetBudget
 from graphoffload.planner.step.facts import StepFacts
-from graphoffload.runtime.step.calls import StepCall, StepRun
+from graphoffload.runtime.step.call import StepCall
+from graphoffload.runtime.step.calls import StepRun
 from graphoffload.units import format_bytes
 
 _SAME_SHARE, _SAME_BYTES = 0.01, 256 * 2**20  # of the budget: by which memory outside may differ from what was planned with

@@ -18,7 +18,8 @@ from typing import Any
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.facts.limits import Limits
 from graphoffload.planner.step.facts import Beside, CallFacts, Gap, StepFacts
-from graphoffload.runtime.step.calls import StepCall, StepRun
+from graphoffload.runtime.step.call import StepCall
+from graphoffload.runtime.step.calls import StepRun
 from graphoffload.runtime.step.schedule import Mark
 from graphoffload.torch_internals import allocator, fsdp
 

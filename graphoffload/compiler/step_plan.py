@@ -30,7 +30,7 @@ from graphoffload.report.dump import write_step_dump
 from graphoffload.report.step_line import line_of_step, slow_host
 from graphoffload.runtime import registry
 from graphoffload.runtime.pinned.pool import POOL
-from graphoffload.runtime.step.calls import StepCall
+from graphoffload.runtime.step.call import StepCall
 from graphoffload.runtime.step.schedule import Schedule
 
 

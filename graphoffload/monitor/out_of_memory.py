@@ -21,7 +21,7 @@ from graphoffload.facts.plan import Plan
 from graphoffload.facts.remedies import AS_ONE_GRAPH
 from graphoffload.log import say
 from graphoffload.runtime import captured, registry
-from graphoffload.runtime.step.calls import told
+from graphoffload.runtime.step.call import told
 from graphoffload.torch_internals import autograd, pytrees
 from graphoffload.units import format_bytes
 

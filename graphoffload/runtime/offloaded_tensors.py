@@ -44,7 +44,7 @@ from graphoffload.torch_internals.storages import identity, owners
 
 if TYPE_CHECKING:
     from graphoffload.runtime.step.between_graphs import Call
-    from graphoffload.runtime.step.calls import StepCall
+    from graphoffload.runtime.step.call import StepCall
 
 _OWNERS = 2  # References to a storage that one tensor has: the tensor's, and the Python object that asks.
 

@@ -30,7 +30,8 @@ from graphoffload.runtime.pinned import slabs, window
 from graphoffload.runtime.pinned.pool import POOL, HostPool
 from graphoffload.runtime.pinned.slabs import HostBuffer, Slab
 from graphoffload.runtime.pinned.window import TURNS, TURNS_IF_SHORT
-from graphoffload.runtime.step.calls import STEPS, StepCall, StepRun
+from graphoffload.runtime.step.call import StepCall
+from graphoffload.runtime.step.calls import STEPS, StepRun
 from tests.runtime import stepping
 from tests.runtime.stepping import PLENTY, assert_equal, batch, budget_at, compiled, fresh, gradients, kept, loss_of, step
 

@@ -24,6 +24,7 @@ from graphoffload.errors import BudgetError
 from graphoffload.runtime import host_memory, ops
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.offloaded_tensors import COPYING, ON_HOST, OffloadedTensor
+from graphoffload.runtime.step import call as one_call
 from graphoffload.runtime.step import calls
 from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.runtime.step.early import reload_early
@@ -256,7 +257,7 @@ def test_another_tensor_that_came_early_shows(lazy: LazyStreams) -> None:
     original, swapped = reload_early, []
 
     def wrong(entry: OffloadedTensor, copy: Any, ahead: list[OffloadedTensor]) -> bool:
-        assert isinstance(entry.call, calls.StepCall)
+        assert isinstance(entry.call, one_call.StepCall)
         others = [e for call in entry.call.run.calls for e in call.entries.values() if e and e.state is entry.state is ON_HOST]
         for other in others:
             if other is not entry and other.layout.nbytes == entry.layout.nbytes and not swapped:

@@ -33,7 +33,7 @@ from graphoffload.runtime.hooks import ACTIVE
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.registry import RunPlan
 from graphoffload.runtime.step import follow
-from graphoffload.runtime.step.calls import StepCall
+from graphoffload.runtime.step.call import StepCall
 from graphoffload.runtime.step.early import Copy, reload_early, take_early
 from graphoffload.runtime.step.resident import Staying
 from graphoffload.runtime.streams.protocol import CopyStreams

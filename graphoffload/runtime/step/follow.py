@@ -24,7 +24,8 @@ import torch
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.offloaded_tensors import COPYING, LOCK, OffloadedTensor, is_sole_owner
 from graphoffload.runtime.pinned.pool import POOL
-from graphoffload.runtime.step.calls import STEPS, StepCall
+from graphoffload.runtime.step.call import StepCall
+from graphoffload.runtime.step.calls import STEPS
 from graphoffload.runtime.step.early import take_early
 from graphoffload.torch_internals.storages import lasting
 
