@@ -57,7 +57,8 @@ def _set(**options: Any) -> None:
     OVERRIDE.options = options
     OVERRIDE.configs = frozenset(graph.graph.config.digest() for graph in GRAPHS.values())
     OVERRIDE.version += 1
-    running = any(run.calls and not run.is_nested for run in LATEST.values())
+    runs = [run for latest in LATEST.values() for run in (latest, *latest.alive)]
+    running = any(run.calls and not run.is_nested for run in runs)
     budget = options["device_budget"]
     shown = f"device_budget={format_bytes(budget) if isinstance(budget, int) else budget}"
     given = shown if options["max_slowdown"] is None else f"max_slowdown={options['max_slowdown']}"

@@ -66,7 +66,11 @@ def may_join(graph: Graph) -> bool:
 def is_one_of_several(graph: Graph) -> bool:
     """Whether other graphs are trained with this one, and have at least as much of the model: it runs downstream of one, a
     graph break ends it, or the modules that it is in hold far more. The last is so for the first block of a model of which all
-    before the blocks is frozen."""
+    before the blocks is frozen. A graph that is called while the backward of another one is still to come is one as well,
+    such as a GAN's critic after its generator."""
+    run = STEPS.runs.get(_device(graph.inputs))
+    if run is not None and not run.is_done and any(call.waits for call in run.calls):
+        return True
     if share_of_trained(graph.inputs) >= _MOST:
         return False
     fragment = graph.fragment  # model 0 is whatever Dynamo knows nothing of: what broke there says nothing about this graph

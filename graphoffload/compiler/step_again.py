@@ -74,6 +74,7 @@ class Known:
     latest ones. flight_bytes: allocated when the first of those that were recorded last began. entering: calls that were
     running when it was learnt: until their backwards have ended, or cannot come, and none is in flight, nothing is recorded.
     link: how fast its copies are. host: whether it keeps up. refused: an error that is to be said, since a run goes on.
+    inside: it began while another run waited for its own backward. ran: the latest run of it, until the next one begins.
     """
 
     sequence: tuple[int, ...]
@@ -107,6 +108,8 @@ class Known:
     entering: Sequence[StepCall] | None = None
     link: LinkSeen = field(default_factory=LinkSeen)
     host: HostSeen = field(default_factory=HostSeen)
+    inside: bool = False
+    ran: StepRun | None = None
 
     @property
     def seen_together(self) -> bool:

@@ -40,6 +40,7 @@ from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts, shifted
 from graphoffload.planner.step.solve import without_slices
 from graphoffload.planner.step.together import Decision, with_variants
+from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
 from graphoffload.units import format_bytes
@@ -158,7 +159,10 @@ def _asked(graph: Dispatched, known: Known) -> tuple[Asked, Limits]:
     elif limits.explicit and budget is not None:
         goal = MeetBudget(budget)
     given = limits.device_budget_bytes if limits.explicit else None
-    return Asked(goal, reserve, limits.host_budget_bytes, given, known.taken_bytes), limits
+    host = limits.host_budget_bytes
+    if known.inside and host is not None:  # what the run around it has there stays until this one is over
+        host = max(0, host - POOL.snapshot().in_use_bytes)
+    return Asked(goal, reserve, host, given, known.taken_bytes), limits
 
 
 def _keep_all_bytes(facts: StepFacts, asked: Asked) -> int:

@@ -77,15 +77,18 @@ def next_run(graph: Dispatched) -> StepRun:
     watch()
     shortage = shortage_of(device)
     lacking = 0 if shortage is None else shortage.lacking_bytes
-    done = STEPS.done(device)
+    done = STEPS.done(device, graph.number)
     if latest is not None and not latest.is_done:
         latest.rest()
     stop_timing(latest)
+    short = next((run for run in reversed(done) if run.aborted), done[-1] if done else None)
     for run in done:
-        _end(device, graph, run, lacking if run is done[-1] else 0)
+        _end(device, graph, run, lacking if run is short else 0)
     _close_dropped(done)
     last = done[-1] if done else latest if latest is not None and latest.is_done else None
     known = _expected(device, graph.number)
+    if known is not None and known.ran is not None:
+        last, known.ran = known.ran, None
     if known is not None and known.fixed and known.version != OVERRIDE.version:
         known.version = OVERRIDE.version
         if known.alone:
@@ -191,7 +194,11 @@ def _learn(device: torch.device, run: StepRun) -> None:
         known.overlaps = 0
     if known.plan is None and run.recording and not known.fixed:
         known.runs = [*known.runs[1 - RECORDED * known.in_flight :], run]
-    if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant and not known.alone:
+    known.ran = run
+    if run.inside and not known.inside:
+        known.inside = True
+        known.fixed, known.alone = known.fixed and not known.alone, False
+    if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant and not known.alone and not known.inside:
         known.fixed = known.alone = True
         plans_none()
     if not known.fixed and known.proposal is None:

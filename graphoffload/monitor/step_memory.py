@@ -62,9 +62,11 @@ def _failed(index: int, asked_bytes: int, _allocated_bytes: int, free_bytes: int
     run = LATEST.get(device)
     if run is None:
         return
+    if _idle(run):  # others may still wait for their backwards
+        run = next((outer for outer in reversed(run.alive) if outer.waits), run)
     whole = torch.cuda.get_device_properties(index).total_memory
     lacking = int(min(max(0, asked_bytes - free_bytes) + _LEAST_SHARE * whole, _MOST_SHARE * whole))
-    where, idle = where_in(run), run.turned and all(call.ended for call in run.calls)
+    where, idle = where_in(run), _idle(run)
     _FAILED[device] = Shortage(where, 0 if idle else lacking)
     run.aborted = True
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -73,6 +75,11 @@ def _failed(index: int, asked_bytes: int, _allocated_bytes: int, free_bytes: int
         f"{format_bytes(reserved - allocated)} are cached in other pieces."
         + (_IDLE if idle else _of_activations(run, allocated, asked_bytes, whole) + _of_plan(run, lacking))
     )
+
+
+def _idle(run: StepRun) -> bool:
+    """Whether all its backwards are over."""
+    return run.turned and all(call.ended for call in run.calls)
 
 
 _IDLE = " No activations live there, so no other plan of the step helps: free memory, or make the model smaller."

@@ -82,7 +82,13 @@ def _settings() -> str:
 
 
 def start(*, frames: bool = False) -> bool:
-    """Begin to record; False where somebody else records already, or torch cannot. frames: who allocates, as well."""
+    """Begin to record; False where somebody else records already, or torch cannot. frames: who allocates, as well.
+
+    Runs that lie inside one another record the same: each that began ends, and the last one ends the recording.
+    """
+    if _recording and not frames:
+        _recording.append(True)
+        return True
     enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     if enabled is None or not torch.cuda.is_available() or enabled():
         return False
@@ -94,7 +100,11 @@ def start(*, frames: bool = False) -> bool:
         )
     except (RuntimeError, TypeError):
         return False
+    _recording.append(True)
     return True
+
+
+_recording: list[bool] = []
 
 
 def stop(index: int) -> list[Change]:
@@ -102,7 +112,10 @@ def stop(index: int) -> list[Change]:
     try:
         traces = torch._C._cuda_memorySnapshot(None)["device_traces"]
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        if _recording:
+            _recording.pop()
+        if not _recording:
+            torch.cuda.memory._record_memory_history(enabled=None)
     entries = traces[index] if index < len(traces) else []
     signs = {"alloc": 1, "free_requested": -1}
     return [

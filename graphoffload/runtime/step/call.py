@@ -59,6 +59,11 @@ class StepCall:
         """Whether no backward can come any more, and none came."""
         return not self.began and self.node is not None and self.node() is None
 
+    @property
+    def waits(self) -> bool:
+        """Whether its backward is still to come, and may."""
+        return not self.began and self.node is not None and self.node() is not None
+
     def begin(self, gradients: Sequence[Any] = ()) -> None:
         """Its backward starts."""
         self.run.backward_began(self, gradients)

@@ -5,6 +5,12 @@
 
 A run begins with the first forward after a backward, or after a forward that was dropped. Where several microbatches are in
 flight, as in a pipeline, each is a run: the next one begins when a forward is whole, and the ones before it are still alive.
+Where a part of a step has its backward before other forwards come, a run waits, and others lie inside it:
+
+    a GAN      |f0|f1|f2|  loss  |b2|b1|       |f3|  loss  |b3|       |b0|      f0: the generator, the rest: its critic
+    runs       |<------------------------------------------------------->|      f0, f1, f2; it waits while
+    inside it                          |<-------------------->|                 f3 runs with its backward
+
 While nothing is planned, a run is recorded: what is allocated at the start and the end of each forward and backward, how much
 of it our graphs hold, and when it was (`Mark`). A run that is planned follows its schedule (step/follow.py).
 """
@@ -47,13 +53,14 @@ class StepRun:
     aborted: an error ended it, or nobody sees when it ends. learnt: it is over, and what it taught is known.
     step: the sequence of calls that is expected, if it is known. flies: a forward of it is followed by other microbatches'.
     alive: all runs on the device that are not over, oldest first. outlived: younger ones that ended before it.
+    inside: it began while another run waited.
     start_peak_bytes, peak_bytes: the device's peak so far, when it began and when its last backward ended. room: what may stay.
     twin: its copies are clones on the device, which no plan has. pace: looks at how fast it is; None: nobody does.
     """
 
     __slots__ = (
-        "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "hooked", "learnt", "marks", "off",
-        "outlived", "pace", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes", "step", "streams",
+        "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "hooked", "inside", "learnt", "marks",
+        "off", "outlived", "pace", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes", "step", "streams",
         "tells", "turned", "twin", "watches",
     )  # fmt: skip
 
@@ -83,7 +90,7 @@ class StepRun:
         self.start_peak_bytes = streams.allocated_bytes()[1] if streams is not None else 0
         self.peak_bytes, self.twin = 0, ACTIVE.twin
         self.pace: Pace | None = None
-        self.turned = self.off = self.aborted = self.learnt = self.tells = False
+        self.turned = self.off = self.aborted = self.learnt = self.tells = self.inside = False
 
     def begin(self, graph: int) -> StepCall:
         """A forward of `graph` starts."""
@@ -149,6 +156,14 @@ class StepRun:
     def is_done(self) -> bool:
         """Whether backward has begun, or the forward was dropped."""
         return self.turned or self.aborted or not self.calls or self.calls[-1].dropped
+
+    @property
+    def waits(self) -> bool:
+        """Whether backwards are still to come, and may, after those of all later calls: other runs may lie between."""
+        left = len(self.calls) - len(self.ended)
+        if self.aborted or self.flies or not 0 < left < len(self.calls):
+            return False
+        return self.ended == [*range(len(self.calls) - 1, left - 1, -1)] and all(call.waits for call in self.calls[:left])
 
     def beside(self) -> Iterator[StepRun]:
         """Other microbatches of this step in flight."""
@@ -279,16 +294,19 @@ class Steps(threading.local):
         """Another run on a device; whoever starts it has finished those that are done."""
         run = self.runs[device] = LATEST[device] = make(streams_of(device))
         run.alive = self.alive.setdefault(device, [])
+        run.inside = any(other.waits for other in run.alive)
         run.alive.append(run)
         POOL.turn()
         return run
 
-    def done(self, device: torch.device) -> list[StepRun]:
-        """Runs on a device that are over and were alive until now, oldest first. One that outlives many
-        younger ones is left alone: its backward may never come."""
+    def done(self, device: torch.device, graph: int) -> list[StepRun]:
+        """Runs on a device that are over and were alive until now, oldest first, now that `graph` is called. One that waits is
+        over where its own first graph comes again. One that outlives many younger ones is left alone: its backward may never
+        come."""
         alive, done = self.alive.get(device, []), list[StepRun]()
         for run in alive[::-1]:
-            over = run.is_done  # asked once: an output may go at any time
+            waits = run.waits and run.calls[0].graph != graph
+            over = run.is_done and not waits  # asked once: an output may go at any time
             run.outlived += len(done)
             if over:
                 done.insert(0, run)
