@@ -298,8 +298,8 @@ def _home(
     """The kernel that an operation joins; None if it starts one.
 
     The kernel has the same iteration space, is near, and reads or writes some of the same storages. If the operation does not
-    read the kernel's results, these are more than a few bytes. Nothing that the operation needs must run after the kernel. A
-    reduction of rows and one of columns share a kernel only if they are large and neither needs the other.
+    read the kernel's results, these are more than a few bytes, and it reduces no columns, which takes another order. Nothing it
+    needs must run after the kernel. Reductions of rows and of columns mix if they are large and neither needs the other.
     """
     shared: dict[int, int] = {}
     for identity, nbytes in reads.items():
@@ -309,6 +309,8 @@ def _home(
     for number in sorted(shared, key=lambda n: (not across[n], shared[n], n), reverse=True):
         kernel = kernels[number]
         if kernel.space != space or order - kernel.order > FARTHEST:
+            continue
+        if number not in needs and axis == "columns" and not kernel.axes:
             continue
         if number not in needs and shared[number] <= CRUMBS * min(sum(reads.values()) + written, sum(kernel.touched.values())):
             continue

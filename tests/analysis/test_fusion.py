@@ -420,6 +420,21 @@ def test_sums_of_rows_and_columns_are_one_kernel_only_if_neither_needs_the_other
     assert fusion.spans[named(graph, "sum_1")][0] > fusion.spans[named(graph, "mean")][1]
 
 
+def test_a_sum_of_columns_shares_no_kernel_for_what_pointwise_operations_read() -> None:
+    """A norm's value, computed again, is written by the kernel of the sums of rows, which come later, and read in its order."""
+
+    def backward(x: Tensor, d: Tensor, rstd: Tensor, weight: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        hat = x * rstd
+        again, columns = hat * weight, (d * hat).sum(0)
+        scaled = d * weight
+        return columns, again.t() @ up, rstd * (scaled - hat * (scaled * hat).mean(-1, keepdim=True))
+
+    graph = traced(backward, (512, 128), (512, 128), (512, 1), (128,), (512, 64))
+    fusion = fusion_of(graph, fuses=True)
+    of = {name: fusion.spans[named(graph, name)] for name in ("sum_1", "mul_1", "mean")}
+    assert of["mul_1"] == of["mean"] != of["sum_1"]
+
+
 @pytest.mark.parametrize(("version", "mixed"), [("2.13.0", False), ("2.15.0", True)])
 def test_wide_matrices_are_mixed_from_a_release_on(version: str, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)

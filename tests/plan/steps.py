@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
+from graphoffload.planner.step.joint import Joined
 from tests.plan.instances import programs
 from tests.plan.recordings import load
 
@@ -114,10 +116,17 @@ def chained(count: int = 40) -> Program:
     return replace(program, candidates=tuple(candidates))
 
 
-def less_than_keep_all(program: Program, offloaded: set[int], away: set[int], step: int) -> int:
-    """Bytes that keep-all holds at a step and a plan does not, if these candidates are offloaded and those have no copy here.
+def with_ops(facts: StepFacts, joined: Joined, chosen: Sequence[int], offloaded: set[int]) -> set[int]:
+    """Candidates that are offloaded, and those that stay in a call whose code could copy them: another call of it does."""
+    code = [(facts.calls[call].graph, chosen[call], own) for call, own in joined.of]
+    copied = {code[at] for at in offloaded}
+    return {at for at, key in enumerate(code) if key in copied}
 
-    What a kernel writes over under keep-all is still there if it was reloaded.
+
+def less_than_keep_all(program: Program, offloaded: set[int], away: set[int], step: int) -> int:
+    """Bytes that keep-all holds at a step and a plan does not, if these candidates have ops and those have no copy here.
+
+    What a kernel writes over under keep-all is still there if it was reloaded, or could have been.
     """
     less = 0
     for index in offloaded:

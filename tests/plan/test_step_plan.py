@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -23,12 +25,14 @@ from graphoffload.planner.step.joint import join, join_programs
 from graphoffload.planner.step.mixes import Mix, choose, neighbours, uniform
 from graphoffload.planner.step.runs import Runs
 from graphoffload.planner.step.solve import StepSolution, plan_step
+from graphoffload.planner.step.stored import from_json
 from tests.plan.instances import hardwares, toy
-from tests.plan.steps import MB, chained, less_than_keep_all, llama, recorded_llama, steps
+from tests.plan.steps import MB, chained, less_than_keep_all, llama, recorded_llama, steps, with_ops
 from tests.plan.test_step_events import Runtime, two_blocks
 
 H200 = resolve_hardware("h200-sxm")
 GB = 1000 * MB
+GATED = Path(__file__).parent / "recorded_steps" / "gated-blocks.json.gz"
 
 
 def check(facts: StepFacts, solution: StepSolution) -> None:
@@ -43,8 +47,9 @@ def check(facts: StepFacts, solution: StepSolution) -> None:
         assert (candidate.name in solution.calls[call].offloads) == copied
         offloaded |= {index} if copied else set()
     everything = simulate(joined.program, ["keep"] * len(joined.of), H200).memory
+    could = with_ops(facts, joined, solution.chosen, offloaded)
     for step, away in enumerate(Runtime(facts, solution.chosen, joined, solution.calls).run()):
-        less = less_than_keep_all(joined.program, offloaded, {names[key] for key in away}, step)
+        less = less_than_keep_all(joined.program, could, {names[key] for key in away}, step)
         assert solution.timeline.memory[step] == everything[step] - less
     assert solution.timeline.peak_bytes == max(solution.timeline.memory, default=0)
     for graph in range(len(facts.graphs)):
@@ -354,3 +359,13 @@ def test_no_choice_is_solved_twice(monkeypatch):
     asked.clear()
     plan_step(StepProblem(facts, H200, MeetBudget(25 * GB)))
     assert len(asked) == len(set(asked)) > 20
+
+
+def test_few_calls_are_planned_call_by_call_where_a_bound_says_little():
+    """Four gated blocks of which the first saves no input, recorded: two graphs of one call and of three. By mixes ranked by
+    their bounds alone, the step takes a fifth longer. Its bound is 5.8 %; all 625 choices come to 11.6 % at best."""
+    problem = from_json(gzip.decompress(GATED.read_bytes()).decode())
+    solution = plan_step(problem)
+    assert solution.timeline.peak_bytes <= problem.goal.device_budget_bytes
+    assert solution.slowdown < 0.14
+    check(problem.facts, solution)

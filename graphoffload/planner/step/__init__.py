@@ -6,6 +6,7 @@
     events    what the runtime can do, and when: the joint timeline in terms of the ops that each variant has
     replay    time and memory of such a schedule
     solve     plan_step(): variants, actions and the schedule of every call
+    climb     plans of few calls that are far above their bound, call by call
     late_copies   plans that wait for a few copies back, where those whose copies are in time are bad
     stored    the problem as JSON and back, for dumps
 

@@ -100,7 +100,21 @@ def schedule_step(
         )
         for call, fact in enumerate(facts.calls)
     )
-    return StepSchedule(calls, reload_steps, Moments(copies, counts, release, reloads, drains(facts, chosen, joined)))
+    stays = _stays(facts, chosen, joined, ops, copies)
+    return StepSchedule(calls, reload_steps, Moments(copies, counts, release, reloads, drains(facts, chosen, joined), stays))
+
+
+def _stays(
+    facts: StepFacts,
+    chosen: Sequence[int],
+    joined: Joined,
+    ops: Mapping[tuple[int, int], Sequence[int]],
+    copies: Sequence[int],
+) -> tuple[int, ...]:
+    """Candidates with ops that their call does not copy."""
+    copied = set(copies)
+    named = ((at, ops[facts.calls[call].graph, chosen[call]], index) for at, (call, index) in enumerate(joined.of))
+    return tuple(at for at, indices, index in named if at not in copied and index in indices)
 
 
 def drains(facts: StepFacts, chosen: Sequence[int], joined: Joined) -> tuple[int, ...]:
@@ -285,7 +299,8 @@ def moments_of(
     offloaded = [of[at, name] for at, call in enumerate(calls) for name in call.offloads]
     copies = tuple(sorted(offloaded, key=lambda index: (candidates[index].produced_at, index)))
     counts: list[tuple[int, int]] = []
-    for event in _forward_events(facts, chosen, joined, _ops(facts, chosen, [call.offloads for call in calls])):
+    ops = _ops(facts, chosen, [call.offloads for call in calls])
+    for event in _forward_events(facts, chosen, joined, ops):
         count = calls[event.call].settle[event.event]
         if count > (counts[-1][1] if counts else 0):
             counts.append((event.position, count))
@@ -297,4 +312,5 @@ def moments_of(
     if sorted(index for _, index in reloads) != sorted(copies):
         raise KeyError("a copy that does not come back")
     released = _released(joined, copies, counts)
-    return Moments(copies, tuple(counts), released, tuple(reloads), drains(facts, chosen, joined))
+    stays = _stays(facts, chosen, joined, ops, copies)
+    return Moments(copies, tuple(counts), released, tuple(reloads), drains(facts, chosen, joined), stays)

@@ -29,6 +29,8 @@ class Moments:
         release: for each of `copies`, the last forward step at which its source is allocated; None: until the forward ends.
         reloads: (position, candidate) in the order in which copies back are started.
         drains: where, in the backward, compute waits for all copies back that have started.
+        stays: candidates that are kept, in code that could copy them: another call of it does. What their ops give is a view of
+            them, so that no kernel writes its result over them.
     """
 
     copies: tuple[int, ...]
@@ -36,11 +38,14 @@ class Moments:
     release: Mapping[int, int | None]
     reloads: tuple[tuple[int, int], ...]
     drains: tuple[int, ...] = ()
+    stays: tuple[int, ...] = ()
 
 
 def replay_step(arrays: Arrays, actions: Sequence[Action], moments: Moments) -> Evaluation:
     """What these actions come to at these moments. No action is "recompute"."""
     first, last = needs(arrays, actions)
+    for index in moments.stays:
+        last[index] = max(last[index], arrays.last_use[index])
     out = Evaluation(0.0, 0, 0, 0, arrays.base_bytes, [], first, last, dict(moments.release), [], [], [], [], 0.0, 0, 0.0)
     clock = _forward(arrays, moments, out)
     _backward(arrays, moments, clock, out)

@@ -25,6 +25,7 @@ from graphoffload.facts.goals import FAR, WithinSlowdown
 from graphoffload.facts.plan import Action, Prediction
 from graphoffload.planner.predicted import prediction_of
 from graphoffload.planner.simulator import Timeline
+from graphoffload.planner.step.climb import climbed
 from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
 from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant
@@ -314,6 +315,7 @@ def _search(runs: Runs) -> Run | None:
     best = run(mixes)
     if runs.score(best)[0] <= 0.0:
         best = min((best, runs.run(best.chosen, evaluations=runs.counts(best.joined, _EVALUATIONS))), key=runs.score)
+    best = climbed(runs, best, search.value(order[0]))
     return with_late_copies(runs, best, search, order)
 
 
