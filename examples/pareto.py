@@ -95,8 +95,8 @@ def measure(given: argparse.Namespace) -> Runner:
 def our_names(runner: Runner, given: argparse.Namespace, least: int | None) -> list[str]:
     """Variants of graphoffload: budgets between keep-all's peak and the least, and slowdowns."""
     keep = runner.rows[0].peak_bytes
-    if keep is None:
-        return ["offload:all+min_tensor_bytes=0"]  # no memory to budget on a CPU
+    if keep is None or not torch.cuda.is_available():  # a CPU's peak is counted, not allocated: no budget of a process
+        return ["offload:all+min_tensor_bytes=0", *(f"slowdown:{s}" for s in given.slowdowns)]
     if least is None:
         least = runner.run("checkpoint").peak_bytes or keep // 3
     return [*(f"over:{nbytes}" for nbytes in budgets(keep, least, given.budgets)), *(f"slowdown:{s}" for s in given.slowdowns)]

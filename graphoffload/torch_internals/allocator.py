@@ -82,13 +82,7 @@ def _settings() -> str:
 
 
 def start(*, frames: bool = False) -> bool:
-    """Begin to record; False where somebody else records already, or torch cannot. frames: who allocates, as well.
-
-    Runs that lie inside one another record the same: each that began ends, and the last one ends the recording.
-    """
-    if _recording and not frames:
-        _recording.append(True)
-        return True
+    """Begin to record; False where somebody records already, or torch cannot. frames: who allocates, as well."""
     enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     if enabled is None or not torch.cuda.is_available() or enabled():
         return False
@@ -105,6 +99,13 @@ def start(*, frames: bool = False) -> bool:
 
 
 _recording: list[bool] = []
+
+
+def join() -> bool:
+    """Take part in a recording that `start` began, if there is one: it goes on until all have stopped."""
+    if _recording:
+        _recording.append(True)
+    return bool(_recording)
 
 
 def stop(index: int) -> list[Change]:

@@ -241,7 +241,8 @@ def test_what_is_recorded_at_once_is_recorded_till_all_have_ended(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: asked.append(enabled))
-    assert [allocator.start(), allocator.start()] == [True, True]
+    assert not allocator.join()
+    assert [allocator.start(), allocator.start(), allocator.join()] == [True, False, True]
     assert asked == ["all"]
     allocator.stop(0)
     assert asked == ["all"]
@@ -249,6 +250,7 @@ def test_what_is_recorded_at_once_is_recorded_till_all_have_ended(monkeypatch: p
     assert asked == ["all", None]
     asked.append("all")  # by the user
     assert not allocator.start()
+    assert not allocator.join()
 
 
 Act = tuple[str, int]

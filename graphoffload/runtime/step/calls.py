@@ -76,7 +76,7 @@ class StepRun:
         flies: bool = False,
     ) -> None:
         self.streams = streams
-        self.watches = watching and streams is not None and allocator.start()
+        self.watches = watching and streams is not None and (allocator.start() or allocator.join())
         self.changes: list[allocator.Change] = []
         self.recording, self.hooked = recording, hooked or recording
         self.plan, self.step, self.flies = plan, step, flies
