@@ -164,16 +164,17 @@ def _compared(way: Callable[[Compile], Steps], options: dict[str, Any], plain: l
     }
 
 
-def check(found: Found, case: str, *, exact: bool = True, moves: bool = True) -> None:
+def check(found: Found, case: str, *, exact: bool = True, moves: bool = True, beside: str = "") -> None:
     """On every rank the case's losses and gradients are plain torch's, and what was planned was done.
 
-    exact: to the bit. moves: something is offloaded.
+    exact: to the bit. moves: something is offloaded. beside: a case whose rounding is allowed as well, such as keep-all's.
     """
     for rank, seen in enumerate(found):
         got = seen[case]
         said = f"rank {rank}, {case}: {got}"
         assert got["count"] > 0, said
-        assert got["equal"] if exact else got["error"] < ROUNDING, said
+        rounding = max(ROUNDING, seen[beside]["error"]) if beside else ROUNDING
+        assert got["equal"] if exact else got["error"] <= rounding, said
         assert got["loss_error"] < ROUNDING, said
         assert got["complaints"] == [], said
         assert got["in_use"] == 0, said

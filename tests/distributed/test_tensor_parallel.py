@@ -61,12 +61,13 @@ def _check_uneven(found: Found, way: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_every_way(tmp_path: Path, inner: str) -> None:
-    """Under Inductor to rounding: plain torch's kernels are other ones."""
+    """Under Inductor to rounding: plain torch's kernels are other ones. How much they round is the CPU's, also with everything
+    kept."""
     exact = inner == "aot_eager"
-    variants = {**OFFLOAD, **(UNEVEN if exact else {})}
+    variants = {**OFFLOAD, **(UNEVEN if exact else {"keep": {"policy": "keep"}})}
     found = trained(MODULE, {way: variants for way in WAYS}, tmp_path, inner=inner)  # noqa: C420
     for way in WAYS:
-        check(found, f"{way} offload", exact=exact)
+        check(found, f"{way} offload", exact=exact, beside="" if exact else f"{way} keep")
         assert not any(seen[f"{way} offload"]["warnings"] for seen in found)
         for variant in UNEVEN if exact else ():
             check(found, f"{way} {variant}", moves=False)

@@ -401,6 +401,7 @@ def test_graphs_that_are_gone_are_not_planned_again(lazy: LazyStreams) -> None:
 
 def test_what_goes_with_a_model(lazy: LazyStreams) -> None:
     """Parameters at once, what is known of its graphs with the next step."""
+    before = set(GRAPHS)  # what another test still holds
     for _ in range(2):
         model = compiled(fresh(), budget_at(0.3))
         for _ in range(4):
@@ -411,7 +412,7 @@ def test_what_goes_with_a_model(lazy: LazyStreams) -> None:
         torch._dynamo.reset()
         gc.collect()
         assert not [ref for ref in parameters if ref() is not None]
-        assert len(GRAPHS) == 0
+        assert set(GRAPHS) <= before
         assert len(step_runs._PLANNER.known) <= 1
 
 
