@@ -372,7 +372,7 @@ CASES = {
     "qwen": Case(qwen, needs=("transformers",)),
     "own": Case(own, needs=("transformers",)),
     "two_models": Case(two_models),
-    "gan": Case(gan, share=0.85),  # three graphs, of which two are planned alone
+    "gan": Case(gan, compared=6),
 }
 
 if __name__ == "__main__":

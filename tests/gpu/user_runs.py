@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
@@ -64,11 +65,13 @@ class Loop:
 
 @dataclass(frozen=True)
 class Case:
-    """How to build a loop (in small, if the second argument says so), how much of its memory is left, and what it needs."""
+    """How to build a loop (in small, if the second argument says so), how much of its memory is left, what it needs, and how
+    many of its steps are compared: where training is chaotic, plain runs differ from each other as well later on."""
 
     build: Callable[[torch.device, bool], Loop]
     share: float = 0.7
     needs: tuple[str, ...] = ()
+    compared: int = STEPS
 
 
 @dataclass
@@ -90,11 +93,12 @@ class Trained:
 
 @dataclass
 class Verdict:
-    """One row, what is wrong, if anything is, and what warnings said."""
+    """One row, what is wrong, if anything is, what warnings said, and the row's figures in bytes, seconds and shares."""
 
     row: str
     wrong: list[str]
     said: Sequence[str] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 def fresh(device: torch.device) -> None:
@@ -188,13 +192,34 @@ def compare(name: str, case: Case, device: torch.device, *, tiny: bool, share: f
             refused = f"BudgetError at {format_bytes(budget)} (least {format_bytes(cause.least_bytes or 0)}): {cause}"
     said = [item for item in caught if issubclass(item.category, GraphOffloadWarning)]
     row = f"| {name:<10} | {share:>5.2f} | {format_bytes(plain.static_bytes):>9} | {format_bytes(plain.peak_bytes):>9} "
+    for trained in (plain, again, found):
+        del trained.losses[case.compared :], trained.norms[case.compared :]
+    figures = {
+        "share": share,
+        "static_bytes": plain.static_bytes,
+        "plain_bytes": plain.peak_bytes,
+        "budget_bytes": budget,
+        "plain_s": plain.step_s,
+        "plain_again_s": again.step_s,
+    }
     if refused:
-        return Verdict(f"{row}| {format_bytes(budget):>9} | refused |", [refused])
+        return Verdict(f"{row}| {format_bytes(budget):>9} | refused |", [refused], (), figures)
     row += columns(plain, again, found, budget, said)
+    figures |= {
+        "predicted_bytes": predicted_bytes(),
+        "peak_bytes": found.peak_bytes,
+        "predicted_slowdown": predicted_slowdown(),
+        "step_s": found.step_s,
+        "loss_error": apart(found.losses, plain.losses),
+        "loss_noise": apart(again.losses, plain.losses),
+        "norm_error": apart(found.norms, plain.norms),
+        "norm_noise": apart(again.norms, plain.norms),
+        "plans": [plan.summary for plan in planned()],
+    }
     wrong = [*numbers_apart(plain, again, found), *nothing_planned()]
     if device.type == "cuda":
         wrong += above(budget, found, said)
-    return Verdict(row, wrong, [f"{item.category.__name__}: {item.message}" for item in said])
+    return Verdict(row, wrong, [f"{item.category.__name__}: {item.message}" for item in said], figures)
 
 
 def columns(plain: Trained, again: Trained, found: Trained, budget: int, said: Sequence[warnings.WarningMessage]) -> str:
@@ -263,6 +288,8 @@ def main(cases: Mapping[str, Case]) -> None:
     parser.add_argument("share", nargs="?", type=float, help="of a step's memory above what is allocated between steps")
     parser.add_argument("--tiny", action="store_true", help="the same loop in small")
     parser.add_argument("--device", default="cuda", type=torch.device)
+    parser.add_argument("--store", type=Path, help="a file of results, to which this case is added (user_page.py)")
+    parser.add_argument("--commit", default="", help="what the results are of")
     given = parser.parse_args()
     here = Path(__file__).resolve().parent  # its kernels.py is not the package of that name, which Transformers looks for
     sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != here]
@@ -276,4 +303,14 @@ def main(cases: Mapping[str, Case]) -> None:
     share = case.share if given.share is None else given.share
     verdict = compare(given.case, case, given.device, tiny=given.tiny, share=share)
     print(HEADER, verdict.row, *(f"WRONG: {line}" for line in verdict.wrong), *verdict.said, sep="\n")
+    if given.store is not None:
+        about = {
+            "commit": given.commit,
+            "date": time.strftime("%Y-%m-%d"),
+            "device": torch.cuda.get_device_name() if given.device.type == "cuda" else given.device.type,
+            "torch": torch.__version__,
+        }
+        results = json.loads(given.store.read_text()) if given.store.exists() else {}
+        results[given.case] = {**about, **verdict.figures, "wrong": verdict.wrong, "warnings": list(verdict.said)}
+        given.store.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     sys.exit(1 if verdict.wrong else 0)

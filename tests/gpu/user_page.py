@@ -1,0 +1,74 @@
+"""Loops as users write them, from their result file to docs/user_loops.md.
+
+    for case in gpt2 vit resnet t5 lora qwen own two_models gan; do
+        PYTHONPATH=tests python tests/gpu/user_loops.py $case --store docs/results/user-loops.json --commit HASH
+    done
+    PYTHONPATH=tests python -m gpu.user_page
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from graphoffload.units import format_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "docs" / "results" / "user-loops.json", ROOT / "docs" / "user_loops.md"
+LOOPS = {
+    "gpt2": "GPT-2 of Transformers: bfloat16 autocast, four microbatches a step, clipping, AdamW, dropout; by blocks",
+    "vit": "ViT-L: float16 autocast, GradScaler, clipping, AdamW; as a whole",
+    "resnet": "ResNet-50 of timm: channels last, bfloat16 autocast, SGD with momentum, an eager loss; as a whole",
+    "t5": "T5: bfloat16 autocast, AdamW, three lengths that take turns; as a whole",
+    "lora": "Llama with LoRA of peft on every linear: bfloat16 autocast, AdamW; by blocks",
+    "qwen": "Qwen3 in bfloat16: two microbatches a step, AdamW, evaluations between steps; by blocks",
+    "own": "the same with an update of the user's own in place of an optimizer; by blocks",
+    "two_models": "a student and its frozen teacher: bfloat16 autocast, AdamW; each as a whole",
+    "gan": "DCGAN in float32: critic and generator in turn, two optimizers; each as a whole",
+}
+TEXT = """# Loops as users write them
+
+Each loop is trained twice under plain `torch.compile` and once under graphoffload, in one process of its own, with no option
+but `device_budget`: what is allocated between steps, and a share of what a plain step takes above it. `tests/gpu/user_loops.py`
+has the loops, and `tests/gpu/user_page.py` the commands that made this page of `docs/results/user-loops.json`.
+
+* **planned, slower**: what the plan says of forward and backward, and what a whole step took longer, data and optimizer
+  included. Where the host is the limit, a step is slower than planned, and a line says so while it is planned.
+* **losses**: the largest difference from plain training in any of twelve steps (six of the GAN), as a share; and that of two
+  plain trainings.
+
+"""
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The page of a result file."""
+    lines = ["| loop | between steps | plain | budget | predicted | taken | planned | slower | losses (two plain) | warnings |"]
+    lines.append("|---|" + "---:|" * 9)
+    for case, what in LOOPS.items():
+        found = results.get(case)
+        lines.append(f"| {what} | " + (" | ".join(cells(found)) if found else "not run" + " |" * 8) + " |")
+    made = sorted({f"{r['date']}, {r['device']}, torch {r['torch']}, {r['commit']}" for r in results.values()})
+    return TEXT + "\n".join([*lines, "", *(f"* {each}" for each in made)]) + "\n"
+
+
+def cells(found: Mapping[str, Any]) -> list[str]:
+    """What one loop came to."""
+    sizes = [format_bytes(found[name]) for name in ("static_bytes", "plain_bytes", "budget_bytes")]
+    if "peak_bytes" not in found:
+        return [*sizes, "refused", "", "", "", "", ""]
+    sizes += [format_bytes(found[name]) for name in ("predicted_bytes", "peak_bytes")]
+    slower = found["step_s"] / min(found["plain_s"], found["plain_again_s"]) - 1
+    names = sorted(text.split(":")[0] for text in found["warnings"])
+    return [
+        *sizes,
+        f"{found['predicted_slowdown']:+.1%}",
+        f"{slower:+.1%}",
+        f"{found['loss_error']:.0e} ({found['loss_noise']:.0e})" + (" **wrong**" if found["wrong"] else ""),
+        ", ".join(f"`{name}`" for name in names) or "none",
+    ]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
