@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphoffload.analysis.storages import example_storage_nbytes, storage_id
+from graphoffload.analysis.storages import example_storage_nbytes, size_hint, storage_id
 from graphoffload.analysis.token_regions import TokenRegion, regions_by_token
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.device_limits import map_by_pages_if_tight, resolve_limits
@@ -131,7 +131,7 @@ def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
     graph = by_recipe(graph, recipe)
     config, limits = graph.config, graph.limits
     variant = "" if recipe is None else f"{recipe.identity} {graph.activations}"
-    extra = f"{limits.quantised()} {graph.device_name} {variant}"
+    extra = f"{limits.quantised()} {graph.device_name} {variant} {_planned_sizes(graph.inputs)}"
     base = graph_key(graph.module, config, extra=extra)
     known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
     session = graph.session(known.key if known is not None else new_key(base), "run", recipe)
@@ -205,6 +205,13 @@ def _run_as_it_is(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     from functorch.compile import make_boxed_func
 
     return make_boxed_func(gm.forward)
+
+
+def _planned_sizes(inputs: Sequence[Any]) -> list[int]:
+    """The sizes that a graph for any size is planned for. Dynamo compiles the same graph once more for others where a guard
+    wants that: with one key, the later plan would be the earlier graph's as well."""
+    sizes = (size for value in inputs for size in (value.shape if isinstance(value, torch.Tensor) else (value,)))
+    return [size_hint(size) for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def _take_stored(base: str, session: CompileSession) -> None:

@@ -69,3 +69,38 @@ def test_a_fraction_is_one_of_all_bytes() -> None:
     """Of symbolic sizes too."""
     for plan in planned(policy="offload", offload_fraction=0.5):
         assert 0.3 * plan.saved.eligible_bytes < plan.offloaded_bytes <= 0.5 * plan.saved.eligible_bytes
+
+
+class Branching(ResidualMlps):
+    """The same computation for few rows and for many: Dynamo's guards differ, and its graphs for any size do not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if x.shape[0] > MANY:
+            return y.sin()
+        return y.sin()
+
+
+MANY = 400
+
+
+def test_one_graph_for_any_size_has_a_plan_for_each_size_it_was_compiled_at() -> None:
+    """The second plan is not the first one's as well: what was planned at many rows fits there."""
+    registry.forget()
+    torch.manual_seed(0)
+    report = graphoffload.explain(Branching(4, WIDTH), policy="keep", hardware="h200-sxm")(torch.randn(500, WIDTH))
+    config = {"inner": "aot_eager", "hardware": "h200-sxm", "min_tensor_bytes": 0}
+    backend: Any = graphoffload.OffloadBackend(**config, device_budget=int(0.9 * report.keep_peak_bytes))
+    torch._dynamo.reset()
+    model, plain = Branching(4, WIDTH), Branching(4, WIDTH)
+    plain.load_state_dict(model.state_dict())
+    run = torch.compile(model, backend=backend)
+    for rows in (10, 500, 300, 500):
+        x = torch.randn(rows, WIDTH)
+        for module, call in ((model, run), (plain, plain)):
+            module.zero_grad()
+            call(x).square().mean().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=0.0, atol=0.0)
+    plans = graphoffload.last_plans()
+    assert [plan.changes_anything for plan in plans] == [False, True, False]
