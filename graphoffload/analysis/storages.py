@@ -35,10 +35,11 @@ def concrete(value: int | torch.SymInt) -> int | None:
 
 
 def size_hint(value: int | torch.SymInt, unknown: int = 2**62) -> int:
-    """The int, or the example's value of a symbolic one. Unlike int(), this adds no guard and so causes no recompilation."""
+    """The int, or the example's value of a symbolic one; a nested tensor's has none. Unlike int(), this adds no guard and so
+    causes no recompilation."""
     if isinstance(value, torch.SymInt):
-        hint = value.node.hint
-        return unknown if hint is None else int(hint)
+        hint = getattr(value.node, "hint", None)
+        return int(hint) if isinstance(hint, int) else unknown
     return value
 
 
