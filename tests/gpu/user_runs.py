@@ -204,7 +204,6 @@ def compare(name: str, case: Case, device: torch.device, *, tiny: bool, share: f
     }
     if refused:
         return Verdict(f"{row}| {format_bytes(budget):>9} | refused |", [refused], (), figures)
-    row += columns(plain, again, found, budget, said)
     figures |= {
         "predicted_bytes": predicted_bytes(),
         "peak_bytes": found.peak_bytes,
@@ -216,23 +215,22 @@ def compare(name: str, case: Case, device: torch.device, *, tiny: bool, share: f
         "norm_noise": apart(again.norms, plain.norms),
         "plans": [plan.summary for plan in planned()],
     }
+    row += columns(figures, said, found.left_bytes - plain.left_bytes)
     wrong = [*numbers_apart(plain, again, found), *nothing_planned()]
     if device.type == "cuda":
         wrong += above(budget, found, said)
     return Verdict(row, wrong, [f"{item.category.__name__}: {item.message}" for item in said], figures)
 
 
-def columns(plain: Trained, again: Trained, found: Trained, budget: int, said: Sequence[warnings.WarningMessage]) -> str:
+def columns(figures: Mapping[str, Any], said: Sequence[warnings.WarningMessage], left: int) -> str:
     """The rest of a row; bytes that another training left allocated are named after it."""
-    predicted = format_bytes(predicted_bytes())
+    budget, predicted, taken = (format_bytes(figures[f"{name}_bytes"]) for name in ("budget", "predicted", "peak"))
     counts = Counter(item.category.__name__ for item in said)
     names = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
-    left = found.left_bytes - plain.left_bytes
     return (
-        f"| {format_bytes(budget):>9} | {predicted:>9} | {format_bytes(found.peak_bytes):>9} | {plain.step_s * 1e3:>8.1f} "
-        f"| {predicted_slowdown():>+8.1%} | {found.step_s / plain.step_s - 1:>+8.1%} "
-        f"| {apart(found.losses, plain.losses):>7.1e} | {apart(again.losses, plain.losses):>7.1e} "
-        f"| {apart(found.norms, plain.norms):>7.1e} | {names} |"
+        f"| {budget:>9} | {predicted:>9} | {taken:>9} | {figures['plain_s'] * 1e3:>8.1f} "
+        f"| {figures['predicted_slowdown']:>+8.1%} | {figures['step_s'] / figures['plain_s'] - 1:>+8.1%} "
+        f"| {figures['loss_error']:>7.1e} | {figures['loss_noise']:>7.1e} | {figures['norm_error']:>7.1e} | {names} |"
         + (f" {format_bytes(left)} were left by plain training" if left > LEFT_BYTES else "")
     )
 

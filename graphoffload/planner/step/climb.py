@@ -12,12 +12,11 @@ from collections.abc import Iterator
 
 from graphoffload.facts.goals import FAR
 from graphoffload.planner.step.mixes import ALL_MIXES
-from graphoffload.planner.step.runs import Run, Runs
+from graphoffload.planner.step.runs import QUICK, Run, Runs
 
 _ROUNDS = 6
 _TRIED = 60
 """Changes of one round that are made into runs, those with the lowest bounds."""
-_EVALUATIONS = 40
 _MOST_VARIANTS = 2
 _WORTH = 0.999
 
@@ -32,7 +31,7 @@ def climbed(runs: Runs, best: Run, lowest_bound: float) -> Run:
         missed, value, _ = runs.score(best)
         bounds = {chosen: runs.bound(chosen) for chosen in _changes(runs, best.chosen)}
         may = sorted((bound, chosen) for chosen, bound in bounds.items() if missed > 0.0 or bound < _WORTH * value)
-        found = min((runs.run(chosen, evaluations=_EVALUATIONS) for _, chosen in may[:_TRIED]), key=runs.score, default=best)
+        found = min((runs.run(chosen, evaluations=QUICK) for _, chosen in may[:_TRIED]), key=runs.score, default=best)
         if runs.score(found) >= runs.score(best):
             break
         best = found

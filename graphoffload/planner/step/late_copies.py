@@ -14,13 +14,12 @@ from collections.abc import Sequence
 
 from graphoffload.facts.goals import FAR
 from graphoffload.planner.step.mixes import Mixes, MixSearch, choose, uniform
-from graphoffload.planner.step.runs import Run, Runs
+from graphoffload.planner.step.runs import QUICK, Run, Runs
 
 _LOWEST = 4
 """Mixes with the lowest bounds that are tried."""
 _ABOVE = 0.05
 """Of the budget: a run that is further above it needs more than late copies."""
-_EVALUATIONS = 40
 
 
 def with_late_copies(runs: Runs, best: Run, search: MixSearch, order: Sequence[Mixes]) -> Run:
@@ -37,5 +36,5 @@ def with_late_copies(runs: Runs, best: Run, search: MixSearch, order: Sequence[M
         if runs.over() or runs.near(best, lowest_bound, 1.0 + FAR):
             break
         if not runs.near(best, runs.bound(chosen), 1.0):
-            best = min((best, runs.held_back(chosen, evaluations=_EVALUATIONS)), key=runs.score)
+            best = min((best, runs.held_back(chosen, evaluations=QUICK)), key=runs.score)
     return best

@@ -30,7 +30,8 @@ _ROUNDS = 4
 _MORE_THAN_BUDGET = (1.0, 1.01, 1.02, 1.03, 1.05)
 """Of the budget: what plans may take whose copies come back late."""
 _WORK = 2_000_000
-_FEW = 40
+QUICK = 40
+"""Simulations for a run that is compared with others."""
 _ANY_TIME_S = 1e6
 _MOST_BYTES = 1e18
 _LESS = 0.995
@@ -340,12 +341,12 @@ class Runs:
         smallest = sorted(most_first, key=lambda chosen: math.floor(min(free.bound(chosen), _MOST_BYTES) / _AS_SMALL))[
             :_CHOICES
         ]
-        best = min((free.run(chosen, evaluations=_FEW) for chosen in smallest), key=free.score)
+        best = min((free.run(chosen, evaluations=QUICK) for chosen in smallest), key=free.score)
         share = 1.0
         for _ in range(_DESCENTS):
             goal = MeetBudget(int(best.timeline.peak_bytes * share))
             lower = Runs(replace(self.problem, goal=goal, reserve_bytes=0), self.known)
-            found = min((best, *(lower.run(chosen, evaluations=_FEW) for chosen in smallest)), key=lower.score)
+            found = min((best, *(lower.run(chosen, evaluations=QUICK) for chosen in smallest)), key=lower.score)
             if lower.score(found)[0] > 0.0 or self.over():
                 break
             best, share = found, _LESS

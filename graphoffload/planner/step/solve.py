@@ -32,7 +32,7 @@ from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
 from graphoffload.planner.step.late_copies import with_late_copies
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
-from graphoffload.planner.step.runs import Known, Names, Run, Runs
+from graphoffload.planner.step.runs import QUICK, Known, Names, Run, Runs
 
 __all__ = ["StepSolution", "follow_step", "plan_step"]
 
@@ -42,7 +42,6 @@ Wider = Callable[[], StepFacts]
 _VALUES = (120, 600)
 _EVALUATIONS = (200, 1000)
 _FINALISTS = 4
-_QUICK = 40
 _RUNS = 60
 _MORE = 12
 _REPAIRS = 8
@@ -241,7 +240,7 @@ def _best(problem: StepProblem, known: Known | None = None, *, gives_up: bool = 
         best = min((best, keep), key=runs.score)
     elif runs.score(best)[0] > 0.0:
         levels = [] if gives_up or in_slices else [choose(facts, mixes) for mixes in uniform(facts)]
-        best = _repaired(runs, [best, *(runs.run(chosen, evaluations=_QUICK) for chosen in reversed(levels))])
+        best = _repaired(runs, [best, *(runs.run(chosen, evaluations=QUICK) for chosen in reversed(levels))])
         if runs.score(best)[0] > 0.0:
             return _least(runs)
     return _found(runs, best)
@@ -277,7 +276,7 @@ def _repaired(runs: Runs, starts: Sequence[Run]) -> Run:
                 for variant in range(len(runs.problem.facts.graphs[runs.problem.facts.calls[call].graph]))
                 if variant != run.chosen[call]
             ]
-            found = min((runs.run(chosen, evaluations=_QUICK) for chosen in changed), key=runs.score, default=run)
+            found = min((runs.run(chosen, evaluations=QUICK) for chosen in changed), key=runs.score, default=run)
             if runs.score(found) >= runs.score(run):
                 break
             run = found
@@ -298,7 +297,7 @@ def _search(runs: Runs) -> Run | None:
     def run(mixes: Mixes) -> Run:
         chosen = choose(facts, mixes)
         if chosen not in tried:
-            tried[chosen] = runs.run(chosen, evaluations=_QUICK)
+            tried[chosen] = runs.run(chosen, evaluations=QUICK)
         return tried[chosen]
 
     mixes = _best_first(runs, search, order, run, most)
