@@ -32,6 +32,7 @@ __all__ = ["clean_slate", "once"]
 
 CPU = torch.device("cpu")
 ROWS, STEPS_OF_A_TEST = 256, 6
+HOST = 2**28
 ONE = ROWS * WIDTH * 4
 """Bytes of what a block returns. Where a run is recorded, the gradient of an output lives until its backward ends; else not."""
 
@@ -144,7 +145,7 @@ def predicted() -> int:
 
 def trained(way: Way, budget: int, expected: Sequence[Tensor | None], counter: Counter) -> int:
     """The counted peak of the last of some steps; all leave what was expected."""
-    nets = Nets(budget)
+    nets = Nets(budget, host_budget=HOST)
     for _ in range(STEPS_OF_A_TEST):
         counter.peak_bytes = counter.now()
         assert_equal(way(nets), expected)
@@ -170,6 +171,10 @@ def test_a_step_with_runs_inside_is_planned(way: Way, counter: Counter) -> None:
     assert counted <= budget
     assert counted * (1 - CLOSE) <= predicted() <= counted + ONE
     assert graphoffload.stats()["offloads"] > 0
+    hosts = {each.inside: each.asked.host_budget_bytes for each in known() if each.asked is not None}
+    assert hosts[False] == HOST
+    assert hosts[True] is not None
+    assert hosts[True] < HOST, "what the run around has there stays"
 
 
 def test_a_graph_called_before_the_backward_of_another_is_one_of_several(lazy: LazyStreams) -> None:
