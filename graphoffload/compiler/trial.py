@@ -32,6 +32,7 @@ from graphoffload.facts.plan import Action
 from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
+from graphoffload.passes.hoist import hoist_saved
 from graphoffload.passes.prepare_joint import bind, tagged_copy
 from graphoffload.passes.tag import tag_joint
 from graphoffload.planner.arrays import arrays_of
@@ -149,7 +150,8 @@ def excess_of(request: Request, decided: Decided, timeline: Timeline) -> float:
 def partition(request: Request, joint: GraphModule) -> tuple[GraphPair, SavedTable]:
     """Torch's min-cut on a tagged copy, and the values that it saves. The user's own tags are read from the original joint
     graph, except for advice to recompute if regions are relaxed."""
-    pair = GraphPair(*partitioning.min_cut(joint, request.joint_inputs, request.arguments), request.num_fwd_outputs)
+    cut = partitioning.min_cut(joint, request.joint_inputs, request.arguments)
+    pair = hoist_saved(GraphPair(*cut, request.num_fwd_outputs))
     table = without_unknown_sizes(pair, saved_table(pair, request.joint.graph.nodes, request.activations))
     if request.relax:
         table = SavedTable(tuple(replace(t, tag=None) if t.tag == "prefer_recompute" else t for t in table.tensors))

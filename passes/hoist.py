@@ -1,0 +1,107 @@
+"""What forward computes for backward alone is computed where its operands are.
+
+    relu = relu(mm)                          relu = relu(mm)
+    drop = mul(gt, relu)                     mask = le(relu, 0)
+    ...                             ──▶      drop = mul(gt, relu)
+    mask = le(relu, 0)                       ...
+    return (out, mask)                       return (out, mask)
+
+torch traces such operations with backward, so they are at the end of the forward graph. There all that they read has stayed in
+memory, and Inductor writes kernels of their own for them. A saved view is moved as well: memory counts as saved from it on.
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import pairwise
+
+import torch
+from torch.fx import Node
+
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs
+from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
+from graphoffload.torch_internals.operators import OpOverload, schema_of
+
+Place = tuple[int, int]
+_NAMESPACES = ("aten", "prims")
+
+
+def hoist_saved(pair: GraphPair) -> GraphPair:
+    """Move each operation whose result only backward reads to right behind the last of its operands, with those before it that
+    serve nothing else.
+
+    They are moved if that takes no memory: their result is a view, or something else that they read is not saved and has as
+    many bytes. Nothing is moved that is random or a collective, or past an operation that writes to memory.
+    """
+    nodes = list(pair.forward.graph.nodes)
+    moved = _hoisted(pair, nodes)
+    if not moved:
+        return pair
+    places: dict[Node, Place] = {}
+    writes = -1
+    for at, node in enumerate(nodes):
+        places[node] = (at, -1)
+        if node in moved:
+            behind = max(places[operand] for operand in node.all_input_nodes)
+            if behind[0] >= writes:
+                places[node] = (behind[0], at)
+        elif _may_write(node):
+            writes = at
+    ordered = sorted(nodes, key=places.__getitem__)
+    for before, node in pairwise(ordered):
+        if node in moved:
+            before.append(node)
+    return pair
+
+
+def _hoisted(pair: GraphPair, nodes: list[Node]) -> set[Node]:
+    """The operations to be moved."""
+    outputs = graph_outputs(pair.forward)
+    returned = {node for node in outputs[: pair.num_fwd_outputs] if node is not None}
+    late: set[Node] = set()
+    for node in reversed(nodes):
+        readers = node.users if _is_movable(node) and node not in returned else ()
+        if readers and all(user in late or user.op == "output" for user in readers):
+            late.add(node)
+    inputs = {storage_id(value) for node in nodes if node.op == "placeholder" and (value := fake(node)) is not None}
+    saved = {storage_id(value) for node in outputs if node is not None and (value := fake(node)) is not None}
+    found: set[Node] = set()
+    for node in late.intersection(outputs[pair.num_fwd_outputs :]):
+        value = fake(node)
+        if value is None:
+            continue
+        group, read = _with_operands(node, late)
+        memory = {storage_id(of): example_storage_nbytes(of) for one in read if (of := fake(one)) is not None}
+        freed = max((nbytes for identity, nbytes in memory.items() if identity not in inputs | saved), default=-1)
+        if storage_id(value) in memory.keys() - inputs or freed >= example_nbytes(value):
+            found |= group
+    return found
+
+
+def _with_operands(node: Node, late: set[Node]) -> tuple[set[Node], set[Node]]:
+    """An operation with those before it that are late as well, and what they read besides."""
+    group, read, pending = {node}, set[Node](), [node]
+    while pending:
+        for operand in pending.pop().all_input_nodes:
+            if operand not in late:
+                read.add(operand)
+            elif operand not in group:
+                group.add(operand)
+                pending.append(operand)
+    return group, read
+
+
+def _is_movable(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, OpOverload):
+        seeded = torch.Tag.nondeterministic_seeded in node.target.tags
+        return node.target.namespace in _NAMESPACES and not seeded and not schema_of(node.target).is_mutable
+    return node.target is operator.getitem or isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat))
+
+
+def _may_write(node: Node) -> bool:
+    """Whether memory may be written to: by an operator that says so, and by anything that is none, such as a user's kernel."""
+    if isinstance(node.target, OpOverload):
+        return schema_of(node.target).is_mutable
+    return node.op == "call_function" and not _is_movable(node)
