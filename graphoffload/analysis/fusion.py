@@ -24,9 +24,7 @@ Memory and time of the plan are then slightly off.
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,18 +32,26 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from graphoffload.analysis.kernels import Axis, Kernel, add_needs, in_order, runs_after
-from graphoffload.analysis.storages import concrete, example_storage_nbytes, fake, is_in, storage_id, with_views
+from graphoffload.analysis.addmm import added_to_products
+from graphoffload.analysis.kernels import Axis, Kernel, Space, add_needs, in_order, runs_after
+from graphoffload.analysis.reductions import axis_of, loops, mixes, space_of
+from graphoffload.analysis.storages import (
+    example_storage_nbytes,
+    fake,
+    is_in,
+    storage_id,
+    tensors_of,
+    with_views,
+)
 from graphoffload.analysis.stored import (
     Operations,
     exists,
     is_large,
     operations_after,
     operations_of,
-    scatters,
     takes_many_reads,
 )
-from graphoffload.torch_internals.inductor import falls_back, is_pointwise_use, mixes_sums, most_reads
+from graphoffload.torch_internals.inductor import falls_back, most_reads
 from graphoffload.torch_internals.operators import OpOverload, packet_of
 
 Kind = Literal["view", "kernel", "fused", "none"]
@@ -67,7 +73,6 @@ _KERNEL_WORDS = (
     "cumsum",
     "cumprod",
 )
-_REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
 FARTHEST = 20  # the greatest distance, in operations, at which two operations are fused under a plan
 CRUMBS = 0.01  # two independent operations are fused only if they share more than this fraction of the smaller one's bytes
 _FUSED_NAMESPACES = ("aten", "prims", "inductor_prims")
@@ -117,6 +122,7 @@ class Fusion:
     Attributes:
         real: storages that exist in memory.
         sources: storage that does not exist -> the existing storages that it is computed from.
+        late: storage that exists only from a later turn on -> that turn, and what readers before it compute it from.
         large: storage of a value that takes many operations -> its node. It exists if another kernel reads it.
         added: sum -> the matrix product in the same kernel. The product's own result does not exist. sums: the other way round.
         order: the nodes in the order in which they run. The nodes of a kernel are adjacent. A node that belongs to no kernel is
@@ -127,11 +133,13 @@ class Fusion:
         begun: position in the graph -> the number of nodes of `order` that have run before an operation inserted there runs.
             The last entry is for the end of the graph.
         fuses: whether the compiler fuses at all.
+        places: node -> its position in the graph.
     """
 
     kinds: dict[Node, Kind]
     real: set[int] = field(default_factory=set)
     sources: dict[int, frozenset[int]] = field(default_factory=dict)
+    late: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
     large: dict[int, Node] = field(default_factory=dict)
     added: dict[Node, Node] = field(default_factory=dict)
     sums: dict[Node, Node] = field(default_factory=dict)
@@ -141,6 +149,10 @@ class Fusion:
     unfused_bytes: int | None = None
     begun: list[int] = field(default_factory=list)
     fuses: bool = True
+    places: dict[Node, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = {node: at for at, node in enumerate(self.kinds)}
 
     @property
     def kernels(self) -> int:
@@ -151,22 +163,20 @@ class Fusion:
         """Existing storages that a kernel reads to compute this node."""
         found: set[int] = set()
         for argument in node.all_input_nodes:
-            for value in _tensors(argument):
-                identity = storage_id(value)
-                found |= self.sources.get(identity, frozenset((identity,)))
+            for value in tensors_of(argument):
+                found |= self.read_for(storage_id(value), node)
         return frozenset(found)
 
-
-def _tensors(node: Node) -> Iterable[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [one for one in values if isinstance(one, torch.Tensor) and one.layout == torch.strided]
+    def read_for(self, identity: int, reader: Node) -> frozenset[int]:
+        """Existing storages that a node's kernel reads for the value in a storage."""
+        turn, sources = self.late.get(identity, (0, frozenset[int]()))
+        return sources if 2 * self.places[reader] < turn else self.sources.get(identity, frozenset((identity,)))
 
 
 def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) -> Fusion:
     """The model of one graph. `stored.py` says which values exist."""
     fusion = Fusion({node: kind_of(node, fuses=fuses) for node in graph.nodes}, unfused_bytes=unfused_bytes, fuses=fuses)
-    fusion.added = _added_to_products(graph, fusion.kinds)
+    fusion.added = added_to_products(graph, fusion.kinds)
     fusion.kinds.update(dict.fromkeys(fusion.added, "kernel"))
     fusion.sums = {product: added for added, product in fusion.added.items()}
     computed: dict[int, Operations] = {}
@@ -175,12 +185,18 @@ def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) ->
         if value is None or storage_id(value) in fusion.real or storage_id(value) in fusion.sources:
             continue
         sources = fusion.read_by(node)
+        for identity in [identity for identity in sources if identity in fusion.late]:  # it is read, and no longer computed
+            computed.pop(identity, None)
         if node in fusion.sums:
             fusion.sources[storage_id(value)] = sources
         elif fusion.kinds[node] != "fused" or exists(node, fusion.kinds):
             fusion.real.add(storage_id(value))
             if (operations := operations_after(node)) is not None:
                 computed[storage_id(value)] = operations
+            elif (turn := _turn(node, fusion, sources)) > 2 * fusion.places[node] + 1:
+                operations = operations_of(node, computed)
+                if not is_large(node, sources, operations):
+                    fusion.late[storage_id(value)], computed[storage_id(value)] = (turn, sources), operations
         elif is_large(node, sources, operations := operations_of(node, computed)):
             fusion.large[storage_id(value)] = node
             fusion.real.add(storage_id(value))
@@ -194,11 +210,11 @@ def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) ->
 
 
 def _leave_out(identity: int, node: Node, fusion: Fusion) -> None:
-    """Let a value not exist that only the kernel reads that computes it. A reduction may run over it in another order."""
+    """Let a value not exist that only the kernel reads that computes it, unless a loop of that kernel reads it once more."""
     readers, sources = fusion.readers.get(identity, []), fusion.read_by(node)
     if not readers or any(fusion.spans[reader] != fusion.spans[node] for reader in readers):
         return
-    if takes_many_reads(node, sources) and any(_axis(reader) is not None for reader in readers):
+    if takes_many_reads(node, sources) and any(loops(reader) for reader in readers):
         return
     fusion.real.discard(identity)
     fusion.sources[identity] = sources
@@ -206,38 +222,9 @@ def _leave_out(identity: int, node: Node, fusion: Fusion) -> None:
     for other, found in fusion.sources.items():
         if identity in found:
             fusion.sources[other] = found - {identity} | sources
-
-
-def _added_to_products(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, Node]:
-    """Sums that Inductor fuses with a matrix product, each with its product, starting with the last sum as Inductor does.
-
-    A sum of two products is fused with the second. On a GPU, a sum that only pointwise operations read is fused with these.
-    """
-    found: dict[Node, Node] = {}
-    for node in reversed(graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)):
-        if kinds[node] != "fused" or len(node.args) != 2:
-            continue
-        for product, other in (node.args[::-1], node.args):
-            if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) != 1:
-                continue
-            value, summand = fake(product), fake(other) if isinstance(other, Node) else None
-            if value is None or summand is None or summand.dtype != value.dtype or not _expands_to(summand, value):
-                continue
-            if _is_on_gpu(value) and all(user not in found and is_pointwise_use(user) for user in node.users):
-                continue
-            found[node] = product
-            break
-    return found
-
-
-def _is_on_gpu(value: torch.Tensor) -> bool:
-    return value.device.type != "cpu"
-
-
-def _expands_to(summand: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the sum of both has the shape of `value`. Sizes are compared as text: comparing symbols would add guards."""
-    own, wanted = ([str(size) for size in tensor.shape[::-1]] for tensor in (summand, value))
-    return len(own) <= len(wanted) and all(size in ("1", into) for size, into in zip(own, wanted, strict=False))
+    for other, (turn, found) in fusion.late.items():
+        if identity in found:
+            fusion.late[other] = turn, found - {identity} | sources
 
 
 def _group(graph: Graph, fusion: Fusion) -> None:
@@ -245,8 +232,7 @@ def _group(graph: Graph, fusion: Fusion) -> None:
     kernels: list[Kernel] = []
     made_by: dict[int, int] = {}
     touching: dict[int, list[int]] = {}
-    sizes = {storage_id(value): example_storage_nbytes(value) for node in graph.nodes for value in _tensors(node)}
-    places = {node: at for at, node in enumerate(graph.nodes)}
+    sizes = {storage_id(value): example_storage_nbytes(value) for node in graph.nodes for value in tensors_of(node)}
     order = 0
     for node in graph.nodes:
         kind = fusion.kinds[node]
@@ -258,13 +244,13 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         for identity in reads:
             fusion.readers.setdefault(identity, []).append(node)
         needs = {made_by[identity] for identity in reads if identity in made_by}
-        space = _space(node) if kind == "fused" else None
+        space = space_of(node) if kind == "fused" else None
         weights = {identity: sizes.get(identity, 0) for identity in reads}
-        outputs = {identity: sizes.get(identity, 0) for identity in map(storage_id, _tensors(node))}
+        outputs = {identity: sizes.get(identity, 0) for identity in map(storage_id, tensors_of(node))}
         written = sum(outputs.values())
-        axis = _axis(node) if space else None
+        axis = axis_of(node) if space else None
         home = _home(kernels, touching, weights, written, needs, space, axis, order, fusion, node) if space else None
-        turn = _turn(node, fusion, places, reads)
+        turn = _turn(node, fusion, reads)
         if home is None:
             home = Kernel(len(kernels), turn, order, space)
             kernels.append(home)
@@ -289,7 +275,7 @@ def _home(
     reads: dict[int, int],
     written: int,
     needs: set[int],
-    space: int,
+    space: Space,
     axis: Axis | None,
     order: int,
     fusion: Fusion,
@@ -318,53 +304,22 @@ def _home(
             continue
         if runs_after(kernels, number, needs):
             continue
-        if across[number] and (number in needs or not _mixes(node, axis)):
+        if across[number] and (number in needs or not mixes(node, axis)):
             continue
         return kernel
     return None
 
 
-def _axis(node: Node) -> Axis | None:
-    """The axis of a reduction: "rows" if it reduces the last dimension, else "columns". None for other operations."""
-    packet = packet_of(node.target)
-    source = fake(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-    if packet is None or packet.__name__ not in _REDUCTIONS or source is None:
-        return None
-    given = node.args[1] if len(node.args) > 1 else None
-    dims = [given] if isinstance(given, int) else given if isinstance(given, (list, tuple)) else []
-    last = source.dim() - 1
-    return "rows" if not dims or any(dim in (last, -1) for dim in dims) else "columns"
-
-
-def _mixes(node: Node, axis: Axis | None) -> bool:
-    """Whether a reduction of all rows or all columns is large enough to run with one of the other axis."""
-    source, value = fake(node.args[0]) if axis and isinstance(node.args[0], Node) else None, fake(node)
-    if source is None or value is None or source.dim() < 2 or concrete(source.numel()) is None:
-        return False
-    rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
-    return value.numel() == (rows if axis == "rows" else columns) and mixes_sums(rows, columns)
-
-
-def _space(node: Node) -> int | None:
-    """The number of elements that an operation iterates over: the inputs of a reduction or a scatter, else its output. None if
-    symbolic."""
-    sizes = [concrete(value.numel()) for value in _tensors(node)]
-    packet = packet_of(node.target)
-    if packet is not None and (packet.__name__ in _REDUCTIONS or scatters(node)):
-        sizes += [concrete(value.numel()) for argument in node.all_input_nodes for value in _tensors(argument)]
-    known = [size for size in sizes if size is not None]
-    return max(known) if known and len(known) == len(sizes) else None
-
-
-def _turn(node: Node, fusion: Fusion, places: dict[Node, int], reads: frozenset[int]) -> int:
+def _turn(node: Node, fusion: Fusion, reads: frozenset[int]) -> int:
     """The earliest turn of an operation's kernel. An operation's own turn is twice its place in the graph, plus one.
 
     A pointwise value is stored right before its first reader that cannot compute the value itself. It is stored at its own turn
     if the graph returns it, if it is large, or if it has several readers of which one cannot compute it. A product that runs in
     the kernel of a sum runs where the sum is.
     """
-    own, value = 2 * places[fusion.sums.get(node, node)] + 1, fake(node)
-    if fusion.kinds[node] != "fused" or value is None or _axis(node) is not None or len(reads) > most_reads(value.device.type):
+    places, value, kind = fusion.places, fake(node), fusion.kinds[node]
+    own = 2 * places[fusion.sums.get(node, node)] + 1
+    if kind != "fused" or value is None or axis_of(node) is not None or len(reads) > most_reads(value.device.type):
         return own
     if storage_id(value) in fusion.large:
         return own

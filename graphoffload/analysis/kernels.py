@@ -21,6 +21,7 @@ from typing import Literal
 from torch.fx import Node
 
 Axis = Literal["rows", "columns"]
+Space = int | str  # a number of elements; text if it is symbolic
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +44,7 @@ class Kernel:
     number: int
     turn: int
     order: int
-    space: int | None
+    space: Space | None
     nodes: list[Node] = field(default_factory=list)
     touched: dict[int, int] = field(default_factory=dict)
     written: int = 0

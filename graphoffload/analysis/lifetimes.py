@@ -26,13 +26,13 @@ has the order of the first operand, whatever that is. The layout of another one 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Node
 
 from graphoffload.analysis.fusion import Fusion
-from graphoffload.analysis.storages import concrete, fake, group_by_storage, storage_id
+from graphoffload.analysis.storages import fake, group_by_storage, same_size, storage_id
 from graphoffload.analysis.stored import readers_of
 from graphoffload.torch_internals.inductor import config
 from graphoffload.torch_internals.operators import OpOverload
@@ -163,12 +163,24 @@ def _may_go(made: Node, fusion: Fusion) -> bool:
 
 
 def _in_step(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the elements of two tensors lie in memory in the same order, without gaps. False where a size is symbolic."""
-    if any(concrete(number) is None for value in (one, other) for number in (*value.shape, *value.stride())):
-        return False
-    if one.shape == other.shape and one.stride() == other.stride():
-        return one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
-    return one.numel() == other.numel() and one.is_contiguous() and other.is_contiguous()
+    """Whether the elements of two tensors lie in memory in the same order, without gaps."""
+    if _same_sizes(one.shape, other.shape) and _same_sizes(one.stride(), other.stride()):
+        return same_size(one.untyped_storage().nbytes(), other.untyped_storage().nbytes())
+    return same_size(one.numel(), other.numel()) and _is_contiguous(one) and _is_contiguous(other)
+
+
+def _same_sizes(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.SymInt]) -> bool:
+    return len(one) == len(other) and all(map(same_size, one, other))
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether the last dimension lies next to itself, and so on. A symbolic tensor's own method may add guards."""
+    expected: int | torch.SymInt = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not same_size(size, 1) and not same_size(stride, expected):
+            return False
+        expected = expected * size
+    return True
 
 
 def _reads_in_step(writer: Node, identity: int, fusion: Fusion) -> bool:
@@ -184,9 +196,9 @@ def _reads_in_step(writer: Node, identity: int, fusion: Fusion) -> bool:
             if read is None:
                 continue
             behind = storage_id(read)
-            if identity not in fusion.sources.get(behind, (behind,)):
+            if identity not in fusion.read_for(behind, node):
                 continue
-            if not _in_step(read, value) if fusion.kinds[node] == "view" else read.shape != value.shape:
+            if not _in_step(read, value) if fusion.kinds[node] == "view" else not _same_sizes(read.shape, value.shape):
                 return False
             if source not in seen and (behind != identity or fusion.kinds[source] == "view"):
                 seen.add(source)

@@ -34,6 +34,12 @@ def concrete(value: int | torch.SymInt) -> int | None:
     return int(value) if is_concrete_int(value) else None
 
 
+def size_key(value: int | torch.SymInt) -> int | str:
+    """The int, or the text of a symbolic one. Two sizes are the same if these are; comparing symbols would add guards."""
+    known = concrete(value)
+    return str(value) if known is None else known
+
+
 def size_hint(value: int | torch.SymInt, unknown: int = 2**62) -> int:
     """The int, or the example's value of a symbolic one; a nested tensor's has none. Unlike int(), this adds no guard and so
     causes no recompilation."""
@@ -62,6 +68,13 @@ def storage_nbytes(tensor: torch.Tensor) -> int | None:
 def example_storage_nbytes(tensor: torch.Tensor) -> int:
     """Bytes of a fake tensor's whole storage; symbolic sizes as in the example that is compiled, 0 if that is unknown."""
     return size_hint(tensor.untyped_storage().nbytes(), unknown=0)
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """The strided tensors that a node gives, one or several."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [one for one in values if isinstance(one, torch.Tensor) and one.layout == torch.strided]
 
 
 def group_by_storage(nodes: Iterable[Node]) -> dict[int, list[Node]]:

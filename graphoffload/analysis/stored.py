@@ -5,9 +5,12 @@ these holds (`run_node` in torch/_inductor/graph.py; `should_realize_on_reuse`, 
 
     exists   A kernel or the graph's output reads it. It is a reduction's smaller result. It is scattered.
     large    It takes too many reads: more than 4 if it has several readers, and more than `most_reads` in any case. Or it takes
-             more operations than `most_operations` and several reads, or more than 100 operations. Inductor stores it where it
-             stands, and its readers begin anew from there. The kernel runs at the value's turn, not at its reader's. If no
-             other kernel reads the value, it is never written to memory.
+             more operations than `most_operations` and several reads, or more than 100 operations. Or it is random numbers.
+             Inductor stores it where it stands, and its readers begin anew from there. The kernel runs at the value's turn, not
+             at its reader's. If no other kernel reads the value, it is never written to memory.
+
+A value that exists may exist only from the first kernel on that reads it, as where a matrix product reads a view of it. Readers
+before that kernel compute it all the same.
 
 Reads, numbers and casts are operations, and what is needed twice counts once; two parts of a tensor are two reads. Three
 examples from a U-Net's block in bfloat16, `conv(silu(group_norm(x)))`, on a GPU:
@@ -29,7 +32,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from graphoffload.analysis.storages import concrete, example_nbytes, fake, is_in, storage_id, with_views
+from graphoffload.analysis.storages import example_nbytes, fake, is_in, size_key, storage_id, with_views
 from graphoffload.torch_internals.inductor import most_operations, most_reads
 from graphoffload.torch_internals.operators import packet_of
 
@@ -40,6 +43,7 @@ _SCATTERS = (
 )  # fmt: skip
 _MOVES, _FILLS = ("clone", "expand", "alias"), ("full", "full_like", "scalar_tensor", "zeros", "ones")
 _ARITHMETIC = ("add", "sub", "mul", "div")
+_RANDOM = ("inductor_random", "inductor_randint")
 _NUMBERLESS = ("pow", "iota", "slice_scatter")
 _DIVIDED = ("mean", "var", "var_mean")
 _LONGEST = 100  # Inductor stores what takes more operations than this even if it reads one tensor
@@ -60,9 +64,11 @@ def exists(node: Node, kinds: Mapping[Node, str]) -> bool:
 
 
 def is_large(node: Node, sources: frozenset[int], operations: Operations) -> bool:
-    """Whether Inductor stores a value since too many reads or operations compute it."""
+    """Whether Inductor stores a value since too many reads or operations compute it, or since it is random."""
     value = fake(node)
     assert value is not None
+    if getattr(packet_of(node.target), "__name__", "") in _RANDOM:
+        return True
     most = most_operations(value.device.type)
     return takes_many_reads(node, sources) or len(operations) > (most if len(sources) > 1 else max(most, _LONGEST))
 
@@ -95,7 +101,7 @@ def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
         if value is None or other is None:
             continue
         identity = storage_id(other)
-        part = identity, concrete(other.storage_offset()), concrete(other.numel())
+        part = identity, size_key(other.storage_offset()), size_key(other.numel())
         found |= _of_part(argument, part, computed[identity]) if identity in computed else {part}
         if (read := _computed_in(argument)) != (needed := _computed_in(node)) and _is_cast_to_fit(name, read, needed):
             found.add((identity, needed))
@@ -120,15 +126,15 @@ def _is_cast_to_itself(node: Node) -> bool:
     return is_cast and _computed_in(node.all_input_nodes[0]) == _computed_in(node)
 
 
-def _of_part(argument: Node, part: tuple[int, int | None, int | None], operations: Operations) -> Operations:
+def _of_part(argument: Node, part: tuple[int, int | str, int | str], operations: Operations) -> Operations:
     """The operations that compute a part of a value: of another part, the last operation and the reads as large are others."""
     whole = argument
     while whole.all_input_nodes and is_in(whole.all_input_nodes[0], part[0]):
         whole = whole.all_input_nodes[0]
     value = fake(whole)
-    if value is None or concrete(value.numel()) == part[2]:
+    size = 0 if value is None else size_key(value.numel())
+    if value is None or size == part[2]:
         return operations
-    size = concrete(value.numel())
     moved = {one for one in operations if one is whole or (isinstance(one, tuple) and len(one) == 3 and one[2] == size)}
     return operations - moved | {(one, part) for one in moved}
 

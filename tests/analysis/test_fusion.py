@@ -18,7 +18,7 @@ from torch._inductor.scheduler import Scheduler
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphoffload.analysis import fusion as rules
+from graphoffload.analysis import addmm
 from graphoffload.analysis.costs import Measured, node_costs
 from graphoffload.analysis.fusion import FARTHEST, fusion_of
 from graphoffload.analysis.storages import fake, storage_id
@@ -319,7 +319,7 @@ def test_which_sums_inductor_makes_part_of_products(
     function: Callable[..., object], found: dict[str, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = traced(function, (8, 8), (8, 8), (8, 8), decomposed=True)
-    monkeypatch.setattr(rules, "_is_on_gpu", lambda value: device == "cuda")
+    monkeypatch.setattr(addmm, "_is_on_gpu", lambda value: device == "cuda")
     assert len(fusion_of(graph, fuses=True).added) == found[device]
     if device == "cpu":  # and Inductor's own pass on the same graph
         patterns = post_grad.pass_patterns[2]

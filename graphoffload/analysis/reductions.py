@@ -1,0 +1,67 @@
+"""Reductions, and the number of elements that an operation iterates over."""
+
+from __future__ import annotations
+
+import math
+
+from torch.fx import Node
+
+from graphoffload.analysis.kernels import Axis, Space
+from graphoffload.analysis.storages import concrete, fake, size_hint, size_key, tensors_of
+from graphoffload.analysis.stored import scatters
+from graphoffload.torch_internals.inductor import mixes_sums
+from graphoffload.torch_internals.operators import packet_of
+
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
+_IN_REGISTERS = 1024
+"""Elements of a row that a reduction holds at once (should_use_persistent_reduction in torch/_inductor/choices.py)."""
+
+
+def axis_of(node: Node) -> Axis | None:
+    """The axis of a reduction: "rows" if it reduces the last dimension, else "columns". None for other operations."""
+    dims, source = _reduced(node), fake(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+    if not dims or source is None:
+        return None
+    return "rows" if source.dim() - 1 in dims else "columns"
+
+
+def loops(node: Node) -> bool:
+    """Whether a reduction loops over what it reads. Short rows are in registers as a whole, unless their length is symbolic."""
+    source = fake(node.args[0]) if axis_of(node) is not None and isinstance(node.args[0], Node) else None
+    if source is None:
+        return False
+    length = concrete(math.prod(source.shape[dim] for dim in _reduced(node)))
+    return axis_of(node) != "rows" or length is None or length > _IN_REGISTERS
+
+
+def _reduced(node: Node) -> set[int]:
+    """The dimensions that a reduction reduces; none for other operations."""
+    packet = packet_of(node.target)
+    source = fake(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+    if packet is None or packet.__name__ not in _REDUCTIONS or source is None:
+        return set()
+    given = node.args[1] if len(node.args) > 1 else None
+    dims = [given] if isinstance(given, int) else given if isinstance(given, (list, tuple)) else []
+    known = {dim % max(1, source.dim()) for dim in dims if isinstance(dim, int)}
+    return known or {*range(max(1, source.dim()))}
+
+
+def mixes(node: Node, axis: Axis | None) -> bool:
+    """Whether a reduction of all rows or all columns is large enough to run with one of the other axis."""
+    source, value = fake(node.args[0]) if axis and isinstance(node.args[0], Node) else None, fake(node)
+    if source is None or value is None or source.dim() < 2:
+        return False
+    rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
+    if size_key(value.numel()) != size_key(rows if axis == "rows" else columns):
+        return False
+    return mixes_sums(size_hint(rows, unknown=0), size_hint(columns, unknown=0))
+
+
+def space_of(node: Node) -> Space | None:
+    """The number of elements that an operation iterates over: the inputs of a reduction or a scatter, else its output. None if
+    it has no tensors."""
+    sizes = [value.numel() for value in tensors_of(node)]
+    packet = packet_of(node.target)
+    if packet is not None and (packet.__name__ in _REDUCTIONS or scatters(node)):
+        sizes += [value.numel() for argument in node.all_input_nodes for value in tensors_of(argument)]
+    return size_key(max(sizes, key=size_hint)) if sizes else None
