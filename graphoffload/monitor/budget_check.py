@@ -14,6 +14,7 @@ from graphoffload.facts.plan import Plan
 from graphoffload.facts.remedies import AS_ONE_GRAPH, lower_budget
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
+from graphoffload.torch_internals.allocator import maps_by_pages
 from graphoffload.units import format_bytes
 
 _LOOKS = (3, 10)  # calls of a graph before the peak is read: compiling is over, optimizer state exists
@@ -56,8 +57,21 @@ def _look(plan: Plan, budget_bytes: int, digest: str, before_bytes: int) -> None
     warn(
         BudgetExceededWarning,
         f"device_budget={format_bytes(budget_bytes)} was exceeded by {format_bytes(excess)}: torch counts a peak of {peak} "
-        f"since it was last reset; the plan of {plan.graph} predicted {planned}{reserved}{alone}. If "
+        f"since it was last reset; the plan of {plan.graph} predicted {planned}{reserved}{alone}{_uncut(plan.device)}. If "
         f"nothing else was allocated in this process, {lower_budget(budget_bytes, excess)}, "
         "or let graphoffload.tune() correct the plan by what it measures.",
         stacklevel=3,
+    )
+
+
+def _uncut(device: str) -> str:
+    """What of the peak is in no tensor. Of a free block that is larger than what is asked for, the allocator leaves up to 1 MiB
+    uncut, which counts as allocated."""
+    stats = torch.cuda.memory_stats(device)
+    uncut_bytes = stats.get("allocated_bytes.all.peak", 0) - stats.get("requested_bytes.all.peak", 0)
+    if uncut_bytes < 2**20 or maps_by_pages():
+        return ""
+    return (
+        f". {format_bytes(uncut_bytes)} of the peak are in no tensor: torch's allocator does not cut off ends of blocks below "
+        "1 MiB, and PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True has it do so"
     )

@@ -67,6 +67,17 @@ def test_said_once_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(watched(), 20) == [], "the same configuration"
 
 
+@pytest.mark.parametrize(("asked", "uncut"), [(2**29 - 2**25, "32.0 MiB of the peak are in no tensor"), (2**29, "")])
+def test_what_is_in_no_tensor_is_said(monkeypatch: pytest.MonkeyPatch, asked: int, uncut: str) -> None:
+    """Tensors of 1.125 MiB in blocks of 2 MiB, say: no plan has these bytes."""
+    peaks = {"allocated_bytes.all.peak": BUDGET + 2**29, "requested_bytes.all.peak": BUDGET + asked}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: peaks)
+    counts(monkeypatch, BUDGET + 2**29)
+    (text,) = said(watched(), 20)
+    assert ("expandable_segments:True" in text) == bool(uncut)
+    assert uncut in text
+
+
 def test_a_later_step_may_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizer state that came with the first step's end, say."""
     peaks = iter([0, BUDGET, BUDGET + 1])
