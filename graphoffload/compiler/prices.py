@@ -1,38 +1,83 @@
-"""What recomputation costs, as far as a trial has shown it.
+"""What recomputation costs, as far as trials have shown it.
 
     chosen among    a chain's own operations, as the forward ran them: 0.1 ms for a group norm of 256 MiB
     the trial       the graph partitioned again: its kernels read the chain's sources once more, others fuse less: 0.4 ms
 
-The dearer of the two is what runs. A chain that looks free is chosen over a copy that hides, so the choice is made once more
-with the price of the trial. Copies must then hide with time to spare: kernels that are shorter in a step than they are alone,
-as convolutions are where no products of matrices heat the GPU, leave less time than planned, and compute waits for the rest.
+The dearer of the two is what runs. A chain that looks free is chosen over a copy that hides, or over another chain, so the
+choice is made once more with the prices of the trial, and again with those of the next. What a kernel of backward takes more
+than before is the price of the activations that it computes again, in equal parts. Activations of the same kind, such as the
+dropout masks of all layers, have one price for each second that was estimated.
+
+Copies must then hide with time to spare: kernels that are shorter in a step than they are alone, as convolutions are where no
+products of matrices heat the GPU, leave less time than planned, and compute waits for the rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
+from torch.fx import Node
+
+from graphoffload.analysis.chains import Chain
+from graphoffload.analysis.fusion import Fusion, fusion_of
 from graphoffload.analysis.program import Instance
+from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial
-from graphoffload.planner.arrays import arrays_of
 from graphoffload.planner.problem import Candidate
 
 _DEARER = 1.25
 _LINK = 0.8
 
 
-def at_prices_of(trial: Trial, instance: Instance) -> Instance | None:
-    """`instance`, from which `trial` was chosen, with every chain dearer by the factor that its own turned out to be; None if
-    they cost about what was estimated."""
-    saved = {tensor.name for tensor in trial.analysis.table.tensors}
-    again = [one.recompute.time_s for one in instance.program.candidates if one.recompute and one.name not in saved]
-    own, then = (arrays_of(of.program, trial.analysis.hardware) for of in (instance, trial.instance))
-    estimated_s, taken_s = sum(again), then.compute_s - own.compute_s
-    if estimated_s <= 0.0 or taken_s <= _DEARER * estimated_s:
-        return None
-    candidates = tuple(_dearer(candidate, taken_s / estimated_s) for candidate in instance.program.candidates)
-    return replace(instance, program=replace(instance.program, candidates=candidates))
+@dataclass
+class Prices:
+    """What trials have shown of the candidates of one instance.
+
+    seconds, estimated_s: by kind of activation, over all that were computed again: what they took, and what was estimated.
+    """
+
+    instance: Instance
+    chains: Mapping[str, Chain]
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    estimated_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def learn(self, trial: Trial) -> bool:
+        """Add what a trial has shown; whether something was dearer than it would have been taken for."""
+        saved = {tensor.name for tensor in trial.analysis.table.tensors}
+        again = [one for one in self.instance.program.candidates if one.recompute and one.name not in saved]
+        before = {one.name: self.price_s(one) for one in again}
+        taken = _taken(trial, self.instance, self.chains, again)
+        for one in again:
+            assert one.recompute is not None
+            self.seconds[one.group] += taken.get(one.name, 0.0)
+            self.estimated_s[one.group] += one.recompute.time_s
+        return sum(map(self.price_s, again)) > _DEARER * sum(before.values())
+
+    def price_s(self, candidate: Candidate) -> float:
+        """The dearer of what was estimated and what candidates of its kind have shown."""
+        assert candidate.recompute is not None
+        estimated_s, kind = candidate.recompute.time_s, candidate.group
+        known = self.seconds[kind] / self.estimated_s[kind] if self.estimated_s.get(kind) else 1.0
+        return estimated_s * max(1.0, known)
+
+    def applied(self) -> Instance:
+        """The instance with these prices."""
+        program = self.instance.program
+        return replace(self.instance, program=replace(program, candidates=tuple(map(self._priced, program.candidates))))
+
+    def _priced(self, candidate: Candidate) -> Candidate:
+        if candidate.recompute is None:
+            return candidate
+        return replace(candidate, recompute=replace(candidate.recompute, time_s=self.price_s(candidate)))
+
+
+def at_prices_of(trial: Trial, instance: Instance, chains: Mapping[str, Chain]) -> Instance | None:
+    """`instance` at the prices that one trial has shown; None if they are about what was estimated."""
+    prices = Prices(instance, chains)
+    return prices.applied() if prices.learn(trial) else None
 
 
 def with_time_to_spare(analysis: GraphAnalysis) -> GraphAnalysis:
@@ -42,7 +87,37 @@ def with_time_to_spare(analysis: GraphAnalysis) -> GraphAnalysis:
     return replace(analysis, hardware=replace(analysis.hardware, **slower))
 
 
-def _dearer(candidate: Candidate, factor: float) -> Candidate:
-    if candidate.recompute is None:
-        return candidate
-    return replace(candidate, recompute=replace(candidate.recompute, time_s=factor * candidate.recompute.time_s))
+def _taken(trial: Trial, instance: Instance, chains: Mapping[str, Chain], again: list[Candidate]) -> Mapping[str, float]:
+    """Seconds that kernels of a trial's backward take more than those of `instance`, by activation that is computed again."""
+    graph = trial.analysis.pair.backward.graph
+    fusion = fusion_of(graph, fuses=trial.analysis.fuses, unfused_bytes=trial.analysis.unfused_bytes)
+    own, then = ({step.name: step.time_s for step in of.program.backward} for of in (instance, trial.instance))
+    parts = defaultdict[str, list[str]](list)
+    for one in again:
+        for name in {one.name, *chains[one.name].nodes}:
+            parts[name].append(one.name)
+    kernels = defaultdict[tuple[int, int], list[Node]](list)
+    for node, span in fusion.spans.items():
+        kernels[span].append(node)
+    found = defaultdict[str, float](float)
+    for nodes in kernels.values():
+        more_s = sum(then.get(node.name, 0.0) - own.get(node.name, 0.0) for node in nodes)
+        names = {name for node in _computed(nodes, fusion) for name in parts.get(node.name, ())}
+        for name in names:
+            found[name] += more_s / len(names)
+    return found
+
+
+def _computed(nodes: list[Node], fusion: Fusion) -> Iterator[Node]:
+    """The nodes of a kernel, with those that it computes without writing their values."""
+    pending, seen = list(nodes), set(nodes)
+    while pending:
+        node = pending.pop()
+        yield node
+        for source in node.all_input_nodes:
+            value = fake(source)
+            if source in seen or value is None or source.op != "call_function":
+                continue
+            if fusion.kinds[source] == "view" or fusion.read_for(storage_id(value), node) != {storage_id(value)}:
+                seen.add(source)
+                pending.append(source)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import graphoffload
-from graphoffload.compiler import carry_on
+from graphoffload.compiler import carry_on, one_way
 from graphoffload.compiler import plan_search as search
 from graphoffload.compiler import trial as trials
 from graphoffload.errors import GoalMissedWarning
@@ -106,7 +106,8 @@ def test_gradients_are_those_of_the_model_as_it_is(monkeypatch: pytest.MonkeyPat
 
     expected = gradients(backend="aot_eager")
     made = first_for_more(monkeypatch, int(LOOSE * keep_bytes))
-    monkeypatch.setattr(search, "_is_far", lambda *_, **__: False)
+    for module in (one_way, search):
+        monkeypatch.setattr(module, "is_far", lambda *_, **__: False)
     torch._dynamo.reset()
     found = gradients(backend="graphoffload", options={"device_budget": int(TIGHT * keep_bytes), **OPTIONS})
     assert made[0].excess > 0 >= made[1].excess
@@ -115,11 +116,9 @@ def test_gradients_are_those_of_the_model_as_it_is(monkeypatch: pytest.MonkeyPat
     assert all(map(torch.equal, found, expected))
 
 
-def test_where_nothing_more_can_be_computed_again_other_ways_follow(
-    monkeypatch: pytest.MonkeyPatch, keep_bytes: int
-) -> None:
+def test_where_nothing_more_can_be_computed_again_other_ways_follow(monkeypatch: pytest.MonkeyPatch, keep_bytes: int) -> None:
     """As it was before: budgets that are lower by what the trial was above."""
-    monkeypatch.setattr(search, "_recomputed_where_over", lambda *_: frozenset())
+    monkeypatch.setattr(one_way, "_recomputed_where_over", lambda *_: frozenset())
     made, excess = first_for_more(monkeypatch, int(TIGHT * keep_bytes)), trials.excess_of
     monkeypatch.setattr(trials, "excess_of", lambda r, d, t: 1000.0 if not made else excess(r, d, t))
     monkeypatch.setattr(carry_on, "carried_on", lambda *_: None)
@@ -173,8 +172,9 @@ def test_notes_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch, keep_bytes
         trial.analysis.notes.append("what the first trial was")
         return noted(trial, *rest)
 
-    monkeypatch.setattr(search, "until_met", with_a_note)
-    monkeypatch.setattr(search, "_is_far", lambda *_, **__: False)
+    monkeypatch.setattr(one_way, "until_met", with_a_note)
+    for module in (one_way, search):
+        monkeypatch.setattr(module, "is_far", lambda *_, **__: False)
     (plan,) = graphoffload.explain(net(), device_budget=int(TIGHT * keep_bytes), **OPTIONS)(torch.randn(64, 32)).plans
     assert len(made) == 2
     assert "what the first trial was" not in plan.notes

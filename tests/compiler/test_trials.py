@@ -14,7 +14,7 @@ from torch import nn
 
 import graphoffload
 from graphoffload import patience
-from graphoffload.compiler import checkpoint_regions
+from graphoffload.compiler import checkpoint_regions, one_way
 from graphoffload.compiler import plan_search as search
 from graphoffload.compiler import trial as trials
 from graphoffload.compiler.constraints import Constraint
@@ -83,7 +83,7 @@ def test_a_trial_above_the_budget_is_made_again_for_as_much_less(monkeypatch: py
         return 1000.0 if not seen else excess(request, decided, timeline)
 
     monkeypatch.setattr(trials, "excess_of", once_too_much)
-    monkeypatch.setattr(search, "_recomputed_where_over", lambda *_: frozenset())
+    monkeypatch.setattr(one_way, "_recomputed_where_over", lambda *_: frozenset())
     report = explained(device_budget=budget)
     assert [limit for limit, _, _ in seen] == [budget, budget - 1001]
     assert report.predicted_peak_bytes <= budget
@@ -344,7 +344,7 @@ def test_what_an_error_names_is_met_at_the_slowdown_it_names() -> None:
 
 def test_what_is_computed_again_where_memory_is_above_the_budget_is_not_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same budget once more, with fewer choices, before a smaller one."""
-    budget, seen, excess, barred = middle(), watch(monkeypatch), trials.excess_of, search._recomputed_where_over
+    budget, seen, excess, barred = middle(), watch(monkeypatch), trials.excess_of, one_way._recomputed_where_over
     asked: list[frozenset[str]] = []
 
     def at_a_lower_budget(analysis: Any, trial: Any) -> frozenset[str]:
@@ -353,7 +353,7 @@ def test_what_is_computed_again_where_memory_is_above_the_budget_is_not_any_more
         return asked[-1]
 
     monkeypatch.setattr(trials, "excess_of", lambda r, d, t: 1000.0 if not seen else excess(r, d, t))
-    monkeypatch.setattr(search, "_recomputed_where_over", at_a_lower_budget)
+    monkeypatch.setattr(one_way, "_recomputed_where_over", at_a_lower_budget)
     (plan,) = explained(device_budget=budget).plans
     assert [limit for limit, _, _ in seen][:2] == [budget, budget]
     assert asked[0], "something was recomputed"
