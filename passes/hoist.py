@@ -42,9 +42,9 @@ def hoist_saved(pair: GraphPair) -> GraphPair:
     for at, node in enumerate(nodes):
         places[node] = (at, -1)
         if node in moved:
-            behind = max(places[operand] for operand in node.all_input_nodes)
-            if behind[0] >= writes:
-                places[node] = (behind[0], at)
+            behind, _ = max((places[operand] for operand in node.all_input_nodes), default=(min(at, moved[node]), 0))
+            if behind >= writes:
+                places[node] = (behind, at)
         elif _may_write(node):
             writes = at
     ordered = sorted(nodes, key=places.__getitem__)
@@ -54,8 +54,8 @@ def hoist_saved(pair: GraphPair) -> GraphPair:
     return pair
 
 
-def _hoisted(pair: GraphPair, nodes: list[Node]) -> set[Node]:
-    """The operations to be moved."""
+def _hoisted(pair: GraphPair, nodes: list[Node]) -> dict[Node, int]:
+    """The operations to be moved. Each has the place that it stands behind if it has no operands, as a constant has none."""
     outputs = graph_outputs(pair.forward)
     returned = {node for node in outputs[: pair.num_fwd_outputs] if node is not None}
     late: set[Node] = set()
@@ -65,7 +65,8 @@ def _hoisted(pair: GraphPair, nodes: list[Node]) -> set[Node]:
             late.add(node)
     inputs = {storage_id(value) for node in nodes if node.op == "placeholder" and (value := fake(node)) is not None}
     saved = {storage_id(value) for node in outputs if node is not None and (value := fake(node)) is not None}
-    found: set[Node] = set()
+    found: dict[Node, int] = {}
+    at = {node: place for place, node in enumerate(nodes)}
     for node in late.intersection(outputs[pair.num_fwd_outputs :]):
         value = fake(node)
         if value is None:
@@ -74,7 +75,8 @@ def _hoisted(pair: GraphPair, nodes: list[Node]) -> set[Node]:
         memory = {storage_id(of): example_storage_nbytes(of) for one in read if (of := fake(one)) is not None}
         freed = max((nbytes for identity, nbytes in memory.items() if identity not in inputs | saved), default=-1)
         if storage_id(value) in memory.keys() - inputs or freed >= example_nbytes(value):
-            found |= group
+            last = max(at[one] for one in read)
+            found |= {one: min(last, found.get(one, last)) for one in group}
     return found
 
 

@@ -17,7 +17,7 @@ from graphoffload.passes.hoist import hoist_saved
 
 aten = torch.ops.aten
 N = 16
-OPERATIONS = ("sin", "relu", "le", "t", "add_", "add")
+OPERATIONS = ("sin", "relu", "le", "t", "add_", "add", "zeros")
 
 
 def hoisted(function: Callable[..., Any], *inputs: Tensor, returned: int = 1) -> list[str]:
@@ -57,6 +57,19 @@ def test_what_a_mask_is_computed_from_comes_along() -> None:
         return z.cos(), (y.abs() <= 0).logical_not()
 
     assert hoisted(forward, x()) == ["sin", "abs", "le", "logical_not", "exp", "cos"]
+
+
+def test_a_constant_comes_along() -> None:
+    """It reads nothing, so it stands where the first that needs it can."""
+
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin()
+        z = y.exp()
+        cos, tan = z.cos(), z.tan()
+        zeros = torch.zeros(N, N)
+        return cos, y <= zeros, tan <= zeros
+
+    assert hoisted(forward, x()) == ["sin", "zeros", "le", "exp", "tan", "le", "cos"]
 
 
 def test_a_view_of_what_is_computed_is_taken_there() -> None:
@@ -106,20 +119,23 @@ def test_nothing_passes_a_write() -> None:
 
 @given(st.data())
 def test_any_graph_computes_the_same(data: st.DataObject) -> None:
-    steps = data.draw(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 50)), max_size=12))
-    saved = data.draw(st.lists(st.integers(0, 50), max_size=4))
+    numbers = st.integers(0, 50)
+    steps = data.draw(st.lists(st.tuples(st.sampled_from(OPERATIONS), numbers, numbers), max_size=16))
+    saved = data.draw(st.lists(numbers, max_size=5))
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         values = [x, x.cos()]
-        for name, at in steps:
-            value = values[at % len(values)]
+        for name, at, also in steps:
+            value, other = values[at % len(values)], values[also % len(values)]
             if name == "add_":
                 if value is not x and value.is_floating_point():
                     value.add_(1)
-                continue
-            values.append(
-                value <= 0 if name == "le" else value + values[-1] if name == "add" else getattr(value.float(), name)()
-            )
+            elif name == "zeros":
+                values.append(torch.zeros(N, N))
+            elif name in ("le", "add"):
+                values.append(value <= other if name == "le" else value + other)
+            else:
+                values.append(getattr(value.float(), name)())
         return values[-1].float().exp(), *(values[at % len(values)] for at in dict.fromkeys(saved))
 
     hoisted(forward, x())
