@@ -7,7 +7,7 @@ nothing. In order:
 
     prepare_joint.py   copies of the joint graph, with tags for values that must be saved or must not be read again
     tag.py       recompute tags on the joint graph, so that torch's partitioner saves and recomputes as decided
-    hoist.py     forward, whatever the plan: what only backward reads is computed where its operands are
+    hoist.py     forward: what only backward reads is computed where its operands are, unless all is kept in the end
     offload.py   forward: offload after the producer, release when the copy is done; the handle is saved instead
     once.py      both: memory that is kept is saved once, since torch would donate it once for every value in it
     reload.py    backward: reload ahead of the first reader, wait right before it, saved views taken of the reloaded tensor

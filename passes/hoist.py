@@ -13,6 +13,7 @@ memory, and Inductor writes kernels of their own for them. A saved view is moved
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -20,6 +21,7 @@ from torch.fx import Node
 
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
+from graphoffload.passes.graphs import node_names
 from graphoffload.torch_internals.operators import OpOverload, schema_of
 
 Place = tuple[int, int]
@@ -51,7 +53,14 @@ def hoist_saved(pair: GraphPair) -> GraphPair:
     for before, node in pairwise(ordered):
         if node in moved:
             before.append(node)
-    return pair
+    return replace(pair, unhoisted=tuple(node.name for node in nodes))
+
+
+def as_torch_has_it(pair: GraphPair) -> None:
+    """Undo `hoist_saved` for a plan that keeps everything, whose code is plain torch's. Nothing else may have been moved."""
+    nodes = node_names(pair.forward.graph)
+    for before, node in pairwise(nodes[name] for name in pair.unhoisted):
+        before.append(node)
 
 
 def _hoisted(pair: GraphPair, nodes: list[Node]) -> dict[Node, int]:

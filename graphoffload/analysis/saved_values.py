@@ -45,11 +45,15 @@ from graphoffload.torch_internals.operators import OpOverload, is_undeclared_vie
 
 @dataclass(frozen=True, slots=True)
 class GraphPair:
-    """A forward and a backward graph as a partitioner returns them; the first `num_fwd_outputs` outputs are the model's."""
+    """A forward and a backward graph as a partitioner returns them; the first `num_fwd_outputs` outputs are the model's.
+
+    unhoisted: names of the forward's nodes in torch's order, if some were moved (passes/hoist.py).
+    """
 
     forward: GraphModule
     backward: GraphModule
     num_fwd_outputs: int
+    unhoisted: tuple[str, ...] = ()
 
 
 def graph_outputs(module: GraphModule) -> list[Node | None]:

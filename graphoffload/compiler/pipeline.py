@@ -35,6 +35,7 @@ from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.monitor.pattern_coverage import remember, warn_of_unmatched
 from graphoffload.options.patterns import Resolution, resolve
 from graphoffload.options.policies import patterns_of
+from graphoffload.passes.hoist import as_torch_has_it
 from graphoffload.passes.offload import insert_offloads
 from graphoffload.passes.once import save_memory_once
 from graphoffload.passes.prepare_joint import Binding, bind, copy_graph, tagged_copy, tagged_operations, users_own
@@ -95,6 +96,8 @@ def rewrite(request: Request) -> Rewritten:
         checksum=request.config.verify == "checksum",
         unfused_bytes=analysis.unfused_bytes,
     )
+    if not plan.changes_anything:
+        as_torch_has_it(analysis.pair)
     recipe = request.session.recipe
     plan = replace(plan, outputs_held=analysis.outputs_stay, variant="" if recipe is None else recipe.name)
     before = _copies(analysis.pair) if request.config.dump_dir else None

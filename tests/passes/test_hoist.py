@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphoffload.analysis.saved_values import GraphPair
-from graphoffload.passes.hoist import hoist_saved
+from graphoffload.passes.hoist import as_torch_has_it, hoist_saved
 
 aten = torch.ops.aten
 N = 16
@@ -25,6 +25,7 @@ def hoisted(function: Callable[..., Any], *inputs: Tensor, returned: int = 1) ->
     the model's; the others are saved."""
     torch.manual_seed(0)
     module = make_fx(function, tracing_mode="fake")(*(value.clone() for value in inputs))
+    names = [node.name for node in module.graph.nodes]
     torch.manual_seed(0)
     before = module(*(value.clone() for value in inputs))
     pair = hoist_saved(GraphPair(module, module, returned))
@@ -33,9 +34,10 @@ def hoisted(function: Callable[..., Any], *inputs: Tensor, returned: int = 1) ->
     torch.manual_seed(0)
     after = pair.forward(*(value.clone() for value in inputs))
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    return [
-        str(node.target).removeprefix("aten.").split(".")[0] for node in pair.forward.graph.nodes if node.op == "call_function"
-    ]
+    nodes = [node for node in pair.forward.graph.nodes if node.op == "call_function"]
+    as_torch_has_it(pair)
+    assert [node.name for node in module.graph.nodes] == names, "undone"
+    return [str(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
 
 
 def x(dtype: torch.dtype = torch.float32) -> Tensor:
