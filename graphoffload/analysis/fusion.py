@@ -35,14 +35,7 @@ from torch.utils.flop_counter import flop_registry
 from graphoffload.analysis.addmm import added_to_products
 from graphoffload.analysis.kernels import Axis, Kernel, Space, add_needs, in_order, runs_after
 from graphoffload.analysis.reductions import axis_of, loops, mixes, space_of
-from graphoffload.analysis.storages import (
-    example_storage_nbytes,
-    fake,
-    is_in,
-    storage_id,
-    tensors_of,
-    with_views,
-)
+from graphoffload.analysis.storages import example_storage_nbytes, fake, is_in, storage_id, tensors_of, with_views
 from graphoffload.analysis.stored import (
     Operations,
     exists,
@@ -185,7 +178,7 @@ def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) ->
         if value is None or storage_id(value) in fusion.real or storage_id(value) in fusion.sources:
             continue
         sources = fusion.read_by(node)
-        for identity in [identity for identity in sources if identity in fusion.late]:  # it is read, and no longer computed
+        for identity in sources & fusion.late.keys():  # it is read, and no longer computed
             computed.pop(identity, None)
         if node in fusion.sums:
             fusion.sources[storage_id(value)] = sources

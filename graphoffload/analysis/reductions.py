@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch.fx import Node
 
 from graphoffload.analysis.kernels import Axis, Space
@@ -19,31 +20,31 @@ _IN_REGISTERS = 1024
 
 def axis_of(node: Node) -> Axis | None:
     """The axis of a reduction: "rows" if it reduces the last dimension, else "columns". None for other operations."""
-    dims, source = _reduced(node), fake(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-    if not dims or source is None:
+    if (reduced := _reduced(node)) is None:
         return None
-    return "rows" if source.dim() - 1 in dims else "columns"
+    source, dims = reduced
+    return "rows" if source.dim() == 0 or source.dim() - 1 in dims else "columns"
 
 
 def loops(node: Node) -> bool:
     """Whether a reduction loops over what it reads. Short rows are in registers as a whole, unless their length is symbolic."""
-    source = fake(node.args[0]) if axis_of(node) is not None and isinstance(node.args[0], Node) else None
-    if source is None:
+    if (reduced := _reduced(node)) is None:
         return False
-    length = concrete(math.prod(source.shape[dim] for dim in _reduced(node)))
+    source, dims = reduced
+    length = concrete(math.prod(source.shape[dim] for dim in dims))
     return axis_of(node) != "rows" or length is None or length > _IN_REGISTERS
 
 
-def _reduced(node: Node) -> set[int]:
-    """The dimensions that a reduction reduces; none for other operations."""
+def _reduced(node: Node) -> tuple[torch.Tensor, set[int]] | None:
+    """What a reduction reads, and the dimensions of it that it reduces; None for other operations."""
     packet = packet_of(node.target)
     source = fake(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     if packet is None or packet.__name__ not in _REDUCTIONS or source is None:
-        return set()
+        return None
     given = node.args[1] if len(node.args) > 1 else None
     dims = [given] if isinstance(given, int) else given if isinstance(given, (list, tuple)) else []
-    known = {dim % max(1, source.dim()) for dim in dims if isinstance(dim, int)}
-    return known or {*range(max(1, source.dim()))}
+    every = range(source.dim())
+    return source, {every[dim] for dim in dims if isinstance(dim, int) and every} or {*every}
 
 
 def mixes(node: Node, axis: Axis | None) -> bool:

@@ -110,7 +110,7 @@ def at_prices(analysis: GraphAnalysis, instance: Instance, priced: Instance, goa
 
 
 def bounded(trial: Trial, first: Trial) -> Trial:
-    """A trial for a tighter budget or with fewer choices, with the bound of the original goal, which is lower."""
+    """A trial for a tighter budget, with fewer choices or less fusion, with the bound of the original goal, which is lower."""
     return replace(trial, decided=replace(trial.decided, lower_bound_s=first.decided.lower_bound_s))
 
 
@@ -118,8 +118,8 @@ def _recomputed_where_over(analysis: GraphAnalysis, trial: Trial) -> frozenset[s
     """Names of the activations that a trial recomputes and that are in memory at a step of backward above the budget."""
     timeline = trial.timeline
     most = (analysis.request.goal.device_budget_bytes or 0) - analysis.request.limits.reserve_bytes
-    over = [step for step in range(timeline.forward_steps, len(timeline.memory)) if timeline.memory[step] > most]
-    alive = {b.name for b in trial.instance.program.buffers if any(b.first <= step <= b.last for step in over)}
+    above = [step for step in range(timeline.forward_steps, len(timeline.memory)) if timeline.memory[step] > most]
+    alive = {b.name for b in trial.instance.program.buffers if any(b.first <= step <= b.last for step in above)}
     saved = {tensor.name for tensor in trial.analysis.table.tensors}
     gone = [tensor for tensor in trial.original.tensors if tensor.name not in saved]
     return frozenset(t.name for t in gone if not alive.isdisjoint((t.name, *t.views, *analysis.chains[t.name].nodes)))

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphoffload.analysis import addmm
 from graphoffload.analysis.costs import Measured, node_costs
 from graphoffload.analysis.fusion import FARTHEST, fusion_of
+from graphoffload.analysis.reductions import axis_of, loops
 from graphoffload.analysis.storages import fake, storage_id
 from graphoffload.compiler.inner_compile import AS_PLANNED, planned_fusions
 from graphoffload.hardware.profile import PROFILES
@@ -523,3 +524,11 @@ def test_what_is_scattered_is_in_memory_and_read_from_there() -> None:
     readers = {node.name for node in fusion.readers[storage_id(fake(scattered))]}  # type: ignore[arg-type]
     assert readers == {"mul", "cos"}
     assert fusion.read_by(named(graph, "mul")) == {storage_id(fake(scattered))}  # type: ignore[arg-type]
+
+
+def test_a_number_is_reduced_in_registers() -> None:
+    """It has no dimension that could be looped over."""
+    graph = make_fx(lambda x: x.sin().sum(), tracing_mode="fake")(torch.tensor(1.0)).graph
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.sum.default)
+    assert axis_of(node) == "rows"
+    assert not loops(node)
