@@ -8,8 +8,10 @@ something else cuts, since each branch of a captured graph must end in it.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule
@@ -145,8 +147,8 @@ def _mutates_inputs(compiled: Any, kwargs: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHEST) -> Iterator[list[str]]:
-    """Fuse operations only if at most `farthest` others are between them, and if they share enough bytes. Do not fuse two that
-    do not need each other and write `unfused_bytes` each.
+    """Fuse operations only if at most `farthest` others are between them, a plan's ops not counted, and if they share enough
+    bytes. Do not fuse two that do not need each other and write `unfused_bytes` each.
 
     Distance: Inductor's own limit for two operations that read the same data is 64, about one transformer layer. It fused
     values that two layers recompute from the same rotary table; the next layer's activations were then needed a layer too
@@ -167,15 +169,25 @@ def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHES
     own: Any = type(inductor.choices())
 
     left_out: list[str] = []
+    places = WeakKeyDictionary[Any, list[int]]()  # where each scheduler has a plan's ops
 
-    def near(node1: Any, node2: Any) -> bool:
-        distance: int = max(abs(node1.min_order - node2.max_order), abs(node2.min_order - node1.max_order))
-        return farthest is None or distance <= farthest
+    def near(scheduler: Any, node1: Any, node2: Any) -> bool:
+        if farthest is None:
+            return True
+        ours = places.get(scheduler)
+        if ours is None:
+            ours = places[scheduler] = inductor.places_of(scheduler, "graphoffload")
+
+        def apart(one: int, other: int) -> int:
+            first, last = sorted((one, other))
+            return last - first - (bisect_left(ours, last) - bisect_left(ours, first))
+
+        return max(apart(node1.min_order, node2.max_order), apart(node2.min_order, node1.max_order)) <= farthest
 
     class Planned(own):  # type: ignore[misc]  # whatever class the user configured
         @staticmethod
         def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            if not near(node1, node2) or not own.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
+            if not near(scheduler, node1, node2) or not own.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
                 return False
             if unfused_bytes is not None and min(node.get_write_buffer_sizes() for node in (node1, node2)) >= unfused_bytes:
                 return False
@@ -186,7 +198,7 @@ def planned_fusions(unfused_bytes: int | None, *, farthest: int | None = FARTHES
 
         @staticmethod
         def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            early = near(node1, node2) or _is_small(node1, node2)
+            early = near(scheduler, node1, node2) or _is_small(node1, node2)
             return early and bool(own.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
 
     with inductor.choosing(Planned()):

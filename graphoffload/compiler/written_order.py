@@ -31,6 +31,7 @@ def in_order() -> Iterator[None]:
     with (
         inductor.in_graph_order(),
         inductor.reads_before(*RELEASES),
+        inductor.reads_fused(*RELEASES),
         inductor.writes_remembered(),
         inductor.watching_codegen(after=check_written_order),
     ):

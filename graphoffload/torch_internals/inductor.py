@@ -6,6 +6,7 @@ Seen in torch 2.11 to 2.15. What is slow to import is imported where it is calle
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,8 @@ from graphoffload.torch_internals.patching import replaced
 __all__ = [
     "Ran", "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
     "images_channels_last", "in_graph_order", "is_pointwise_use", "mixes_sums", "most_operations", "most_reads",
-    "nodes_channels_last", "operations_of", "options_of_mode", "reads_before", "watching_codegen", "without_onednn",
-    "wrapper_imports", "writes_remembered", "written_code",
+    "nodes_channels_last", "operations_of", "options_of_mode", "places_of", "reads_before", "reads_fused", "watching_codegen",
+    "without_onednn", "wrapper_imports", "writes_remembered", "written_code",
 ]  # fmt: skip
 
 
@@ -231,6 +232,48 @@ def reads_before(*targets: OpOverload) -> Iterator[None]:
 
     with replaced(FallbackKernel, create=classmethod(created)):
         yield
+
+
+@contextlib.contextmanager
+def reads_fused(*targets: OpOverload) -> Iterator[None]:
+    """A context in which what computes the operand of one of `targets`, which say that they write to it, may be one kernel with
+    what reads it before that.
+
+    To Inductor a buffer that is written to has another name from there on, and when it looks for two operations that share a
+    buffer, it compares the last name with the first one. Without it: whatever reads a tensor that is offloaded, and could have
+    been computed with it, is a kernel of its own, which reads the tensor again; and the values in it are rounded, where those
+    of plain Inductor are not.
+
+    An operation that reads the operand behind one of `targets` knows it by its last name, as before, and stays behind it.
+    """
+    from torch._inductor.scheduler import Scheduler
+
+    compute = Scheduler.compute_dependencies
+
+    def computed(scheduler: Any) -> None:
+        compute(scheduler)
+        writes = Counter(scheduler.mutation_real_name.values())
+        for node in scheduler.nodes:
+            if getattr(node.node, "op_overload", None) in targets:
+                for name in (name for buffer in node.get_outputs() for name in buffer.get_mutations()):
+                    if writes[name] == 1:  # nothing else writes to it
+                        del scheduler.mutation_renames[name]
+
+    with replaced(Scheduler, compute_dependencies=computed):
+        yield
+
+
+def places_of(scheduler: Any, namespace: str) -> list[int]:
+    """Where a scheduler that begins to fuse has the operators of a namespace and their results, in order. Without it: the more
+    tensors are offloaded, the less is fused."""
+    found = []
+    for node in scheduler.name_to_node.values():
+        operator = getattr(node.node, "op_overload", None)
+        if operator is None and (sources := getattr(node.node, "inputs", ())) and isinstance(sources, list):
+            operator = getattr(sources[0], "op_overload", None)
+        if operator is not None and operator.namespace == namespace:
+            found.append(node.min_order)
+    return sorted(found)
 
 
 @contextlib.contextmanager

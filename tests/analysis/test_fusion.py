@@ -343,14 +343,29 @@ def test_inductor_is_held_to_the_same_distance() -> None:
             get_read_write_buffers_sizes=lambda: 2000,
         )
 
+    class Scheduler:
+        """operators: the nodes that are no kernels of Inductor."""
+
+        def __init__(self, **operators: tuple[int, object]) -> None:
+            self.name_to_node = {
+                name: SimpleNamespace(node=operator, min_order=order) for name, (order, operator) in operators.items()
+            }
+
     before = type(V.choices)
     with planned_fusions(None):
-        assert not V.choices.can_fuse_horizontal(None, node(0), node(FARTHEST + 1), 10**9)
-        assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1), 10**9)
-        assert V.choices.can_fuse_vertical(None, node(0), node(FARTHEST), 10**9)
-        assert V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1, writes=20), 10**9), "next to nothing"
-        assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1, writes=21), 10**9)
-        assert not V.choices.can_fuse_vertical(None, node(0), node(FARTHEST + 1, writes=20, reads="buf1"), 10**9)
+        only = Scheduler()
+        assert not V.choices.can_fuse_horizontal(only, node(0), node(FARTHEST + 1), 10**9)
+        assert not V.choices.can_fuse_vertical(only, node(0), node(FARTHEST + 1), 10**9)
+        assert V.choices.can_fuse_vertical(only, node(0), node(FARTHEST), 10**9)
+        assert V.choices.can_fuse_vertical(only, node(0), node(FARTHEST + 1, writes=20), 10**9), "next to nothing"
+        assert not V.choices.can_fuse_vertical(only, node(0), node(FARTHEST + 1, writes=21), 10**9)
+        assert not V.choices.can_fuse_vertical(only, node(0), node(FARTHEST + 1, writes=20, reads="buf1"), 10**9)
+        offload = SimpleNamespace(op_overload=torch.ops.graphoffload.offload.default)
+        product = SimpleNamespace(op_overload=torch.ops.aten.mm.default)
+        ours = Scheduler(op1=(1, offload), op2=(2, SimpleNamespace(inputs=[offload])), op3=(3, product), op9=(99, offload))
+        for pair in ((node(0), node(FARTHEST + 2)), (node(FARTHEST + 2), node(0))):
+            assert V.choices.can_fuse_vertical(ours, *pair, 10**9), "an offload and its handle are in between"
+        assert not V.choices.can_fuse_vertical(ours, node(0), node(FARTHEST + 3), 10**9), "and a product"
         assert isinstance(V.choices, before)
     assert type(V.choices) is before
 

@@ -25,11 +25,13 @@ from torch.fx import GraphModule, Node
 
 import graphoffload
 from graphoffload.analysis import program as programs
-from graphoffload.analysis.saved_values import graph_outputs
+from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.bench.nets import ConvNeXtBlock, EncoderBlock, LlamaBlock, ResidualConv
 from graphoffload.compiler import pipeline
 from graphoffload.compiler.trial import Trial
+from graphoffload.compiler.written_order import in_order
+from graphoffload.facts.plan import Plan
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.planner.simulator import simulate
 
@@ -445,3 +447,37 @@ def test_running_statistics_take_no_kernel_of_their_own(monkeypatch: pytest.Monk
     named = Counter(re.sub(r"_\d+$", "", name) for name in kernels[0])
     assert named["triton_poi_fused_add_copy_"] == 8, "of the batches' count"
     assert named["triton_poi_fused__native_batch_norm_legit_functional_copy_"] == 0, named
+
+
+def kernels_under(policy: str, name: str) -> tuple[int, ...]:
+    """How many kernels Inductor writes for the forward and for the backward of a net under a plan, products not counted."""
+    found, (net, inputs) = list[tuple[GraphPair, Plan]](), made(name)
+
+    def noting(pair: GraphPair, plan: Plan) -> GraphPair:
+        found.append((inserted(pair, plan), plan))
+        raise Planned
+
+    inserted = pipeline.insert_reloads
+    torch._dynamo.reset()
+    options = {"hardware": "h100-sxm", "min_tensor_bytes": 0, "policy": policy}
+    with (
+        mock.patch.object(pipeline, "insert_reloads", noting),
+        config.patch(THRESHOLDS),
+        pytest.raises(Exception, match="Planned"),
+    ):
+        torch.compile(net, backend="graphoffload", options=options)(*inputs)
+    (pair, plan) = found[0]
+    assert bool(plan.transfers) == (policy == "offload")
+    with in_order():
+        codes = written(pair.forward, pair.num_fwd_outputs)[0], written(pair.backward, 1 << 30, [])[0]
+    return tuple(len(re.findall(r"^ +triton_\w+\.run\(", code, flags=re.MULTILINE)) for code in codes)
+
+
+QUICK = ["Llama", "ResNet", "EfficientNet"]
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in NETS if name not in (*QUICK, "two")]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+def test_offloading_takes_no_kernel(name: str) -> None:
+    """What is offloaded is computed with what reads it, as if it were kept."""
+    assert kernels_under("offload", name) == kernels_under("keep", name)

@@ -89,7 +89,7 @@ def with_release(module: GraphModule) -> GraphModule:
 @pytest.mark.parametrize("function", [of_a_product, of_two_outputs, of_a_part, of_a_kernel])
 def test_readers_run_before_the_release(function: Callable[..., object]) -> None:
     module, inputs = graph_of(function, (2, 4, 16), (16, 8))
-    with inductor.reads_before(*RELEASES):
+    with inductor.reads_before(*RELEASES), inductor.reads_fused(*RELEASES):
         operations = ran(with_release(module), inputs)
     at = next(at for at, operation in enumerate(operations) if operation.target is OURS.release.default)
     released = operations[at].operand
@@ -136,7 +136,7 @@ def with_all_releases(module: GraphModule, choice: random.Random) -> GraphModule
 def test_readers_of_any_graph_run_before_the_releases(seed: int) -> None:
     choice = random.Random(seed)
     module, inputs = graph_of(lambda x: random_chain(x, choice), (2, ROWS, ROWS))
-    with inductor.reads_before(*RELEASES):
+    with inductor.reads_before(*RELEASES), inductor.reads_fused(*RELEASES):
         operations = ran(with_all_releases(module, choice), inputs)
     releases = [(at, operation.operand) for at, operation in enumerate(operations) if operation.target is RELEASES[0]]
     assert releases
