@@ -20,6 +20,7 @@ from graphoffload.analysis.module_paths import boundary_names, module_path, modu
 from graphoffload.analysis.saved_values import real_uses
 from graphoffload.analysis.storages import example_storage_nbytes, fake
 from graphoffload.facts.saved_tensors import SavedTensor
+from graphoffload.passes.casts import leave_out_casts
 from graphoffload.passes.regions import give_own_memory
 from graphoffload.torch_internals import checkpoint_tags, partitioning
 
@@ -40,6 +41,7 @@ def tagged_copy(joint: GraphModule, *, relax: bool, notes: list[str], blocks: Ma
     """
     copied = copy_graph(joint)
     give_own_memory(copied)
+    leave_out_casts(copied)
     _apply_tags(copied, relax=relax, notes=notes)
     for node in copied.graph.nodes:
         if blocks and node.name in blocks:
