@@ -15,7 +15,8 @@ from graphoffload.errors import ConfigError
 from tests.bench.test_results import PAGE, README, ROOT
 
 STEPS = ROOT / "docs" / "steps.md"
-PAGES = (STEPS, *(ROOT / "docs" / f"steps-{name}.md" for name in ("four-gpus", "kinds", "nets", "ranks", "trainers")))
+NAMES = ("four-gpus", "kinds", "kinds-h100", "nets", "ranks", "trainers")
+PAGES = (STEPS, *(ROOT / "docs" / f"steps-{name}.md" for name in NAMES))
 FILES = sorted((ROOT / "docs" / "results").glob("step-*.json"))
 MOST_LINES = 160
 BLOCK = re.compile(r"^<!-- results: .+?^<!-- /results -->$", re.M | re.S)
