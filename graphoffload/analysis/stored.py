@@ -26,13 +26,14 @@ these may be large for Inductor alone; it is then predicted to run later than it
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 
 import torch
 from torch.fx import Node
 
-from graphoffload.analysis.storages import example_nbytes, fake, is_in, size_key, storage_id, with_views
+from graphoffload.analysis.storages import concrete, example_nbytes, fake, is_in, size_key, storage_id, with_views
 from graphoffload.torch_internals.inductor import most_operations, most_reads
 from graphoffload.torch_internals.operators import packet_of
 
@@ -101,7 +102,7 @@ def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
         if value is None or other is None:
             continue
         identity = storage_id(other)
-        part = identity, size_key(other.storage_offset()), size_key(other.numel())
+        part = identity, size_key(other.storage_offset()), _elements(other)
         found |= _of_part(argument, part, computed[identity]) if identity in computed else {part}
         if (read := _computed_in(argument)) != (needed := _computed_in(node)) and _is_cast_to_fit(name, read, needed):
             found.add((identity, needed))
@@ -132,11 +133,17 @@ def _of_part(argument: Node, part: tuple[int, int | str, int | str], operations:
     while whole.all_input_nodes and is_in(whole.all_input_nodes[0], part[0]):
         whole = whole.all_input_nodes[0]
     value = fake(whole)
-    size = 0 if value is None else size_key(value.numel())
+    size = 0 if value is None else _elements(value)
     if value is None or size == part[2]:
         return operations
     moved = {one for one in operations if one is whole or (isinstance(one, tuple) and len(one) == 3 and one[2] == size)}
     return operations - moved | {(one, part) for one in moved}
+
+
+def _elements(value: torch.Tensor) -> int | str:
+    """How many elements of memory a value shows: an expanded one is read where the one that it expands is."""
+    sizes = [size for size, stride in zip(value.shape, value.stride(), strict=True) if concrete(stride) != 0]
+    return size_key(value.numel() if len(sizes) == value.dim() else math.prod(sizes))
 
 
 def operations_after(node: Node) -> Operations | None:
