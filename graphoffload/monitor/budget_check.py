@@ -50,8 +50,9 @@ def _look(plan: Plan, budget_bytes: int, digest: str, before_bytes: int) -> None
     if peak_bytes <= budget_bytes or peak_bytes == before_bytes:
         return
     _said.add(digest)
+    plan = _highest(plan, budget_bytes)
     excess, peak, predicted = peak_bytes - budget_bytes, format_bytes(peak_bytes), plan.prediction
-    planned = format_bytes(predicted.with_reserve(predicted.predicted_peak_bytes))
+    planned = format_bytes(_predicted_bytes(plan))
     reserved = f", {format_bytes(predicted.reserve_bytes)} of it reserved" if predicted.reserve_bytes else ""
     alone = f", and speaks of that graph alone, which is one of several: {AS_ONE_GRAPH}" if plan.part else ""
     warn(
@@ -62,6 +63,17 @@ def _look(plan: Plan, budget_bytes: int, digest: str, before_bytes: int) -> None
         "or let graphoffload.tune() correct the plan by what it measures.",
         stacklevel=3,
     )
+
+
+def _highest(plan: Plan, budget_bytes: int) -> Plan:
+    """Of the plans for this budget, the one with the highest peak: graphs that take turns, as for several lengths, are planned
+    one by one, and the first to be called often enough is not the one that took the memory."""
+    others = (other for other in registry.last_plans() if other.device == plan.device and not other.variant)
+    return max((plan, *(other for other in others if _predicted_bytes(other) <= budget_bytes)), key=_predicted_bytes)
+
+
+def _predicted_bytes(plan: Plan) -> int:
+    return plan.prediction.with_reserve(plan.prediction.predicted_peak_bytes)
 
 
 def _uncut(device: str) -> str:

@@ -67,6 +67,17 @@ def test_said_once_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(watched(), 20) == [], "the same configuration"
 
 
+def test_the_plan_with_the_highest_peak_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of graphs for several lengths, which take turns; not one on another device, or for a larger budget."""
+    run = watched()
+    for name, device, peak_gib in (("long", "cuda:0", 9.5), ("other", "cuda:1", 9.9), ("before", "cuda:0", 20)):
+        prediction = Prediction(predicted_peak_bytes=int(peak_gib * 2**30))
+        monkeypatch.setitem(registry._PLANS, name, Plan(key=name, graph=name, device=device, prediction=prediction))
+    counts(monkeypatch, BUDGET + 2**29)
+    (text,) = said(run, 20)
+    assert "the plan of long predicted 9.50 GiB" in text
+
+
 @pytest.mark.parametrize(("asked", "uncut"), [(2**29 - 2**25, "32.0 MiB of the peak are in no tensor"), (2**29, "")])
 def test_what_is_in_no_tensor_is_said(monkeypatch: pytest.MonkeyPatch, asked: int, uncut: str) -> None:
     """Tensors of 1.125 MiB in blocks of 2 MiB, say: no plan has these bytes."""
