@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphoffload.analysis.storages import covers_storage, fake, group_by_storage, same_size, storage_id
+from graphoffload.passes.graphs import may_write
 from graphoffload.torch_internals import checkpoint_tags
-from graphoffload.torch_internals.operators import OpOverload, schema_of
 
 _CAST = torch.ops.prims.convert_element_type.default
 
@@ -63,11 +63,11 @@ def _changes_nothing(node: Node) -> bool:
 
 
 def _memory_of_others(graph: Graph) -> set[int]:
-    """Storages that somebody else may see or write to: those of inputs, of outputs, and of operands of in-place operations."""
+    """Storages that somebody else may see or write to: those of inputs, of outputs, and of operands of what may write."""
     found = set[int]()
     for node in graph.nodes:
         shown: tuple[Node, ...] | list[Node] = (node,) if node.op == "placeholder" else ()
-        if node.op == "output" or (isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable):
+        if node.op == "output" or may_write(node):
             shown = node.all_input_nodes
         found.update(storage_id(value) for one in shown if (value := fake(one)) is not None)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.fx import Graph, Node
 from graphoffload.analysis.storages import fake
 from graphoffload.errors import PlanError
 from graphoffload.torch_internals.graphs import tensor_metadata
+from graphoffload.torch_internals.operators import OpOverload, schema_of
 
 # Metadata about the origin of an operation; "val" is never shared, since torch finds donated buffers by its identity.
 _ORIGIN_KEYS = (
@@ -75,3 +77,15 @@ def placeholders_first(graph: Graph) -> None:
         if last_at[node] < last_at[placeholders[-1]]:
             after.append(node)
             after = node
+
+
+def may_write(node: Node) -> bool:
+    """Whether a node may write to memory: an operator that says so, and whatever is none, such as a user's kernel. An element
+    of several results and a number are none either, and write to nothing."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, OpOverload):
+        return schema_of(node.target).is_mutable
+    return node.target is not operator.getitem and not isinstance(
+        node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat)
+    )

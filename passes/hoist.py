@@ -12,7 +12,6 @@ memory, and Inductor writes kernels of their own for them. A saved view is moved
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,8 +20,8 @@ from torch.fx import Node
 
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
 from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
-from graphoffload.passes.graphs import node_names
-from graphoffload.torch_internals.operators import OpOverload, schema_of
+from graphoffload.passes.graphs import may_write, node_names
+from graphoffload.torch_internals.operators import OpOverload
 
 Place = tuple[int, int]
 _NAMESPACES = ("aten", "prims")
@@ -47,7 +46,7 @@ def hoist_saved(pair: GraphPair) -> GraphPair:
             behind, _ = max((places[operand] for operand in node.all_input_nodes), default=(min(at, moved[node]), 0))
             if behind >= writes:
                 places[node] = (behind, at)
-        elif _may_write(node):
+        elif may_write(node):
             writes = at
     ordered = sorted(nodes, key=places.__getitem__)
     for before, node in pairwise(ordered):
@@ -107,12 +106,5 @@ def _is_movable(node: Node) -> bool:
         return False
     if isinstance(node.target, OpOverload):
         seeded = torch.Tag.nondeterministic_seeded in node.target.tags
-        return node.target.namespace in _NAMESPACES and not seeded and not schema_of(node.target).is_mutable
-    return node.target is operator.getitem or isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat))
-
-
-def _may_write(node: Node) -> bool:
-    """Whether memory may be written to: by an operator that says so, and by anything that is none, such as a user's kernel."""
-    if isinstance(node.target, OpOverload):
-        return schema_of(node.target).is_mutable
-    return node.op == "call_function" and not _is_movable(node)
+        return node.target.namespace in _NAMESPACES and not seeded and not may_write(node)
+    return not may_write(node)

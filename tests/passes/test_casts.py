@@ -111,6 +111,16 @@ def test_a_copy_that_can_be_told_from_its_operand_stays(function: Callable[..., 
     assert casts_left(function) > 0
 
 
+def test_a_cast_of_what_a_users_kernel_reads_stays() -> None:
+    """It may write to it: it is no operator with a schema."""
+    module = traced(between_products, torch.randn(4, 6).bfloat16(), torch.randn(6, 6).bfloat16())
+    (sine,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    with module.graph.inserting_after(sine):
+        module.graph.call_function(lambda memory: memory.zero_(), (sine,))
+    leave_out_casts(module)
+    assert len(module.graph.find_nodes(op="call_function", target=CAST)) == 1
+
+
 def test_a_cast_that_the_user_tags_stays() -> None:
     module = traced(between_products, torch.randn(4, 6).bfloat16(), torch.randn(6, 6).bfloat16())
     (node,) = module.graph.find_nodes(op="call_function", target=CAST)
