@@ -12,6 +12,7 @@ nothing. In order:
     once.py      both: memory that is kept is saved once, since torch would donate it once for every value in it
     reload.py    backward: reload ahead of the first reader, wait right before it, saved views taken of the reloaded tensor
     module_names.py, regions.py   metadata only: the user's names of modules; memory of what regions return
+    casts.py     each copy of the joint graph: casts to the type that a value has are left out
     by_shape.py  the joint graph, before it is copied: views by strides become views by shape
     slices.py    Dynamo's graph, before any of these: MLPs in slices of the tokens, where no other plan meets the budget
     capture.py   both, only for CUDA graphs: ops that may be captured replace those that may not

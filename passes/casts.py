@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graphoffload.analysis.callers import is_view
 from graphoffload.analysis.storages import covers_storage, fake, group_by_storage, same_size, storage_id
 from graphoffload.passes.graphs import may_write
 from graphoffload.torch_internals import checkpoint_tags
@@ -38,7 +39,7 @@ def leave_out_casts(module: GraphModule) -> None:
         value, memory = fake(node), fake(source)
         assert value is not None
         assert memory is not None
-        if storage_id(value) in others or storage_id(memory) in others:
+        if not others.isdisjoint((node, storage_id(value), _whole(source), storage_id(memory))):
             continue
         views = [view for view in members.pop(storage_id(value)) if view is not node]
         for view in views:
@@ -62,12 +63,22 @@ def _changes_nothing(node: Node) -> bool:
     return same and covers_storage(source) and storage_id(value) != storage_id(source)
 
 
-def _memory_of_others(graph: Graph) -> set[int]:
-    """Storages that somebody else may see or write to: those of inputs, of outputs, and of operands of what may write."""
-    found = set[int]()
+def _memory_of_others(graph: Graph) -> set[int | Node]:
+    """Memory that somebody else may see or write to: of inputs, of outputs, and of operands of what may write. By storage, and
+    by the node that it is a view of: once Inductor has removed a copy, views of it are views of what was copied, and their fake
+    storage is still that of the copy."""
+    found = set[int | Node]()
     for node in graph.nodes:
         shown: tuple[Node, ...] | list[Node] = (node,) if node.op == "placeholder" else ()
         if node.op == "output" or may_write(node):
             shown = node.all_input_nodes
+        found.update(_whole(one) for one in shown)
         found.update(storage_id(value) for one in shown if (value := fake(one)) is not None)
     return found
+
+
+def _whole(node: Node) -> Node:
+    """What a node is a view of; itself, if it is none."""
+    while is_view(node):
+        (node, *_) = node.all_input_nodes
+    return node

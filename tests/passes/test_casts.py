@@ -111,6 +111,26 @@ def test_a_copy_that_can_be_told_from_its_operand_stays(function: Callable[..., 
     assert casts_left(function) > 0
 
 
+def viewed_copy_of_an_input(x: Tensor, w: Tensor) -> Tensor:
+    return cast(x.clone().view(6, 4).view(4, 6)) @ w
+
+
+def viewed_copy_of_a_result(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    product = (x * 2).sin()
+    return product, cast(product.clone().view(6, 4).view(4, 6)) @ w
+
+
+@pytest.mark.parametrize("function", [viewed_copy_of_an_input, viewed_copy_of_a_result])
+def test_a_cast_of_a_copy_that_was_removed_stays(function: Callable[..., object]) -> None:
+    """Inductor has removed the copy, and its views keep its fake storage."""
+    module = traced(function, torch.randn(4, 6).bfloat16(), torch.randn(6, 6).bfloat16())
+    (copied,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    copied.replace_all_uses_with(copied.args[0])
+    module.graph.erase_node(copied)
+    leave_out_casts(module)
+    assert len(module.graph.find_nodes(op="call_function", target=CAST)) == 1
+
+
 def test_a_cast_of_what_a_users_kernel_reads_stays() -> None:
     """It may write to it: it is no operator with a schema."""
     module = traced(between_products, torch.randn(4, 6).bfloat16(), torch.randn(6, 6).bfloat16())
