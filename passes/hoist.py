@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
-from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, storage_id
+from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, only_views, storage_id
 from graphoffload.passes.graphs import may_write, node_names
 from graphoffload.torch_internals.operators import OpOverload
 
@@ -77,7 +77,7 @@ def _hoisted(pair: GraphPair, nodes: list[Node]) -> dict[Node, int]:
     at = {node: place for place, node in enumerate(nodes)}
     for node in late.intersection(outputs[pair.num_fwd_outputs :]):
         value = fake(node)
-        if value is None:
+        if value is None or _is_view_of_another(node):
             continue
         group, read = _with_operands(node, late)
         memory = {storage_id(of): example_storage_nbytes(of) for one in read if (of := fake(one)) is not None}
@@ -86,6 +86,18 @@ def _hoisted(pair: GraphPair, nodes: list[Node]) -> dict[Node, int]:
             last = max(at[one] for one in read)
             found |= {one: min(last, found.get(one, last)) for one in group}
     return found
+
+
+def _is_view_of_another(node: Node) -> bool:
+    """Whether a view's fake storage is not that of its operand: of two equal operations torch has left out one, whose views are
+    views of the other now. Nothing tells who else reads that memory, so it counts as saved from the end of forward on."""
+    while only_views(node):
+        (operand, *_) = node.all_input_nodes
+        value, seen = fake(node), fake(operand)
+        if value is not None and seen is not None and storage_id(value) != storage_id(seen):
+            return True
+        node = operand
+    return False
 
 
 def _with_operands(node: Node, late: set[Node]) -> tuple[set[Node], set[Node]]:
