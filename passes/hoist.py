@@ -32,7 +32,8 @@ def hoist_saved(pair: GraphPair) -> GraphPair:
     serve nothing else.
 
     They are moved if that takes no memory: their result is a view, or something else that they read is not saved and has as
-    many bytes. Nothing is moved that is random or a collective, or past an operation that writes to memory.
+    many bytes. Nothing is moved that is random or a collective, or past an operation that writes to memory, nor a view whose
+    fake storage is not its operand's.
     """
     nodes = list(pair.forward.graph.nodes)
     moved = _hoisted(pair, nodes)

@@ -84,6 +84,22 @@ def test_a_view_of_what_is_computed_is_taken_there() -> None:
     assert hoisted(forward, x()) == ["sin", "t", "exp"]
 
 
+def test_a_view_of_an_equal_value_stays() -> None:
+    """Of two equal values torch leaves out one. The view of it, which is saved, then shows what a later product reads."""
+
+    def forward(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = aten.sin(w), aten.sin(w)
+        return x @ one @ x @ one, aten.t(other)
+
+    module = make_fx(forward, tracing_mode="fake")(x(), x())
+    one, other = module.graph.find_nodes(op="call_function", target=aten.sin.default)
+    other.replace_all_uses_with(one)
+    module.graph.erase_node(other)
+    names = [node.name for node in module.graph.nodes]
+    hoist_saved(GraphPair(module, module, 1))
+    assert [node.name for node in module.graph.nodes] == names
+
+
 @pytest.mark.parametrize(
     "what", ["a view of an input", "an operand that is saved", "a wider result", "random", "returned", "read"]
 )
