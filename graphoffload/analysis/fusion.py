@@ -33,13 +33,14 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.addmm import added_to_products
-from graphoffload.analysis.kernels import Axis, Kernel, Space, add_needs, in_order, runs_after
+from graphoffload.analysis.kernels import Axis, Kernel, Space, add_needs, in_order, runs_after, take_over
 from graphoffload.analysis.reductions import axis_of, loops, mixes, space_of
 from graphoffload.analysis.storages import example_storage_nbytes, fake, is_in, storage_id, tensors_of, with_views
 from graphoffload.analysis.stored import (
     Operations,
     exists,
     is_large,
+    is_random,
     operations_after,
     operations_of,
     takes_many_reads,
@@ -122,6 +123,7 @@ class Fusion:
             near its place in the graph.
         spans: node -> first and last index in `order` of its kernel. Nodes without a kernel are absent.
         readers: storage that exists -> the nodes whose kernels read it.
+        inside: storage of a large value that exists in its kernel alone -> the nodes that read it there.
         unfused_bytes: two independent operations that write this many bytes each are not fused.
         begun: position in the graph -> the number of nodes of `order` that have run before an operation inserted there runs.
             The last entry is for the end of the graph.
@@ -139,6 +141,7 @@ class Fusion:
     order: list[Node] = field(default_factory=list)
     spans: dict[Node, tuple[int, int]] = field(default_factory=dict)
     readers: dict[int, list[Node]] = field(default_factory=dict)
+    inside: dict[int, list[Node]] = field(default_factory=dict)
     unfused_bytes: int | None = None
     begun: list[int] = field(default_factory=list)
     fuses: bool = True
@@ -209,15 +212,40 @@ def _leave_out(identity: int, node: Node, fusion: Fusion) -> None:
         return
     if takes_many_reads(node, sources) and any(loops(reader) for reader in readers):
         return
+    if _is_read_in_another_loop(node, readers, fusion):
+        return
     fusion.real.discard(identity)
     fusion.sources[identity] = sources
-    del fusion.readers[identity]
+    fusion.inside[identity] = fusion.readers.pop(identity)
     for other, found in fusion.sources.items():
         if identity in found:
             fusion.sources[other] = found - {identity} | sources
     for other, (turn, found) in fusion.late.items():
         if identity in found:
             fusion.late[other] = turn, found - {identity} | sources
+
+
+def _is_read_in_another_loop(node: Node, readers: list[Node], fusion: Fusion) -> bool:
+    """Whether a loop of a value's kernel ends between the value and a reader, which then loads what the first loop has stored.
+
+        amax ▏ sum(exp(x - amax)), random ▏ exp(x - amax) / sum * (random > p)         a loop ends where its result is read
+    """
+    first, last = fusion.spans[node]
+    kernel = fusion.order[first : last + 1]
+    if not any(map(loops, kernel)):
+        return False
+    made_by = {storage_id(value): one for one in kernel for value in tensors_of(one)}
+    needs, found, open_loop = dict[Node, set[Node]](), dict[Node, int](), set[Node]()
+    loop = 0
+    for one in kernel:
+        before = {made_by[read] for read in fusion.read_by(one) if read in made_by} - {one}
+        needs[one] = before.union(*(needs.get(other, ()) for other in before))
+        if not needs[one].isdisjoint(open_loop):
+            loop, open_loop = loop + 1, set()
+        found[one] = loop
+        if axis_of(one) is not None:
+            open_loop.add(one)
+    return any(found[reader] != found[node] for reader in readers)
 
 
 def _group(graph: Graph, fusion: Fusion) -> None:
@@ -247,6 +275,11 @@ def _group(graph: Graph, fusion: Fusion) -> None:
         if home is None:
             home = Kernel(len(kernels), turn, order, space)
             kernels.append(home)
+        for number in needs - {home.number}:
+            if _are_numbers_for(kernels[number], space):
+                take_over(home, kernels[number])
+                made_by.update((storage_id(value), home.number) for one in home.nodes for value in tensors_of(one))
+                needs.discard(number)
         home.turn = min(home.turn, turn)
         home.nodes.append(node)
         if axis is not None:
@@ -285,7 +318,8 @@ def _home(
         for number in set(touching.get(identity, ())):
             shared[number] = shared.get(number, 0) + nbytes
     across = {number: axis is not None and bool(kernels[number].axes - {axis}) for number in shared}
-    for number in sorted(shared, key=lambda n: (not across[n], shared[n], n), reverse=True):
+    numbers = {number for number in needs if _are_numbers_for(kernels[number], space)}
+    for number in sorted(shared, key=lambda n: (n not in numbers, not across[n], shared[n], n), reverse=True):
         kernel = kernels[number]
         if kernel.space != space or order - kernel.order > FARTHEST:
             continue
@@ -301,6 +335,11 @@ def _home(
             continue
         return kernel
     return None
+
+
+def _are_numbers_for(kernel: Kernel, space: Space | None) -> bool:
+    """Whether a kernel makes random numbers alone, which no other one reads yet: it becomes part of their reader's."""
+    return kernel.space == space is not None and not kernel.users and len(kernel.nodes) == 1 and is_random(kernel.nodes[0])
 
 
 def _turn(node: Node, fusion: Fusion, reads: frozenset[int]) -> int:

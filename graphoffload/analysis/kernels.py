@@ -77,6 +77,15 @@ def add_needs(kernels: Sequence[Kernel], home: Kernel, needs: set[int]) -> None:
             growing.extend(kernels[number] for number in kernel.users)
 
 
+def take_over(home: Kernel, other: Kernel) -> None:
+    """Make the operations of a kernel that needs nothing, and that no kernel needs, part of `home`. It is empty afterwards."""
+    home.nodes += other.nodes
+    home.touched |= other.touched
+    home.written += other.written
+    home.turn, home.order = min(home.turn, other.turn), max(home.order, other.order)
+    other.nodes, other.touched, other.written = [], {}, 0
+
+
 def in_order(kernels: Sequence[Kernel]) -> tuple[list[Kernel], list[tuple[int, int]]]:
     """The kernels in the order in which they run; and (turn, kernels that have run once this turn is over), by turn.
 

@@ -6,7 +6,8 @@ A fused kernel may write its result over an operand, and then both are one piece
 
 Inductor does so where nothing else is left to read the operand (decide_inplace_update in torch/_inductor/scheduler.py), and the
 operand is a temporary, or a saved activation that AOTAutograd donates to backward. It also does so for an operand whose other
-readers have run; that counts as two pieces here, so a plan may hold less than predicted.
+readers have run; that counts as two pieces here, so a plan may hold less than predicted. And it takes the first operand that it
+may: if that is a large value of the same kernel (stored.py), the operands after it stay.
 
 A reader that comes before the value is stored computes it, and so reads its operands as well:
 
@@ -120,10 +121,34 @@ def _overwritten(
             continue
         if made.target is operator.getitem and not (writer.args[0] is made and _is_returned([writer])):
             continue
-        if value.dtype == result.dtype and _in_step(value, result) and _reads_in_step(writer, identity, fusion):
+        if _fits(value, result) and _reads_in_step(writer, identity, fusion) and not _takes_another(writer, identity, fusion):
             writers.add(writer)
             found[identity] = fusion.spans[writer][0] - 1
     return found
+
+
+def _takes_another(writer: Node, identity: int, fusion: Fusion) -> bool:
+    """Whether an operation writes over a large value of its own kernel, which it reads before a storage."""
+    result, pending, seen = fake(writer), [*reversed(writer.all_input_nodes)], {writer}
+    assert result is not None
+    while pending:
+        node = pending.pop()
+        value = fake(node)
+        if value is None or node in seen:
+            continue
+        seen.add(node)
+        if storage_id(value) == identity:
+            return False
+        if fusion.inside.get(storage_id(value)) == [writer] and _fits(value, result):
+            return True
+        if storage_id(value) in fusion.sources and storage_id(value) not in fusion.inside:
+            pending += reversed(node.all_input_nodes)
+    return False
+
+
+def _fits(value: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether a result has the type and the layout of a value."""
+    return value.dtype == result.dtype and _in_step(value, result)
 
 
 def _is_computed_again(writer: Node, places: Mapping[Node, int], fusion: Fusion) -> bool:

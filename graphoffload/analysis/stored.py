@@ -68,10 +68,15 @@ def is_large(node: Node, sources: frozenset[int], operations: Operations) -> boo
     """Whether Inductor stores a value since too many reads or operations compute it, or since it is random."""
     value = fake(node)
     assert value is not None
-    if getattr(packet_of(node.target), "__name__", "") in _RANDOM:
+    if is_random(node):
         return True
     most = most_operations(value.device.type)
     return takes_many_reads(node, sources) or len(operations) > (most if len(sources) > 1 else max(most, _LONGEST))
+
+
+def is_random(node: Node) -> bool:
+    """Whether a value is random numbers."""
+    return getattr(packet_of(node.target), "__name__", "") in _RANDOM
 
 
 def takes_many_reads(node: Node, sources: frozenset[int]) -> bool:

@@ -38,7 +38,9 @@ from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
 from graphoffload.log import log
 from graphoffload.monitor.budget_check import watch_budget
+from graphoffload.monitor.named_backend import got_a_graph
 from graphoffload.monitor.not_compiled import taken_in
+from graphoffload.monitor.optimizer_peak import watch_optimizers
 from graphoffload.monitor.outer_hooks import warn_of_outer_hooks, warn_of_parts
 from graphoffload.monitor.shared_budget import count_calls
 from graphoffload.options.config import OffloadConfig, split_options
@@ -124,6 +126,7 @@ def compile_graph(
     _warn_of_fallbacks()
     captured.collect()
     dynamo.tell_of_resets(RESETS)
+    got_a_graph()
     taken_in((*example_inputs, *gm.parameters()), config)
     if not needs_gradient(example_inputs):
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
@@ -143,6 +146,9 @@ def compile_graph(
         graph = replace(graph, limits=_met(graph))
     else:
         tell_of_parts()
+    if config.has_budget and graph.limits.device_budget_bytes is not None:
+        device = device_of((*example_inputs, *gm.parameters()))
+        watch_optimizers(device, graph.limits.device_budget_bytes, config.digest())
     compiled = _compiled(graph, again, alone)
     if compiled.plan is not None and planned is not None:
         planned(compiled.key)

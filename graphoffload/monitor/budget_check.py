@@ -12,6 +12,7 @@ from graphoffload.errors import BudgetExceededWarning, warn
 from graphoffload.facts.limits import Limits
 from graphoffload.facts.plan import Plan
 from graphoffload.facts.remedies import AS_ONE_GRAPH, lower_budget
+from graphoffload.monitor.optimizer_peak import is_an_optimizers
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
 from graphoffload.torch_internals.allocator import maps_by_pages
@@ -43,11 +44,11 @@ def watch_budget(compiled: Callable[..., Any], key: str, config: OffloadConfig, 
 
 
 def _look(plan: Plan, budget_bytes: int, digest: str, before_bytes: int) -> None:
-    """Warn of a peak above the budget, unless it is one from before the first step: `before_bytes`."""
+    """Warn of a peak above the budget, unless it is one from before the first step, `before_bytes`, or an optimizer's."""
     if digest in _said:
         return
     peak_bytes = int(torch.cuda.max_memory_allocated(plan.device))
-    if peak_bytes <= budget_bytes or peak_bytes == before_bytes:
+    if peak_bytes <= budget_bytes or peak_bytes == before_bytes or is_an_optimizers(torch.device(plan.device), peak_bytes):
         return
     _said.add(digest)
     plan = _highest(plan, budget_bytes)

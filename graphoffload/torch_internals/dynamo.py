@@ -30,8 +30,8 @@ from graphoffload.torch_internals.patching import replaced
 __all__ = [
     "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "as_it_is",
     "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs", "ddp_part",
-    "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "is_tracing", "isolated", "many_compiles",
-    "retraceable", "tell_of_resets", "tracing_backend", "undisabled", "whole_under_ddp",
+    "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "is_tracing", "isolated",
+    "leaves_all_to_eager", "many_compiles", "retraceable", "tell_of_resets", "tracing_backend", "undisabled", "whole_under_ddp",
 ]  # fmt: skip
 
 
@@ -283,6 +283,17 @@ def eager_is_asked_for() -> bool:
 
     stance = getattr(eval_frame, "_stance", None)
     return bool(config.disable) or getattr(stance, "stance", "default") != "default"
+
+
+def leaves_all_to_eager(backend: str) -> bool:
+    """Whether torch.compile was given a backend by its name, and Dynamo has tried frames and compiled none in this process.
+
+    Without it: no warning where a whole model runs in eager.
+    """
+    from torch._dynamo.backends import registry
+
+    frames = torch._dynamo.utils.counters["frames"]
+    return registry._COMPILER_FNS.get(backend) is not None and frames["total"] > 0 and not frames["ok"]
 
 
 def backend_of(compiler: Any) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:

@@ -298,11 +298,11 @@ def test_no_peak_is_predicted_too_low(name: str) -> None:
 class Biased(nn.Module):
     """Attention with a bias for each distance, and an MLP with ReLU and dropout: a layer of T5."""
 
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, heads: int = 4, length: int = 256) -> None:
         super().__init__()
         self.heads, self.norms = heads, nn.ModuleList(nn.RMSNorm(C) for _ in range(2))
         self.projections = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(4))
-        self.bias = nn.Parameter(torch.empty(heads, 256, 256))
+        self.bias = nn.Parameter(torch.empty(heads, length, length))
         self.mlp = nn.Sequential(nn.Linear(C, 4 * C, bias=False), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4 * C, C, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -331,6 +331,34 @@ def test_peaks_of_layers_with_dropout(share: float, dynamic: bool) -> None:
     assert TOO_LOW * taken_backward <= backward <= 1.05 * taken_backward, (
         "a saved product that a kernel of three reads is written over"
     )
+
+
+def test_random_numbers_that_are_drawn_before_a_loop_ends_are_in_memory() -> None:
+    """The softmax of 2048 scores is a loop, and the dropout behind it, whose mask is not saved, another one: numbers of float32
+    are stored between the two."""
+    net, x = Biased(length=2048).to(torch.bfloat16), torch.empty(2, 2048, C, dtype=torch.bfloat16, requires_grad=True)
+    (predicted, taken), _ = compared(net, x, policy="recompute")
+    assert taken > 2 * 4 * 2048 * 2048 * (4 + 2), "numbers, and scores or shares, of four heads"
+    assert predicted >= TOO_LOW * taken, (predicted, taken)
+
+
+class Capped(nn.Module):
+    """A language model's head whose scores are capped, and returned beside the loss, as Gemma 2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(C, 32 * C, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scores = 30 * (self.head(x) / 30).tanh()
+        return nn.functional.cross_entropy(scores.float().flatten(0, 1), labels.flatten()), scores
+
+
+def test_a_result_is_written_over_the_first_operand_that_may_go() -> None:
+    """That of the cap's backward over a sum in the same kernel, and so not over the product that it reads after it."""
+    x, labels = torch.empty(4, 512, C, dtype=torch.bfloat16, requires_grad=True), torch.zeros(4, 512, dtype=torch.int64)
+    for predicted, taken in compared(Capped().to(torch.bfloat16), x, labels):
+        assert TOO_LOW * taken <= predicted <= taken / TOO_LOW, (predicted, taken)
 
 
 @pytest.mark.parametrize("name", [name for name in NETS if name != "U-Net"])  # its group norm of any size stores one value more
