@@ -25,6 +25,7 @@ Memory and time of the plan are then slightly off.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,6 +35,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphoffload.analysis.addmm import added_to_products
 from graphoffload.analysis.kernels import Axis, Kernel, Space, add_needs, in_order, runs_after, take_over
+from graphoffload.analysis.loops import is_read_in_another_loop
 from graphoffload.analysis.reductions import axis_of, loops, mixes, space_of
 from graphoffload.analysis.storages import example_storage_nbytes, fake, is_in, storage_id, tensors_of, with_views
 from graphoffload.analysis.stored import (
@@ -168,6 +170,16 @@ class Fusion:
         turn, sources = self.late.get(identity, (0, frozenset[int]()))
         return sources if 2 * self.places[reader] < turn else self.sources.get(identity, frozenset((identity,)))
 
+    def needed_within(self, kernel: Sequence[Node]) -> dict[Node, set[Node]]:
+        """The operations of a kernel that each of them is computed from."""
+        made_by = {storage_id(value): one for one in kernel for value in tensors_of(one)}
+        needs = dict[Node, set[Node]]()
+        for node in kernel:
+            reads = {*self.read_by(node), *(identity for identity, readers in self.inside.items() if node in readers)}
+            before = {made_by[read] for read in reads if read in made_by} - {node}
+            needs[node] = before.union(*(needs.get(other, ()) for other in before))
+        return needs
+
 
 def fusion_of(graph: Graph, *, fuses: bool, unfused_bytes: int | None = None) -> Fusion:
     """The model of one graph. `stored.py` says which values exist."""
@@ -212,7 +224,8 @@ def _leave_out(identity: int, node: Node, fusion: Fusion) -> None:
         return
     if takes_many_reads(node, sources) and any(loops(reader) for reader in readers):
         return
-    if _is_read_in_another_loop(node, readers, fusion):
+    first, last = fusion.spans[node]
+    if is_read_in_another_loop(node, readers, fusion.order[first : last + 1], fusion):
         return
     fusion.real.discard(identity)
     fusion.sources[identity] = sources
@@ -223,29 +236,6 @@ def _leave_out(identity: int, node: Node, fusion: Fusion) -> None:
     for other, (turn, found) in fusion.late.items():
         if identity in found:
             fusion.late[other] = turn, found - {identity} | sources
-
-
-def _is_read_in_another_loop(node: Node, readers: list[Node], fusion: Fusion) -> bool:
-    """Whether a loop of a value's kernel ends between the value and a reader, which then loads what the first loop has stored.
-
-        amax ▏ sum(exp(x - amax)), random ▏ exp(x - amax) / sum * (random > p)         a loop ends where its result is read
-    """
-    first, last = fusion.spans[node]
-    kernel = fusion.order[first : last + 1]
-    if not any(map(loops, kernel)):
-        return False
-    made_by = {storage_id(value): one for one in kernel for value in tensors_of(one)}
-    needs, found, open_loop = dict[Node, set[Node]](), dict[Node, int](), set[Node]()
-    loop = 0
-    for one in kernel:
-        before = {made_by[read] for read in fusion.read_by(one) if read in made_by} - {one}
-        needs[one] = before.union(*(needs.get(other, ()) for other in before))
-        if not needs[one].isdisjoint(open_loop):
-            loop, open_loop = loop + 1, set()
-        found[one] = loop
-        if axis_of(one) is not None:
-            open_loop.add(one)
-    return any(found[reader] != found[node] for reader in readers)
 
 
 def _group(graph: Graph, fusion: Fusion) -> None:

@@ -5,9 +5,8 @@ A fused kernel may write its result over an operand, and then both are one piece
     mm ─▶ dgelu ─▶ mm_1          dgelu alone reads mm, each element for its own: mm ends one step before dgelu exists
 
 Inductor does so where nothing else is left to read the operand (decide_inplace_update in torch/_inductor/scheduler.py), and the
-operand is a temporary, or a saved activation that AOTAutograd donates to backward. It also does so for an operand whose other
-readers have run; that counts as two pieces here, so a plan may hold less than predicted. And it takes the first operand that it
-may: if that is a large value of the same kernel (stored.py), the operands after it stay.
+operand is a temporary, or a saved activation that AOTAutograd donates to backward. It takes the first operand that it may: if
+that is a large value of the same kernel (stored.py), the operands after it stay.
 
 A reader that comes before the value is stored computes it, and so reads its operands as well:
 
@@ -33,8 +32,8 @@ import torch
 from torch.fx import Node
 
 from graphoffload.analysis.fusion import Fusion
-from graphoffload.analysis.storages import fake, group_by_storage, same_size, storage_id
-from graphoffload.analysis.stored import readers_of
+from graphoffload.analysis.storages import fake, group_by_storage, same_size, storage_id, with_views
+from graphoffload.analysis.stored import is_pointwise, readers_of
 from graphoffload.torch_internals.inductor import config
 from graphoffload.torch_internals.operators import OpOverload
 
@@ -71,7 +70,9 @@ def lives_in_memory(
             first, last = fusion.spans.get(made, (at[made], at[made]))
             first = min([first, *(fusion.spans[lives[part]][0] for part in parts[identity])])
             ends = [fusion.spans[reader][1] for reader in fusion.readers.get(identity, ())]
-            yield identity, made, first, over[identity] if identity in over else max([last, *ends])
+            last = over[identity] if identity in over else max([last, *ends])
+            if first <= last:  # else it is the result's memory from the start: what one loop of a kernel leaves for another
+                yield identity, made, first, last
 
 
 def _written_into(made: Node, lives: Mapping[int, Node], fusion: Fusion) -> set[int]:
@@ -96,7 +97,7 @@ def donated_until(nodes: Iterable[Node], fusion: Fusion, donated: Collection[Nod
 def _overwritten(
     groups: dict[int, list[Node]], fusion: Fusion, donated: Collection[Node], apart: Collection[Node] = ()
 ) -> dict[int, int]:
-    """The last step before another value takes over, for each storage that the only operation that reads it writes over.
+    """The last step before another value takes over, for each storage that the last operation that reads it writes over.
 
     A result takes over one operand at most. A temporary is tried first, since it is there under any plan.
     """
@@ -105,17 +106,17 @@ def _overwritten(
         return found
     writers, places = set(apart), {node: at for at, node in enumerate(fusion.kinds)}
     for identity, members in sorted(groups.items(), key=lambda item: item[1][0] in donated):
-        readers = fusion.readers.get(identity, [])
-        if identity not in fusion.real or len(readers) != 1 or _is_returned(members):
+        writer = _last_reader(identity, fusion)
+        if identity not in fusion.real or writer is None or _is_returned(members):
             continue
         if not (_is_donated(members, donated) or _may_go(members[0], fusion)):
             continue
-        made, writer = members[0], readers[0]
+        made = members[0]
         value, result = fake(made), fake(writer)
         assert value is not None
         if writer in writers or result is None or fusion.kinds[writer] != "fused" or storage_id(result) not in fusion.real:
             continue
-        if fusion.spans.get(made) == fusion.spans[writer]:  # one kernel: both are its results
+        if fusion.spans.get(made) == fusion.spans[writer] and identity not in fusion.large:  # both are results of one kernel
             continue
         if _is_computed_again(writer, places, fusion):
             continue
@@ -125,6 +126,18 @@ def _overwritten(
             writers.add(writer)
             found[identity] = fusion.spans[writer][0] - 1
     return found
+
+
+def _last_reader(identity: int, fusion: Fusion) -> Node | None:
+    """The operation that is the only one left to read a storage when it runs: in the last kernel that reads it, the one that
+    needs all others; None if there is none."""
+    readers = fusion.readers.get(identity, [])
+    first, last = max((fusion.spans[reader] for reader in readers), default=(0, -1))
+    inside = {reader for reader in readers if fusion.spans[reader] == (first, last)}
+    if len(inside) < 2:
+        return next(iter(inside), None)
+    needs = fusion.needed_within(fusion.order[first : last + 1])
+    return next((reader for reader in inside if inside - {reader} <= needs[reader]), None)
 
 
 def _takes_another(writer: Node, identity: int, fusion: Fusion) -> bool:
@@ -154,8 +167,10 @@ def _fits(value: torch.Tensor, result: torch.Tensor) -> bool:
 def _is_computed_again(writer: Node, places: Mapping[Node, int], fusion: Fusion) -> bool:
     """Whether a reader computes a value itself, since it comes before the one for which Inductor stores that."""
     value = fake(writer)
-    if value is None or storage_id(value) in fusion.large or not _is_pointwise(writer):
+    if value is None or storage_id(value) in fusion.large or not is_pointwise(writer):
         return False
+    if any(user.op == "output" for member in with_views(writer) if len(member.users) > 1 for user in member.users):
+        return False  # it is stored where it stands
     readers = readers_of(writer)
     asking = [user for user in readers if user.op == "output" or fusion.kinds[user] == "kernel"]
     products = [user for user in asking if user in fusion.added or user.target is torch.ops.aten.addmm.default]
@@ -214,7 +229,7 @@ def _reads_in_step(writer: Node, identity: int, fusion: Fusion) -> bool:
     while pending:
         node = pending.pop()
         value = fake(node)
-        if value is None or not (fusion.kinds[node] == "view" or _is_pointwise(node)):
+        if value is None or not (fusion.kinds[node] == "view" or is_pointwise(node)):
             return False
         for source in node.all_input_nodes:
             read = fake(source)
@@ -229,7 +244,3 @@ def _reads_in_step(writer: Node, identity: int, fusion: Fusion) -> bool:
                 seen.add(source)
                 pending.append(source)
     return True
-
-
-def _is_pointwise(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

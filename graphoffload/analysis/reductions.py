@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Node
 
 from graphoffload.analysis.kernels import Axis, Space
 from graphoffload.analysis.storages import concrete, fake, size_hint, size_key, tensors_of
-from graphoffload.analysis.stored import scatters
+from graphoffload.analysis.stored import elements, scatters
 from graphoffload.torch_internals.inductor import mixes_sums
 from graphoffload.torch_internals.operators import packet_of
 
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean")
-_IN_REGISTERS = 1024
-"""Elements of a row that a reduction holds at once (should_use_persistent_reduction in torch/_inductor/choices.py)."""
+_IN_REGISTERS, _ALWAYS_IN_REGISTERS = 1024, 64
+"""Elements of a row that a reduction holds at once, if it reads contiguous memory and in any case
+(should_use_persistent_reduction in torch/_inductor/choices.py)."""
 
 
 def axis_of(node: Node) -> Axis | None:
@@ -26,13 +28,22 @@ def axis_of(node: Node) -> Axis | None:
     return "rows" if source.dim() == 0 or source.dim() - 1 in dims else "columns"
 
 
-def loops(node: Node) -> bool:
-    """Whether a reduction loops over what it reads. Short rows are in registers as a whole, unless their length is symbolic."""
+def loops(node: Node, reads: Iterable[torch.Tensor] = ()) -> bool:
+    """Whether a reduction loops over what it reads. Short rows are in registers as a whole, unless their length is symbolic.
+
+    reads: tensors in memory that it is computed from, where that is known.
+    """
     if (reduced := _reduced(node)) is None:
         return False
     source, dims = reduced
     length = concrete(math.prod(source.shape[dim] for dim in dims))
-    return axis_of(node) != "rows" or length is None or length > _IN_REGISTERS
+    if axis_of(node) != "rows" or length is None or length > _IN_REGISTERS:
+        return True
+    if length <= _ALWAYS_IN_REGISTERS:
+        return False
+    rows, whole = math.prod(size for dim, size in enumerate(source.shape) if dim not in dims), source.numel()
+    contiguous = {1, length, size_key(rows), size_key(whole)}
+    return any(elements(read) not in contiguous for read in reads)
 
 
 def _reduced(node: Node) -> tuple[torch.Tensor, set[int]] | None:

@@ -4,8 +4,9 @@ Inductor lets every reader of a pointwise value compute it, whatever its size an
 these holds (`run_node` in torch/_inductor/graph.py; `should_realize_on_reuse`, `has_exceeded_max_reads` in ir.py):
 
     exists   A kernel or the graph's output reads it. It is a reduction's smaller result. It is scattered.
-    large    It takes too many reads: more than 4 if it has several readers, and more than `most_reads` in any case. Or it takes
-             more operations than `most_operations` and several reads, or more than 100 operations. Or it is random numbers.
+    large    It takes too many reads: more than 4 if it has several readers or one that repeats it, and more than `most_reads`
+             in any case. Or it takes more operations than `most_operations` and several reads or a reader that repeats it, or
+             more than 100 operations. Or it is random numbers.
              Inductor stores it where it stands, and its readers begin anew from there. The kernel runs at the value's turn, not
              at its reader's. If no other kernel reads the value, it is never written to memory.
 
@@ -33,9 +34,9 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from graphoffload.analysis.storages import concrete, example_nbytes, fake, is_in, size_key, storage_id, with_views
+from graphoffload.analysis.storages import concrete, example_nbytes, fake, is_in, size_hint, size_key, storage_id, with_views
 from graphoffload.torch_internals.inductor import most_operations, most_reads
-from graphoffload.torch_internals.operators import packet_of
+from graphoffload.torch_internals.operators import OpOverload, packet_of
 
 # Inductor writes these into memory, at places that it learns while they run: a reader cannot compute them.
 _SCATTERS = (
@@ -71,7 +72,9 @@ def is_large(node: Node, sources: frozenset[int], operations: Operations) -> boo
     if is_random(node):
         return True
     most = most_operations(value.device.type)
-    return takes_many_reads(node, sources) or len(operations) > (most if len(sources) > 1 else max(most, _LONGEST))
+    if len(sources) < 2 and not _is_repeated(node):
+        most = max(most, _LONGEST)
+    return takes_many_reads(node, sources) or len(operations) > most
 
 
 def is_random(node: Node) -> bool:
@@ -83,7 +86,15 @@ def takes_many_reads(node: Node, sources: frozenset[int]) -> bool:
     """Whether Inductor stores a value since too many reads compute it, as of a long sum."""
     value = fake(node)
     assert value is not None
-    return len(sources) > (_INLINED_READS if len(readers_of(node)) > 1 else most_reads(value.device.type))
+    reused = len(readers_of(node)) > 1 or _is_repeated(node)
+    return len(sources) > (_INLINED_READS if reused else most_reads(value.device.type))
+
+
+def _is_repeated(node: Node) -> bool:
+    """Whether a pointwise operation reads each element of a value several times, as of a mask for several heads."""
+    value = fake(node)
+    sizes = (other.numel() for user in readers_of(node) if is_pointwise(user) and (other := fake(user)) is not None)
+    return value is not None and any(size_hint(size) > size_hint(value.numel()) for size in sizes)
 
 
 def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
@@ -107,7 +118,7 @@ def operations_of(node: Node, computed: Mapping[int, Operations]) -> Operations:
         if value is None or other is None:
             continue
         identity = storage_id(other)
-        part = identity, size_key(other.storage_offset()), _elements(other)
+        part = identity, size_key(other.storage_offset()), elements(other)
         found |= _of_part(argument, part, computed[identity]) if identity in computed else {part}
         if (read := _computed_in(argument)) != (needed := _computed_in(node)) and _is_cast_to_fit(name, read, needed):
             found.add((identity, needed))
@@ -138,14 +149,14 @@ def _of_part(argument: Node, part: tuple[int, int | str, int | str], operations:
     while whole.all_input_nodes and is_in(whole.all_input_nodes[0], part[0]):
         whole = whole.all_input_nodes[0]
     value = fake(whole)
-    size = 0 if value is None else _elements(value)
+    size = 0 if value is None else elements(value)
     if value is None or size == part[2]:
         return operations
     moved = {one for one in operations if one is whole or (isinstance(one, tuple) and len(one) == 3 and one[2] == size)}
     return operations - moved | {(one, part) for one in moved}
 
 
-def _elements(value: torch.Tensor) -> int | str:
+def elements(value: torch.Tensor) -> int | str:
     """How many elements of memory a value shows: an expanded one is read where the one that it expands is."""
     sizes = [size for size, stride in zip(value.shape, value.stride(), strict=True) if concrete(stride) != 0]
     return size_key(value.numel() if len(sizes) == value.dim() else math.prod(sizes))
@@ -186,6 +197,11 @@ def _widening(node: Node) -> int:
     value = fake(node)
     first = next((other for argument in node.all_input_nodes if (other := fake(argument)) is not None), None)
     return 1 if value is None or first is None else max(1, first.element_size() // value.element_size())
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether an operation computes each element from one element of each operand."""
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def readers_of(node: Node) -> list[Node]:

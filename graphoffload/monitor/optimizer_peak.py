@@ -22,11 +22,12 @@ _STEPS = 10
 
 @dataclass(slots=True)
 class _Watched:
-    """A budget on a device, and the optimizer steps that will be looked at for it."""
+    """A budget on a device, the optimizer steps that will be looked at for it, and whether one was said to take more."""
 
     device: torch.device
     budget_bytes: int
     steps: int = _STEPS
+    said: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,8 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
         if watched.device != device or not watched.steps:
             continue
         watched.steps -= 1
-        if raised and peak_bytes > watched.budget_bytes:
-            watched.steps = 0
+        if raised and peak_bytes > watched.budget_bytes and not watched.said:
+            watched.said = True
             text = _text(optimizer, watched.budget_bytes, before.allocated_bytes, peak_bytes)
             warn(BudgetExceededWarning, text, stacklevel=4)
 
