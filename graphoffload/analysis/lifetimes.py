@@ -104,7 +104,7 @@ def _overwritten(
     found: dict[int, int] = {}
     if not fusion.fuses or not config.inplace_buffers:
         return found
-    writers, places = set(apart), {node: at for at, node in enumerate(fusion.kinds)}
+    writers = set(apart)
     for identity, members in sorted(groups.items(), key=lambda item: item[1][0] in donated):
         writer = _last_reader(identity, fusion)
         if identity not in fusion.real or writer is None or _is_returned(members):
@@ -118,7 +118,7 @@ def _overwritten(
             continue
         if fusion.spans.get(made) == fusion.spans[writer] and identity not in fusion.large:  # both are results of one kernel
             continue
-        if _is_computed_again(writer, places, fusion):
+        if _is_computed_again(writer, fusion):
             continue
         if made.target is operator.getitem and not (writer.args[0] is made and _is_returned([writer])):
             continue
@@ -164,7 +164,7 @@ def _fits(value: torch.Tensor, result: torch.Tensor) -> bool:
     return value.dtype == result.dtype and _in_step(value, result)
 
 
-def _is_computed_again(writer: Node, places: Mapping[Node, int], fusion: Fusion) -> bool:
+def _is_computed_again(writer: Node, fusion: Fusion) -> bool:
     """Whether a reader computes a value itself, since it comes before the one for which Inductor stores that."""
     value = fake(writer)
     if value is None or storage_id(value) in fusion.large or not is_pointwise(writer):
@@ -176,8 +176,8 @@ def _is_computed_again(writer: Node, places: Mapping[Node, int], fusion: Fusion)
     products = [user for user in asking if user in fusion.added or user.target is torch.ops.aten.addmm.default]
     if not asking or (len(products) < len(asking) and len(fusion.read_by(writer)) > 1):
         return False
-    first = min(places[user] for user in asking)
-    return any(fusion.kinds[user] == "fused" and places[user] < first for user in readers)
+    first = min(fusion.places[user] for user in asking)
+    return any(fusion.kinds[user] == "fused" and fusion.places[user] < first for user in readers)
 
 
 def _is_returned(members: list[Node]) -> bool:
