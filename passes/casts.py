@@ -27,7 +27,7 @@ def leave_out_casts(module: GraphModule) -> None:
 
     A cast stays if it is a copy that somebody may tell from its operand: of an input, which may be written to before backward;
     one that is returned, or whose operand is; one of memory that is written to; and one that the user has tagged to be saved or
-    offloaded. Writes to `module`, which must be a copy.
+    offloaded. So it does if it is seen in another type (`view(dtype)`). Writes to `module`, which must be a copy.
     """
     graph = module.graph
     casts = [node for node in graph.find_nodes(op="call_function", target=_CAST) if _changes_nothing(node)]
@@ -41,7 +41,10 @@ def leave_out_casts(module: GraphModule) -> None:
         assert memory is not None
         if not others.isdisjoint((node, storage_id(value), _whole(source), storage_id(memory))):
             continue
-        views = [view for view in members.pop(storage_id(value)) if view is not node]
+        views = [view for view in members[storage_id(value)] if view is not node]
+        if any(view.meta["val"].dtype != memory.dtype for view in views):
+            continue
+        del members[storage_id(value)]
         for view in views:
             seen = fake(view)
             assert seen is not None

@@ -91,6 +91,11 @@ def of_an_expanded_value(x: Tensor, w: Tensor) -> Tensor:
     return cast((x[:, :1] * 2).expand(4, 6)) @ w
 
 
+def seen_in_another_type(x: Tensor, w: Tensor) -> Tensor:
+    product = (x * 2).sin()
+    return product @ w + cast(product).view(torch.int16).view(torch.bfloat16) @ w
+
+
 def to_another_type(x: Tensor, w: Tensor) -> Tensor:
     return cast((x * 2).sin(), torch.float32) @ w.float()
 
@@ -102,7 +107,7 @@ def test_casts_that_change_nothing_are_left_out(function: Callable[..., object])
 
 STAY = [
     of_an_input, of_a_view_of_an_input, returned, of_what_is_returned, of_what_is_written_to, written_to, of_a_part,
-    of_an_expanded_value, to_another_type,
+    of_an_expanded_value, to_another_type, seen_in_another_type,
 ]  # fmt: skip
 
 
