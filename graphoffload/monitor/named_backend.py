@@ -25,7 +25,7 @@ def got_a_graph() -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    if _settled or torch.compiler.is_compiling() or dynamo.eager_is_asked_for() or not dynamo.leaves_all_to_eager(_NAME):
+    if torch.compiler.is_compiling() or _settled or dynamo.eager_is_asked_for() or not dynamo.leaves_all_to_eager(_NAME):
         return
     steps = _stepped[optimizer] = _stepped.get(optimizer, 0) + 1
     if steps == _STEPS:

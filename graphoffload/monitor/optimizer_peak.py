@@ -55,8 +55,10 @@ def is_an_optimizers(device: torch.device, peak_bytes: int) -> bool:
 
 
 def _begin(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():  # a compiled optimizer.step traces this: nothing of it belongs in there
+        return
     looking = {watched.device for watched in _watched.values() if watched.steps}
-    if looking and not torch.compiler.is_compiling() and (device := _device_of(optimizer)) in looking:
+    if looking and (device := _device_of(optimizer)) in looking:
         _before[id(optimizer)] = _Before(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
 
