@@ -173,10 +173,11 @@ class Fusion:
     def needed_within(self, kernel: Sequence[Node]) -> dict[Node, set[Node]]:
         """The operations of a kernel that each of them is computed from."""
         made_by = {storage_id(value): one for one in kernel for value in tensors_of(one)}
+        inside = [(one, self.inside[identity]) for identity, one in made_by.items() if identity in self.inside]
         needs = dict[Node, set[Node]]()
         for node in kernel:
-            reads = {*self.read_by(node), *(identity for identity, readers in self.inside.items() if node in readers)}
-            before = {made_by[read] for read in reads if read in made_by} - {node}
+            before = {made_by[read] for read in self.read_by(node) if read in made_by} - {node}
+            before |= {one for one, readers in inside if node in readers}
             needs[node] = before.union(*(needs.get(other, ()) for other in before))
         return needs
 
@@ -267,8 +268,8 @@ def _group(graph: Graph, fusion: Fusion) -> None:
             kernels.append(home)
         for number in needs - {home.number}:
             if _are_numbers_for(kernels[number], space):
+                made_by.update((storage_id(value), home.number) for value in tensors_of(kernels[number].nodes[0]))
                 take_over(home, kernels[number])
-                made_by.update((storage_id(value), home.number) for one in home.nodes for value in tensors_of(one))
                 needs.discard(number)
         home.turn = min(home.turn, turn)
         home.nodes.append(node)

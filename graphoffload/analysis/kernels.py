@@ -78,12 +78,13 @@ def add_needs(kernels: Sequence[Kernel], home: Kernel, needs: set[int]) -> None:
 
 
 def take_over(home: Kernel, other: Kernel) -> None:
-    """Make the operations of a kernel that needs nothing, and that no kernel needs, part of `home`. It is empty afterwards."""
+    """Make the operations of a kernel that needs nothing, and that no kernel needs, part of `home`. It is empty afterwards, and
+    nothing joins it."""
     home.nodes += other.nodes
     home.touched |= other.touched
     home.written += other.written
     home.turn, home.order = min(home.turn, other.turn), max(home.order, other.order)
-    other.nodes, other.touched, other.written = [], {}, 0
+    other.nodes, other.touched, other.written, other.space = [], {}, 0, None
 
 
 def in_order(kernels: Sequence[Kernel]) -> tuple[list[Kernel], list[tuple[int, int]]]:

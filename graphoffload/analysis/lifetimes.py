@@ -106,12 +106,13 @@ def _overwritten(
         return found
     writers = set(apart)
     for identity, members in sorted(groups.items(), key=lambda item: item[1][0] in donated):
-        writer = _last_reader(identity, fusion)
-        if identity not in fusion.real or writer is None or _is_returned(members):
+        if identity not in fusion.real or _is_returned(members):
             continue
         if not (_is_donated(members, donated) or _may_go(members[0], fusion)):
             continue
-        made = members[0]
+        made, writer = members[0], _last_reader(identity, fusion)
+        if writer is None:
+            continue
         value, result = fake(made), fake(writer)
         assert value is not None
         if writer in writers or result is None or fusion.kinds[writer] != "fused" or storage_id(result) not in fusion.real:

@@ -132,7 +132,8 @@ def compile_graph(
         log.debug("no gradient is needed: a graph of %d nodes goes to %s untouched", len(gm.graph.nodes), config.inner)
         return inner(untrained(gm, example_inputs, config), None)
     warn_of_outer_hooks()
-    measure_with_ranks(config.hardware, device_of((*example_inputs, *gm.parameters())))
+    device = device_of((*example_inputs, *gm.parameters()))
+    measure_with_ranks(config.hardware, device)
     graph = dynamos_graph(gm, example_inputs, config)
     joins = may_join(graph)
     again = dynamo.retraceable(gm) if joins else None
@@ -147,7 +148,6 @@ def compile_graph(
     else:
         tell_of_parts()
     if config.has_budget and graph.limits.device_budget_bytes is not None:
-        device = device_of((*example_inputs, *gm.parameters()))
         watch_optimizers(device, graph.limits.device_budget_bytes, config.digest())
     compiled = _compiled(graph, again, alone)
     if compiled.plan is not None and planned is not None:

@@ -8,6 +8,7 @@ The first steps after a plan are looked at. What they take is known only where t
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ class _Before:
 
 
 _watched: dict[str, _Watched] = {}
-_before: dict[int, _Before] = {}
+_before: weakref.WeakKeyDictionary[Optimizer, _Before] = weakref.WeakKeyDictionary()
 _peaks: dict[torch.device, int] = {}
 
 
@@ -59,11 +60,11 @@ def _begin(optimizer: Optimizer, *_: Any) -> None:
         return
     looking = {watched.device for watched in _watched.values() if watched.steps}
     if looking and (device := _device_of(optimizer)) in looking:
-        _before[id(optimizer)] = _Before(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+        _before[optimizer] = _Before(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
 
 def _end(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling() or (before := _before.pop(id(optimizer), None)) is None:
+    if torch.compiler.is_compiling() or (before := _before.pop(optimizer, None)) is None:
         return
     device = _device_of(optimizer)
     assert device is not None

@@ -82,14 +82,12 @@ def test_said_once_with_the_optimizer_and_what_to_do(monkeypatch: pytest.MonkeyP
         (torch.optim.LBFGS, {}, ""),
     ],
 )
-def test_only_what_an_optimizer_has_is_advised(
-    monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer], how: dict[str, Any], advice: str
-) -> None:
+def test_only_what_an_optimizer_has_is_advised(kind: type[torch.optim.Optimizer], how: dict[str, Any], advice: str) -> None:
     optimizer: Any = kind([nn.Parameter(torch.ones(3))], **how)  # type: ignore[call-arg]
     text = optimizer_peak._text(optimizer, BUDGET, BEFORE, PEAK)
     assert advice in text
     assert ("=True)" in text or "=False)" in text) == bool(advice)
-    assert "evice_budget has to be at least 12.0 GiB" in text
+    assert "device_budget has to be at least 12.0 GiB" in text
 
 
 @pytest.mark.parametrize(("before", "within"), [(BEFORE, BUDGET), (PEAK, PEAK), (2 * PEAK, 2 * PEAK)])
