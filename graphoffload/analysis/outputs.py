@@ -14,13 +14,18 @@ from dataclasses import dataclass
 
 from graphoffload.analysis.module_paths import module_path
 from graphoffload.analysis.saved_values import GraphPair, graph_outputs
-from graphoffload.analysis.storages import example_storage_nbytes, fake, group_by_storage, storage_id
+from graphoffload.analysis.storages import example_nbytes, example_storage_nbytes, fake, group_by_storage, storage_id
 from graphoffload.units import format_bytes
 
 _ATTENTION = re.compile(r"(?:.*\.)?[^.]*att(?:n|ention)[^.]*", re.IGNORECASE)
 _PROJECTION = re.compile(r"\.(?:k|v|kv|qkv|key|value|c_attn|query_key_value)(?:_proj|_lin|_linear)?$")
 _WORTH = 0.05  # outputs get a note if they hold this fraction of the bytes that backward needs,
 _LEAST_BYTES = 1 << 20  # and at least this many bytes; a cache always gets one
+
+
+_LOSS_BYTES = 12
+"""For each number of an output, what an eager loss takes at its peak: `cross_entropy` in float32 has the logarithms, and their
+gradient and that of the scores in its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,14 @@ def returned_by(pair: GraphPair) -> Returned:
     largest = max(groups, key=lambda path: groups[path], default="")
     total = sum(nbytes for _, nbytes in found.values())
     return Returned(total, len(found), largest, groups.get(largest, 0), _cache_bytes(list(found.values())))
+
+
+def loss_bytes(pair: GraphPair) -> int:
+    """About what an eager loss of the outputs takes between forward and backward, above what forward leaves; 0 where the graph
+    computes its loss itself, and returns one number that has a gradient."""
+    gradients = [fake(n) for n in pair.backward.graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
+    counts = [example_nbytes(value) // value.element_size() for value in gradients if value is not None]
+    return 0 if 1 in counts else _LOSS_BYTES * sum(counts)
 
 
 def _cache_bytes(results: list[tuple[str, int]]) -> int:

@@ -31,6 +31,9 @@ from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step, StepIndex
 from graphoffload.torch_internals.partitioning import config
 
+TURN = "eager code between forward and backward"
+"""The name of the step that stands for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:
@@ -71,6 +74,7 @@ def build_program(
     static_bytes: int,
     chains: Mapping[str, Chain],
     reserve_bytes: int = 0,
+    turn_bytes: int = 0,
     outputs_stay: bool = True,
     unfused_bytes: int | None = None,
     measured: Callable[[Node], Measured | None] | None = None,
@@ -83,6 +87,8 @@ def build_program(
         chains: the chains of the activations that may be recomputed, by SavedTensor name.
         static_bytes: device bytes that live throughout: parameters, gradients, inputs, memory outside the graph.
         reserve_bytes: device bytes to keep free.
+        turn_bytes: device bytes that eager code takes between forward and backward, such as a loss, above what forward leaves.
+            The forward's last step, which returns, stands for it.
         outputs_stay: the caller holds the model's outputs until backward ends, not only until it begins.
         unfused_bytes: the compiler does not fuse two independent operations that write this many bytes each.
         measured: returns a kernel's measured time and workspace; None for a kernel that was not measured.
@@ -103,7 +109,7 @@ def build_program(
     begun = runs.backward.begun
     places = _places(runs.backward)
     program = Program(
-        forward=_steps(runs.forward, forward),
+        forward=_with_turn(_steps(runs.forward, forward), turn_bytes),
         backward=_steps(runs.backward, backward),
         buffers=(*_buffers(pair, runs, outputs_stay, copies), *_copied(pair, table, runs, copies), *held.values()),
         candidates=candidates,
@@ -125,6 +131,11 @@ def _runs(pair: GraphPair, *, fuses: bool, unfused_bytes: int | None) -> _Runs:
 
 def _steps(fusion: Fusion, costs: list[NodeCost]) -> tuple[Step, ...]:
     return tuple(Step(node.name, cost.time_s, cost.workspace_bytes) for node, cost in zip(fusion.order, costs, strict=True))
+
+
+def _with_turn(forward: tuple[Step, ...], turn_bytes: int) -> tuple[Step, ...]:
+    *steps, last = forward
+    return (*steps, replace(last, name=TURN, workspace_bytes=last.workspace_bytes + turn_bytes)) if turn_bytes else forward
 
 
 def _places(fusion: Fusion) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from graphoffload.compiler.checkpoint_regions import in_blocks
 from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, in_slices, traced_only
-from graphoffload.compiler.device_limits import resolve_limits
+from graphoffload.compiler.device_limits import device_budget_now, resolve_limits
 from graphoffload.compiler.meeting import least
 from graphoffload.compiler.model_share import share_of_its_model
 from graphoffload.compiler.optimizer_state import share_of_trained
@@ -33,11 +33,14 @@ from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, new_key
 from graphoffload.compiler.slices import SLICES, held_at_once, made_or_in_slices, may_pay
 from graphoffload.errors import PlanError
+from graphoffload.facts.limits import Limits
 from graphoffload.facts.recipe import SMALLEST, Recipe
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.log import log
+from graphoffload.monitor.budget_check import watch_budget
 from graphoffload.monitor.shared_budget import may_link
 from graphoffload.options.config import OffloadConfig
+from graphoffload.options.policies import is_fixed
 from graphoffload.planner.problem import Program
 from graphoffload.planner.step.facts import Variant
 from graphoffload.runtime.step.call import StepCall
@@ -60,7 +63,7 @@ def may_join(graph: Graph) -> bool:
     """Whether the calls of a graph may be planned with those of other graphs: there is a number to meet, and nothing captures
     its copies."""
     fits = graph.limits.device_budget_bytes is not None or graph.config.max_slowdown is not None
-    return fits and may_link(graph.config) and graph.config.policy not in ("keep", "offload", "recompute")
+    return fits and may_link(graph.config) and not is_fixed(graph.config.policy)
 
 
 def is_one_of_several(graph: Graph) -> bool:
@@ -79,7 +82,9 @@ def is_one_of_several(graph: Graph) -> bool:
 
 
 class Dispatched:
-    """One graph of Dynamo's with its variants. family: what a plan may choose from, once it was traced for that."""
+    """One graph of Dynamo's with its variants. family: what a plan may choose from, once it was traced for that. turn_bytes:
+    what eager code takes between its forward and its backward; None: not measured. limits: of its own plan. outgrown: how often
+    it was planned again for memory outside."""
 
     def __init__(self, graph: Graph, again: Retraceable, first: Compiled) -> None:
         self.graph = replace(graph, module=again.graph, inputs=again.inputs)  # real inputs would live on
@@ -91,6 +96,8 @@ class Dispatched:
         self._family: Family | None = None
         self._in_slices = False  # whether the family was asked for variants in slices
         self._lacking_bytes = 0
+        self.turn_bytes: int | None = None
+        self.limits, self.outgrown = graph.limits, 0
         GRAPHS[self.number] = self
 
     @property
@@ -155,26 +162,41 @@ class Dispatched:
             self._compiled[recipe.identity] = compiled
         return compiled
 
-    def plan_alone(self, config: OffloadConfig, lacking_bytes: int = 0) -> None:
+    def limits_now(self, config: OffloadConfig) -> Limits:
+        """What holds now for a plan of its own: with what is allocated, and what was learnt."""
+        limits, first = least(resolve_limits(config, self.again.inputs), config), self.graph.limits
+        budget, turn_bytes = limits.device_budget_bytes, self.turn_bytes
+        if budget is not None:
+            if turn_bytes and not limits.explicit and self.device.type == "cuda":  # its blocks must fit in one piece each
+                budget = min(budget, device_budget_now(self.device, limits.reserve_bytes, of_a_step=True))
+            limits = replace(limits, device_budget_bytes=budget - self._lacking_bytes)
+        if config.reserve != "auto":  # for what came meanwhile
+            reserve = max(0, limits.reserve_bytes - max(0, limits.static_bytes - first.static_bytes))
+            limits = replace(limits, reserve_bytes=reserve)
+        return replace(limits, downstream=first.downstream, turn_bytes=turn_bytes)
+
+    def plan_alone(self, config: OffloadConfig, lacking_bytes: int = 0, budget_bytes: int | None = None) -> None:
         """Run under a plan of its own for another configuration, from now on: as it was compiled before, or now.
 
         Args:
             lacking_bytes: device memory that was missing, and is left free by this plan and those after it.
+            budget_bytes: in place of what the configuration says.
 
         Raises:
             BudgetError: no plan meets the budget.
         """
         self._lacking_bytes += lacking_bytes
-        limits = least(resolve_limits(config, self.again.inputs), config)
-        limits = replace(limits, downstream=self.graph.limits.downstream)
-        if limits.device_budget_bytes is not None:
-            limits = replace(limits, device_budget_bytes=limits.device_budget_bytes - self._lacking_bytes)
+        limits = self.limits_now(config)
+        if budget_bytes is not None:
+            limits = replace(limits, device_budget_bytes=budget_bytes)
         name = f"alone {config.digest()} {limits.quantised()}"
         compiled = self._compiled.get(name)
         if compiled is None:
             graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs, config=config, limits=limits)
-            compiled = self._compiled[name] = made_or_in_slices(graph, self.again.copy, self._alone)
-        self.first = compiled
+            compiled = made_or_in_slices(graph, self.again.copy, self._alone)
+            function = watch_budget(compiled.function, compiled.key, config, limits)
+            compiled = self._compiled[name] = replace(compiled, function=function)
+        self.first, self.limits = compiled, limits
 
     def _alone(self, graph: Graph) -> Compiled:
         with self.again.traced():

@@ -19,6 +19,8 @@ from graphoffload.compiler.pipeline import Rewritten, rewrite
 from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, session_of_joint
 from graphoffload.errors import ConfigError, FallbackWarning, NotOffloadedWarning, warn
+from graphoffload.facts.limits import Limits
+from graphoffload.facts.plan import Plan
 from graphoffload.log import log, say
 from graphoffload.monitor.caveats import asks_for_cuda_graphs, host_time_note, warn_of_surroundings
 from graphoffload.options.config import OffloadConfig
@@ -127,19 +129,23 @@ def partition_fn(gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any)
     return OffloadPartitioner(config)(gm, joint_inputs, **kwargs)
 
 
+def summary_of(plan: Plan, config: OffloadConfig, limits: Limits) -> str:
+    """The one line about a plan that was made for a configuration."""
+    hardware = hardware_of(config.hardware, plan.device)
+    return summary_line(
+        plan,
+        device_bytes=None if hardware.source == "cpu" else hardware.memory_bytes,
+        budget_bytes=limits.device_budget_bytes if config.has_budget else None,
+        reserved_for="optimizer state" if config.reserve == "auto" else "",
+        hint=plan.hint,
+    )
+
+
 def _announce(rewritten: Rewritten, joint: GraphModule, session: CompileSession) -> None:
     """Say the plan's one line, keep what it predicts, and write the dump that was asked for."""
-    config, limits = session.config, session.limits
+    config = session.config
     hardware = hardware_of(config.hardware, rewritten.plan.device)
-    device_bytes = None if hardware.source == "cpu" else hardware.memory_bytes
-    budget_bytes = limits.device_budget_bytes if config.has_budget else None
-    summary = summary_line(
-        rewritten.plan,
-        device_bytes=device_bytes,
-        budget_bytes=budget_bytes,
-        reserved_for="optimizer state" if config.reserve == "auto" else "",
-        hint=rewritten.hint,
-    )
+    summary = summary_of(replace(rewritten.plan, hint=rewritten.hint), config, session.limits)
     named = "" if config.hardware == "measure" or hardware.source == "cpu" else hardware.name
     plan = replace(
         rewritten.plan,

@@ -71,7 +71,7 @@ def rewrite(request: Request) -> Rewritten:
         GraphOffloadError: a budget that cannot be met, contradictory tags, patterns that match nothing, a broken safety rule.
     """
     try:
-        trial = _trial(request)
+        trial = _within(request)
     except BudgetError as error:
         if not (cache := _cache_of(request)):
             raise
@@ -99,7 +99,8 @@ def rewrite(request: Request) -> Rewritten:
     if not plan.changes_anything:
         as_torch_has_it(analysis.pair)
     recipe = request.session.recipe
-    plan = replace(plan, outputs_held=analysis.outputs_stay, variant="" if recipe is None else recipe.name)
+    variant, turn = "" if recipe is None else recipe.name, analysis.turn_bytes
+    plan = replace(plan, outputs_held=analysis.outputs_stay, variant=variant, turn_bytes=turn)
     before = _copies(analysis.pair) if request.config.dump_dir else None
     names = tuple(None if node is None else node.name for node in graph_outputs(analysis.pair.forward))
     graphs = save_memory_once(insert_reloads(insert_offloads(analysis.pair, plan), plan), plan)
@@ -112,6 +113,17 @@ def rewrite(request: Request) -> Rewritten:
     candidates = instance.program.candidates
     keep = decided.keep_timeline
     return Rewritten(graphs, plan, before, trial.timeline, keep, instance.kernels, hint, candidates, trial.layers)
+
+
+def _within(request: Request) -> Trial:
+    """A trial that has room for an eager loss. What is only estimated is no reason to refuse."""
+    try:
+        return _trial(request)
+    except BudgetError:
+        if not request.estimates_turn:
+            raise
+    request.session.limits = replace(request.limits, turn_bytes=0)
+    return _trial(request)
 
 
 def _trial(request: Request) -> Trial:

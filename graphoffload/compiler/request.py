@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from graphoffload.analysis.chains import Chain
+from graphoffload.analysis.outputs import loss_bytes
 from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.compiler.constraints import Constraint, constraints_for
 from graphoffload.compiler.session import CompileSession
@@ -18,6 +19,7 @@ from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution
+from graphoffload.options.policies import is_fixed
 from graphoffload.passes.prepare_joint import Binding
 from graphoffload.patience import Patience
 from graphoffload.planner.solver import Least
@@ -57,6 +59,15 @@ class Request:
         return self.session.limits
 
     @property
+    def estimates_turn(self) -> bool:
+        """Whether the memory of eager code between forward and backward is not known, and has to fit all the same: all of the
+        device is planned for. A step has it in what was recorded of its graphs."""
+        limits, session = self.limits, self.session
+        unknown = limits.turn_bytes is None and session.recipe is None and not session.is_part
+        fills = not limits.explicit and limits.device_budget_bytes is not None
+        return unknown and fills and not is_fixed(self.config.policy)
+
+    @property
     def num_fwd_outputs(self) -> int:
         """How many forward outputs are the model's own."""
         return int(self.arguments["num_fwd_outputs"])
@@ -86,6 +97,11 @@ class GraphAnalysis:
     thorough: bool = True  # a budget is refused only after the search for the least one, which the error names
     least: list[Least] = field(default_factory=list)  # of the instances looked at; shared by the analyses made of this one
     again: frozenset[str] = frozenset()  # operations that `pair` computes again in backward since a trial chose it
+
+    @property
+    def turn_bytes(self) -> int:
+        """Device memory of eager code between forward and backward: measured, or estimated where it has to fit."""
+        return loss_bytes(self.pair) if self.request.estimates_turn else self.request.limits.turn_bytes or 0
 
     @property
     def fuses(self) -> bool:

@@ -61,7 +61,8 @@ class Known:
 
     sequence: its graphs. after: the sequence that followed it last time. runs: recorded, until they are `facts`. plan: once
     there is one. asked: what the plan is for.
-    fixed: nothing is planned until something else is asked for. alone: it is one call of a graph that has a plan of its own.
+    fixed: nothing is planned until something else is asked for. alone: it is one call of a graph that has a plan of its own;
+    it is fixed once it is known what eager code takes beside it (alone.py).
     version: of the override that it was made under. taken_bytes: less memory than there seems to be, as an error taught.
     start_bytes: allocated at the start of the runs that the facts are of; planned_bytes: when it was planned, and what was to
     rise until the optimizer steps. rise: from run to run of a step.
@@ -203,11 +204,17 @@ def why_again(known: Known, device: torch.device, last: StepRun | None) -> str:
     return _exceeded(known, asked, plan, last) or _other_memory(known, asked, plan, device, last)
 
 
-def tolerated_bytes(asked: Asked) -> int:
-    """By how much a run may exceed its budget: no plan has the workspaces that libraries take inside their calls."""
-    if asked.budget_bytes is None:
+def tolerated_bytes(given_bytes: int | None) -> int:
+    """By how much a run may exceed its budget: no plan has the workspaces that libraries take inside their calls. None: no
+    budget was given."""
+    if given_bytes is None:
         return _MOST_EXCESS_BYTES
-    return min(_MOST_EXCESS_BYTES, max(_LEAST_EXCESS_BYTES, int(_EXCESS_SHARE * asked.budget_bytes)))
+    return min(_MOST_EXCESS_BYTES, max(_LEAST_EXCESS_BYTES, int(_EXCESS_SHARE * given_bytes)))
+
+
+def differs(nbytes: int, budget_bytes: int) -> bool:
+    """Whether so much memory more or less is worth another plan."""
+    return nbytes > max(_SAME_BYTES, int(_SAME_SHARE * budget_bytes))
 
 
 def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
@@ -217,7 +224,7 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
     excess = last.peak_bytes - budget
     as_planned = last.plan is plan and not last.off and known.followed > WARM
     own = as_planned and last.peak_bytes > last.start_peak_bytes
-    tolerated = tolerated_bytes(asked)
+    tolerated = tolerated_bytes(asked.budget_bytes)
     if own and excess <= tolerated:
         known.excess = None  # this plan did lower the peak: a later one above the budget has another cause
     if not own or excess <= tolerated or known.beyond:

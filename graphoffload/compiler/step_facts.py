@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -185,6 +185,23 @@ class _Record:
             for call in self.calls
             if (begin := self.at(kind, call)).event is not None and (end := self._marks.get((f"{kind} end", call))) is not None
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where a run of one call turns to its backward. peak_bytes: of the device there. taken_bytes: by eager code, above what
+    forward leaves."""
+
+    peak_bytes: int
+    taken_bytes: int
+
+
+def turn_of(run: StepRun) -> Turn:
+    """The turn of a recorded run of one call."""
+    record, start, end = _Record(run), ("forward end", 0), ("backward", 0)
+    left = record.at(*start).allocated_bytes
+    peak = max(left, record.at(*end).allocated_bytes) + record.above_bytes(start, end)
+    return Turn(peak, peak - left)
 
 
 def _outside(mark: Mark, limits: Limits) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
+from graphoffload.compiler.alone import learn_turn, plan_if_outgrown
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_again import WARM, Known, learn_shortage
@@ -89,7 +90,7 @@ def next_run(graph: Dispatched) -> StepRun:
     known = _expected(device, graph.number)
     if known is not None and known.ran is not None:
         last, known.ran = known.ran, None
-    if known is not None and known.fixed and known.version != OVERRIDE.version:
+    if known is not None and (known.fixed or known.alone) and known.version != OVERRIDE.version:
         known.version = OVERRIDE.version
         if known.alone:
             graph.plan_alone(config_of(graph))
@@ -98,6 +99,8 @@ def next_run(graph: Dispatched) -> StepRun:
             known.begin_goal()
     if known is not None:
         say_what_was_refused(known)
+        if known.alone and latest is not None and latest.streams is not None and not latest.twin:
+            plan_if_outgrown(graph, latest.streams.allocated_bytes()[0])
     step = () if known is None else known.sequence
     flying = sum(run.step == step for run in STEPS.alive.get(device, ()))
     may = known is None or (known.takes_off(flying) and not known.fixed)
@@ -199,9 +202,12 @@ def _learn(device: torch.device, run: StepRun) -> None:
         known.inside = True
         known.fixed, known.alone = known.fixed and not known.alone, False
     if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant and not known.alone and not known.inside:
-        known.fixed = known.alone = True
+        known.alone = True
         plans_none()
-    if not known.fixed and known.proposal is None:
+    if known.alone and not known.fixed and (len(known.runs) >= RECORDED or not run.recording):
+        known.fixed, known.runs = True, []
+        learn_turn(GRAPHS[sequence[0]], run)
+    if not known.fixed and not known.alone and known.proposal is None:
         _count_changing(run)
 
 

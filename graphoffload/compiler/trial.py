@@ -184,6 +184,7 @@ def instance_of(analysis: GraphAnalysis) -> Instance:
         static_bytes=analysis.request.limits.static_bytes,
         chains=analysis.chains,
         reserve_bytes=analysis.request.limits.reserve_bytes,
+        turn_bytes=analysis.turn_bytes,
         outputs_stay=analysis.outputs_stay,
         unfused_bytes=analysis.unfused_bytes,
         measured=measured,

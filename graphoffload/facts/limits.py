@@ -19,6 +19,8 @@ class Limits:
         shared: several graphs share the budget, and this graph is not the first. The runtime keeps those of their offloaded
             tensors on the device that fit together.
         downstream: the graph reads results of other trained graphs.
+        turn_bytes: device memory that eager code takes between forward and backward, such as a loss, above what forward leaves.
+            None: not measured yet.
         host_auto: the host budget is a share of the host memory that was available when it was resolved.
         host_locked: the host budget is the memory that this user may lock.
     """
@@ -30,6 +32,7 @@ class Limits:
     host_budget_bytes: int | None = None
     shared: bool = False
     downstream: bool = False
+    turn_bytes: int | None = None
     host_auto: bool = False
     host_locked: bool = False
 

@@ -107,6 +107,7 @@ class Plan:
         hint: what the user could change, for the line of the plan or of its step.
         variant: name of the recipe that the graph is compiled by, where the plan of a step says which; "" if planned alone.
         outputs_held: the predicted peak includes the model's outputs throughout backward.
+        turn_bytes: what the predicted peak includes of eager code between forward and backward, such as a loss.
     """
 
     key: str
@@ -127,6 +128,7 @@ class Plan:
     outputs_held: bool = True
     variant: str = ""
     hint: str = ""
+    turn_bytes: int = 0
 
     def suits_host(self, host_budget_bytes: int | None) -> bool:
         """Whether this plan is right for so much host memory.

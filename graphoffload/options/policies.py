@@ -46,6 +46,11 @@ PatternPairs: TypeAlias = tuple[tuple[str, str], ...]
 StoredPolicy: TypeAlias = str | PatternPairs | Callable[[SavedTensor], Action | None]
 
 
+def is_fixed(policy: object) -> bool:
+    """Whether it asks the same of every activation, so that nothing is left to plan."""
+    return isinstance(policy, str) and policy in ACTIONS
+
+
 def normalize_policy(value: object) -> StoredPolicy:
     """A policy as the configuration stores it: a name, a tuple of (pattern, action) pairs, or the callable itself.
 

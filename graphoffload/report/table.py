@@ -196,9 +196,9 @@ def _caveats(plan: Plan, reserved_for: str) -> list[str]:
     reserve = plan.prediction.reserve_bytes
     reserved = f"{format_bytes(reserve)} of the peak are reserved{f' for {reserved_for}' * bool(reserved_for)}"
     caveats = [reserved] * bool(reserve) + ["the peak is this graph's alone, one of several"] * plan.part
-    if not plan.outputs_held:
-        caveats.append("only if nothing keeps the model's outputs")
-    return caveats
+    if plan.turn_bytes:
+        caveats.append(f"{format_bytes(plan.turn_bytes)} are for eager code between forward and backward, such as a loss")
+    return caveats + ["only if nothing keeps the model's outputs"] * (not plan.outputs_held)
 
 
 def table_of(

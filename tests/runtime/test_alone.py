@@ -1,0 +1,238 @@
+"""Eager code between the forward and the backward of a graph that is planned alone: what it takes is learnt in two runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lazy import CPU, LazyStreams, clean_slate, lazy_steps
+from torch import Tensor, nn
+
+import graphoffload
+from graphoffload.analysis.program import TURN
+from graphoffload.compiler import alone, device_limits, step_again
+from graphoffload.errors import BudgetExceededWarning
+from graphoffload.facts.plan import Plan
+from graphoffload.testing.attention import HIDDEN
+from graphoffload.units import format_bytes
+from tests.runtime.stepping import OPTIONS, Whole, assert_equal
+
+__all__ = ["clean_slate"]
+
+KB = 1024
+
+
+@pytest.fixture
+def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyStreams]:
+    """Every byte counts, and no step before this one does."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(alone, "_ROUNDED", 1)
+    monkeypatch.setattr(alone, "tolerated_bytes", lambda _: 0)
+    with lazy_steps() as lazy:
+        yield lazy
+    torch._dynamo.reset()
+
+
+class Scores(Whole):
+    """A model in one graph, which returns scores of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, 8 * HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As it says."""
+        y: Tensor = self.head(super().forward(x))
+        return y
+
+
+def plain() -> nn.Module:
+    """A model, always with the same parameters."""
+    torch.manual_seed(0)
+    return Scores()
+
+
+def inputs() -> Tensor:
+    """Of a batch, always the same."""
+    return torch.randn(64, 32, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+
+def whole(**options: Any) -> nn.Module:
+    """A model that is compiled as a whole."""
+    model = plain()
+    model.compile(backend=graphoffload.OffloadBackend(graphoffload.OffloadConfig(**{**OPTIONS, **options})))
+    return model
+
+
+def plan_of(**options: Any) -> Plan:
+    """What is planned for a model, without training."""
+    (plan,) = graphoffload.explain(plain(), graphoffload.OffloadConfig(**{**OPTIONS, **options}))(inputs()).plans
+    return plan
+
+
+def step(model: nn.Module, lazy: LazyStreams, left: int = 0, taken: int = 0) -> tuple[list[Tensor | None], list[str]]:
+    """One step whose forward leaves so many bytes, and whose loss takes so many more. Its gradients, and its warnings."""
+    model.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lazy.allocated = left, left
+        loss = model(inputs()).square().sum()
+        lazy.allocated = left, left + taken
+        loss.backward()
+        lazy.allocated = 0, left + taken
+    texts = [str(w.message) for w in caught if issubclass(w.category, BudgetExceededWarning)]
+    return [parameter.grad for parameter in model.parameters()], texts
+
+
+def budget_of(share: float) -> int:
+    """Between the least peak and that of keep-all."""
+    keep = plan_of(policy="keep").prediction.keep_peak_bytes
+    least = plan_of(policy="offload").prediction.predicted_peak_bytes
+    return int(least + share * (keep - least))
+
+
+def now() -> Plan:
+    """The latest plan."""
+    return graphoffload.last_plans()[-1]
+
+
+def test_a_loss_that_breaks_the_budget_is_planned_with(lazy: LazyStreams) -> None:
+    """Two runs by the first plan, a warning with the numbers, and the same gradients by the second plan."""
+    budget = budget_of(0.8)
+    expected, _ = step(plain(), lazy)
+    model, taken = whole(device_budget=budget), budget_of(1.0) - budget_of(0.0)
+    for _ in range(2):
+        found, texts = step(model, lazy, budget - taken // 2, taken)
+        assert_equal(found, expected)
+        assert not texts
+    first = now()
+    assert first.turn_bytes == 0
+    found, (text,) = step(model, lazy, budget - taken, taken)
+    assert_equal(found, expected)
+    assert f"was exceeded by {format_bytes(taken - taken // 2)} in the first steps" in text
+    assert "eager code such as a loss takes" in text
+    assert now().key != first.key
+    assert now().turn_bytes == taken
+    assert now().prediction.predicted_peak_bytes <= budget
+    assert now().bytes_of("keep") < first.bytes_of("keep")
+    second = now()
+    for _ in range(3):
+        found, texts = step(model, lazy, budget - taken, taken)
+        assert_equal(found, expected)
+        assert not texts
+    assert now() == second
+
+
+def test_a_loss_that_fits_is_in_the_prediction(lazy: LazyStreams) -> None:
+    """Nothing is compiled again, and the peak is the step's from then on."""
+    budget = 2 * budget_of(1.0)
+    model, taken = whole(device_budget=budget), budget_of(1.0) // 2
+    step(model, lazy, KB, taken)
+    step(model, lazy, KB, taken)
+    before = now()
+    _, texts = step(model, lazy, KB, taken)
+    assert not texts
+    assert now().key == before.key
+    assert now().turn_bytes == taken
+    turn_bytes = plan_of(device_budget=budget).prediction.predicted_peak_bytes
+    assert before.prediction.predicted_peak_bytes == turn_bytes
+    assert now().prediction.predicted_peak_bytes > turn_bytes
+    assert now().prediction.predicted_peak_bytes == now().prediction.keep_peak_bytes
+    assert "eager code between forward and backward" in now().summary
+
+
+def test_no_plan_has_room_for_the_loss(lazy: LazyStreams) -> None:
+    """Training goes on by the least plan, and a warning says what is missing."""
+    budget = budget_of(0.5)
+    expected, _ = step(plain(), lazy)
+    model, taken = whole(device_budget=budget), 2 * budget
+    step(model, lazy, KB, taken)
+    step(model, lazy, KB, taken)
+    found, (broken, least) = step(model, lazy, KB, taken)
+    assert_equal(found, expected)
+    assert "was exceeded by" in broken
+    assert "by the plan that takes least" in least
+    assert f"at '{TURN}'" in least
+    assert now().prediction.predicted_peak_bytes > budget
+    _, texts = step(model, lazy, KB, taken)
+    assert not texts
+
+
+def test_another_budget_is_planned_with_what_the_loss_takes(lazy: LazyStreams) -> None:
+    """Also one that is set before it is known."""
+    low, high, taken = budget_of(0.5), budget_of(0.9), (budget_of(1.0) - budget_of(0.0)) // 4
+    model = whole(device_budget=2 * high)
+    step(model, lazy, KB, taken)
+    graphoffload.set_budget(high)
+    step(model, lazy, KB, taken)
+    assert now().prediction.predicted_peak_bytes <= high
+    step(model, lazy, KB, taken)
+    assert now().turn_bytes == taken
+    graphoffload.set_budget(low)
+    step(model, lazy, KB, taken)
+    assert now().turn_bytes == taken
+    assert now().prediction.predicted_peak_bytes <= low
+
+
+def test_the_turn_is_the_last_step_of_forward() -> None:
+    """What it takes stands beside everything that is kept, and holds up the plans that need it."""
+    config = graphoffload.OffloadConfig(**{**OPTIONS, "device_budget": "auto"})
+    torch._dynamo.reset()
+    (plan,) = graphoffload.explain(plain(), config)(inputs()).plans
+    scores = 8 * inputs().numel()
+    assert plan.turn_bytes == 12 * scores, "all of a device is planned for: an eager loss in float32 is estimated"
+    (keep,) = graphoffload.explain(plain(), config.with_options(policy="keep"))(inputs()).plans
+    assert keep.turn_bytes == 0
+    assert plan.prediction.keep_peak_bytes > keep.prediction.keep_peak_bytes
+
+
+def test_memory_outside_that_grows_is_planned_with(
+    lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as gradients that a second microbatch finds, or a copy of the parameters; what grows without end is given up."""
+    monkeypatch.setattr(step_again, "_SAME_BYTES", 1)
+    budget, grown = budget_of(0.9), (budget_of(1.0) - budget_of(0.0)) // 2
+    static = device_limits._static_bytes
+    expected, _ = step(plain(), lazy)
+    model = whole(device_budget=budget)
+    for _ in range(3):
+        step(model, lazy, KB)
+    first = now()
+    inputs_bytes = static(CPU, [*model.parameters(), inputs()])
+    monkeypatch.setattr(device_limits, "_static_bytes", lambda *of: static(*of) + grown)
+    found, texts = step(model, lazy, inputs_bytes + grown)
+    assert_equal(found, expected)
+    assert not texts
+    second = now()
+    assert second.key != first.key
+    assert first.prediction.predicted_peak_bytes <= second.prediction.predicted_peak_bytes <= budget
+    assert second.bytes_of("keep") < first.bytes_of("keep")
+    step(model, lazy, inputs_bytes + grown)
+    assert now() == second
+    for times in range(2, 6):
+        monkeypatch.setattr(device_limits, "_static_bytes", lambda *of, times=times: static(*of) + times * grown)
+        step(model, lazy, inputs_bytes + times * grown)
+    assert capsys.readouterr().err.count("more are allocated outside") == alone._MOST_AGAIN
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Whole()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and what it is of."""
+        y = self.body(x)
+        return y.square().mean(), y
+
+
+def test_nothing_is_estimated_for_a_model_with_its_loss() -> None:
+    torch._dynamo.reset()
+    config = graphoffload.OffloadConfig(**{**OPTIONS, "device_budget": "auto"})
+    (plan,) = graphoffload.explain(WithLoss(), config)(inputs()).plans
+    assert plan.turn_bytes == 0
