@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,7 @@ _MARGIN_OF_RESERVE = 1 / 16
 _MARGIN_OF_PIECES = {False: 1 / 32, True: 1 / 64}
 _PIECES_BY_PAGES = 768 * 2**20  # 40 blocks that each keep one small tensor, which a page of 20 MiB is held for
 _HOST_SHARE = 0.8
+_UNKNOWN_SHARE = 1 / 64  # of what is allocated: what is no input of a graph may be garbage
 _ROOMY = 0.9  # of the memory: what needs no more has no trouble with memory in pieces
 
 
@@ -62,10 +64,17 @@ def device_of(inputs: Iterable[Any]) -> torch.device:
 
 
 def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:
-    if device.type == "cuda":
-        _allocate_workspaces(device)
-        return int(torch.cuda.memory_allocated(device))
-    return sum({storage_id(value): example_storage_nbytes(value) for value in inputs}.values())
+    """What is allocated besides saved activations. A model that was deleted is a cycle, which Python may not have collected:
+    it would be planned around for good."""
+    known = sum({storage_id(value): example_storage_nbytes(value) for value in inputs}.values())
+    if device.type != "cuda":
+        return known
+    _allocate_workspaces(device)
+    allocated = int(torch.cuda.memory_allocated(device))
+    if allocated - known > _UNKNOWN_SHARE * allocated:
+        gc.collect()
+        allocated = int(torch.cuda.memory_allocated(device))
+    return allocated
 
 
 def _allocate_workspaces(device: torch.device) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -180,3 +182,28 @@ def test_inputs_of_symbolic_size_count_as_those_of_this_call() -> None:
     plans = len(graphoffload.last_plans())
     compiled(torch.randn(500, 8)).sum().backward()
     assert len(graphoffload.last_plans()) == plans
+
+
+class Cycle:
+    """What only Python's garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_only_garbage_holds_is_not_planned_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was deleted. Nothing is collected where the graph's inputs are all there is."""
+    device, inputs = torch.device("cuda"), [torch.empty(250_000)]
+    cycle = Cycle()
+    alive = weakref.ref(cycle)
+    monkeypatch.setattr(limits, "_allocate_workspaces", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10**9 if alive() else 10**6)
+    gc.disable()
+    try:
+        del cycle
+        assert alive() is not None
+        assert limits._static_bytes(device, inputs) == 10**6
+        monkeypatch.setattr(gc, "collect", lambda: pytest.fail("there is nothing to collect"))
+        assert limits._static_bytes(device, inputs) == 10**6
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -116,6 +117,7 @@ def accumulated(words: Tensor, ema_from: int, **how: Any) -> tuple[list[Tensor],
     """Steps of two microbatches, with an average of the parameters from one of them on: gradients of the last step, and the
     peak of the last two."""
     torch._dynamo.reset()
+    gc.collect()
     torch.manual_seed(0)
     model = Losses().to("cuda", torch.bfloat16)
     model.compile(dynamic=False, **how)
@@ -134,11 +136,12 @@ def accumulated(words: Tensor, ema_from: int, **how: Any) -> tuple[list[Tensor],
     return [p.grad.cpu() for p in model.parameters() if p.grad is not None], torch.cuda.max_memory_allocated()
 
 
-def test_what_is_allocated_later_is_planned_with(words: Tensor) -> None:
+def test_what_is_allocated_later_is_planned_with(words: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
     """The gradients that a second microbatch finds, and an average of the parameters in the middle of training."""
     expected, keep = accumulated(words, 3)
     budget = int(0.93 * keep)
     found, peak = accumulated(words, 3, backend="graphoffload", options={"device_budget": budget})
+    assert capsys.readouterr().err.count("more are allocated outside") in (1, 2)
     assert_alike(found, expected)
     assert registry.last_plans()[-1].changes_anything
     assert peak <= budget
