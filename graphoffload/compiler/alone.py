@@ -5,7 +5,8 @@
     run 1           by a plan that has an estimate of it if all of the device is to be filled, and nothing of it under a budget
     run 2           watched: by how much memory rises above what forward leaves
     run 3           by another plan, if the budget is broken there, or the estimate keeps a good part of it for nothing
-    any run         by another plan, if so much more is allocated when it begins that the budget would be broken
+    any run         by another plan, if so much more is allocated when it begins that the budget would be broken, or if another
+                    process took what was planned with
 
 The calls of a step of several graphs have all that in what was recorded of each (step_facts.py, step_again.py).
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from graphoffload.compiler.device_limits import device_budget_now
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.compiler.partitioner import summary_of
 from graphoffload.compiler.step_again import differs, tolerated_bytes
@@ -33,6 +35,8 @@ from graphoffload.units import format_bytes
 
 _ROUNDED = 4 * 2**20
 """Upwards, so that two runs of a program have the same plan."""
+_LOOK_EVERY = 8
+"""Runs between two looks at what the device has free."""
 _MOST_AGAIN = 3
 """What grows more often grows without end. Each plan of a whole model costs a compile."""
 
@@ -57,11 +61,24 @@ def plan_if_outgrown(graph: Dispatched, allocated_bytes: int) -> None:
         return
     needed = plan.prediction.predicted_peak_bytes + more
     made = more - limits.reserve_bytes  # what was reserved for is there by now
-    if not differs(made, budget) or needed <= budget or config_of(graph).max_slowdown is not None:
+    lost = _lost_bytes(graph, budget)
+    outgrown = differs(made, budget) and needed > budget
+    squeezed = differs(lost, budget) and max(needed, plan.prediction.predicted_peak_bytes) > budget - lost
+    if not (outgrown or squeezed) or config_of(graph).max_slowdown is not None:
         return
     graph.outgrown += 1
-    say(f"{graph.graph.name}: planned again: {format_bytes(made)} more are allocated outside")
+    why = f"{format_bytes(made)} more are allocated outside"
+    say(f"{graph.graph.name}: planned again: {why if outgrown else f'{format_bytes(lost)} less are free on the device'}")
     _plan(graph)
+
+
+def _lost_bytes(graph: Dispatched, budget_bytes: int) -> int:
+    """How much less the device has for this process than was planned with, as another one came. The driver is asked now and
+    then."""
+    graph.looks += 1
+    if graph.limits.explicit or graph.device.type != "cuda" or graph.looks % _LOOK_EVERY:
+        return 0
+    return budget_bytes - device_budget_now(graph.device, graph.limits.reserve_bytes, of_a_step=bool(graph.limits.turn_bytes))
 
 
 def _plan_if_it_matters(graph: Dispatched, config: OffloadConfig, limits: Limits, peak_bytes: int) -> bool:

@@ -84,7 +84,7 @@ def is_one_of_several(graph: Graph) -> bool:
 class Dispatched:
     """One graph of Dynamo's with its variants. family: what a plan may choose from, once it was traced for that. turn_bytes:
     what eager code takes between its forward and its backward; None: not measured. limits: of its own plan. outgrown: how often
-    it was planned again for memory outside."""
+    it was planned again for memory outside. looks: how often it was asked whether it has to be."""
 
     def __init__(self, graph: Graph, again: Retraceable, first: Compiled) -> None:
         self.graph = replace(graph, module=again.graph, inputs=again.inputs)  # real inputs would live on
@@ -97,7 +97,8 @@ class Dispatched:
         self._in_slices = False  # whether the family was asked for variants in slices
         self._lacking_bytes = 0
         self.turn_bytes: int | None = None
-        self.limits, self.outgrown = graph.limits, 0
+        self.limits = graph.limits
+        self.outgrown = self.looks = 0
         GRAPHS[self.number] = self
 
     @property

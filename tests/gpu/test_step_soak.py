@@ -27,8 +27,10 @@ from graphoffload.runtime.pinned import pool, window
 
 STEPS = int(os.environ.get("SOAK_STEPS", "2000"))
 ROWS = (1024, 1280, 1536, 1792, 2048)
+ROUNDS = 4
+EVERY = max(1, min(10, STEPS // ROUNDS // len(EVENTS)))  # in the first round each event happens: two at once hold the most
 COURSE = Course(
-    STEPS, ROWS, shares=(0.02, 0.3, 0.7), rounds=4, every=10, looks=max(1, STEPS // 80), blocks=6, width=512, device="cuda"
+    STEPS, ROWS, (0.02, 0.3, 0.7), ROUNDS, every=EVERY, looks=max(1, STEPS // 80), blocks=6, width=512, device="cuda"
 )
 SHORT = Course(24, ROWS[-1:], shares=(0.05,), rounds=1, every=10, blocks=6, width=512, device="cuda")
 SLOW_COPIES = Disturbance("slow copies", before_ms=5.0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import graphoffload
 from graphoffload.analysis.program import TURN
 from graphoffload.compiler import alone, device_limits, step_again
+from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.errors import BudgetExceededWarning
 from graphoffload.facts.plan import Plan
 from graphoffload.testing.attention import HIDDEN
@@ -23,6 +24,7 @@ from tests.runtime.stepping import OPTIONS, Whole, assert_equal
 __all__ = ["clean_slate"]
 
 KB = 1024
+CONFIG = graphoffload.OffloadConfig(**{**OPTIONS, "device_budget": "auto"})
 
 
 @pytest.fixture
@@ -179,12 +181,11 @@ def test_another_budget_is_planned_with_what_the_loss_takes(lazy: LazyStreams) -
 
 def test_the_turn_is_the_last_step_of_forward() -> None:
     """What it takes stands beside everything that is kept, and holds up the plans that need it."""
-    config = graphoffload.OffloadConfig(**{**OPTIONS, "device_budget": "auto"})
     torch._dynamo.reset()
-    (plan,) = graphoffload.explain(plain(), config)(inputs()).plans
+    (plan,) = graphoffload.explain(plain(), CONFIG)(inputs()).plans
     scores = 8 * inputs().numel()
     assert plan.turn_bytes == 12 * scores, "all of a device is planned for: an eager loss in float32 is estimated"
-    (keep,) = graphoffload.explain(plain(), config.with_options(policy="keep"))(inputs()).plans
+    (keep,) = graphoffload.explain(plain(), CONFIG.with_options(policy="keep"))(inputs()).plans
     assert keep.turn_bytes == 0
     assert plan.prediction.keep_peak_bytes > keep.prediction.keep_peak_bytes
 
@@ -218,6 +219,30 @@ def test_memory_outside_that_grows_is_planned_with(
     assert capsys.readouterr().err.count("more are allocated outside") == alone._MOST_AGAIN
 
 
+def test_another_process_takes_memory(
+    lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under "auto" what the device has free is looked at now and then."""
+    expected, _ = step(plain(), lazy)
+    model = whole(device_budget="auto")
+    for _ in range(3):
+        step(model, lazy, KB)
+    monkeypatch.setattr(step_again, "_SAME_BYTES", 1)
+    monkeypatch.setattr(step_again, "_SAME_SHARE", 0)
+    lost = []
+    monkeypatch.setattr(alone, "_lost_bytes", lambda graph, budget: lost[0] if lost else 0)
+    step(model, lazy, KB)
+    assert "planned again" not in capsys.readouterr().err
+    left = budget_of(0.8)
+    lost.append(resolve_limits(CONFIG, [inputs()]).device_budget_bytes - left)
+    monkeypatch.setattr(device_limits, "_device_budget", lambda *of: left)
+    found, _ = step(model, lazy, KB)
+    assert_equal(found, expected)
+    assert "less are free on the device" in capsys.readouterr().err
+    assert now().changes_anything
+    assert now().prediction.predicted_peak_bytes <= left
+
+
 class WithLoss(nn.Module):
     """A model that computes its loss itself."""
 
@@ -233,6 +258,5 @@ class WithLoss(nn.Module):
 
 def test_nothing_is_estimated_for_a_model_with_its_loss() -> None:
     torch._dynamo.reset()
-    config = graphoffload.OffloadConfig(**{**OPTIONS, "device_budget": "auto"})
-    (plan,) = graphoffload.explain(WithLoss(), config)(inputs()).plans
+    (plan,) = graphoffload.explain(WithLoss(), CONFIG)(inputs()).plans
     assert plan.turn_bytes == 0
