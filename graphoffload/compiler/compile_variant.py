@@ -50,7 +50,8 @@ _graphs = itertools.count()
 @dataclass(frozen=True, slots=True)
 class Graph:
     """One Dynamo graph and what it is compiled for. inputs: as Dynamo gave them, or the fake ones that it traced. activations:
-    which of them, by position, other graphs computed. slices: of the tokens, in which its MLPs are computed."""
+    which of them, by position, other graphs computed. slices: of the tokens, in which its MLPs are computed. learnt: what plans
+    differ in that were made again while it ran."""
 
     module: GraphModule
     inputs: Sequence[Any]
@@ -61,13 +62,16 @@ class Graph:
     device_name: str
     activations: tuple[int, ...] = ()
     slices: int = 0
+    learnt: str = ""
 
     def session(self, key: str, purpose: Purpose, recipe: Recipe | None, *, of_a_step: bool = False) -> CompileSession:
         """A compile of this graph, alone or as a part of a step."""
         parameters = partitioning.parameter_positions(self.module.graph, self.inputs)
-        activations = self.activations if of_a_step or recipe is not None else ()
+        part = of_a_step or recipe is not None
+        activations = self.activations if part else ()
+        limits = replace(self.limits, turn_bytes=0) if part else self.limits  # a step has that in what was recorded
         return CompileSession(
-            self.config, self.limits, key, self.name, purpose, self.fragment, parameters, activations, recipe, self.slices
+            self.config, limits, key, self.name, purpose, self.fragment, parameters, activations, recipe, self.slices
         )
 
 
@@ -131,7 +135,7 @@ def compile_by(graph: Graph, recipe: Recipe | None) -> Compiled:
     graph = by_recipe(graph, recipe)
     config, limits = graph.config, graph.limits
     variant = "" if recipe is None else f"{recipe.identity} {graph.activations}"
-    extra = f"{limits.quantised()} {graph.device_name} {variant} {_planned_sizes(graph.inputs)}"
+    extra = f"{limits.quantised()} {graph.learnt} {graph.device_name} {variant} {_planned_sizes(graph.inputs)}"
     base = graph_key(graph.module, config, extra=extra)
     known = None if config.dump_dir else _stored(base, limits)  # torch's compile cache has no graphs to dump
     session = graph.session(known.key if known is not None else new_key(base), "run", recipe)

@@ -179,7 +179,13 @@ def _predicted(rewritten: Rewritten, session: CompileSession, hardware: str) -> 
     limit_bytes = None if budget is None else max(0, budget - session.limits.reserve_bytes)
     candidates = {candidate.name: candidate for candidate in rewritten.candidates}
     return Predicted(
-        rewritten.timeline, rewritten.keep_timeline, limit_bytes, hardware, candidates, rewritten.layers
+        rewritten.timeline,
+        rewritten.keep_timeline,
+        limit_bytes,
+        hardware,
+        candidates,
+        rewritten.layers,
+        rewritten.plan.turn_bytes,
     )
 
 

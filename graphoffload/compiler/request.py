@@ -61,9 +61,9 @@ class Request:
     @property
     def estimates_turn(self) -> bool:
         """Whether the memory of eager code between forward and backward is not known, and has to fit all the same: all of the
-        device is planned for. A step has it in what was recorded of its graphs."""
+        device is planned for."""
         limits, session = self.limits, self.session
-        unknown = limits.turn_bytes is None and session.recipe is None and not session.is_part
+        unknown = limits.turn_bytes is None and not session.is_part
         fills = not limits.explicit and limits.device_budget_bytes is not None
         return unknown and fills and not is_fixed(self.config.policy)
 

@@ -76,6 +76,7 @@ class Known:
     running when it was learnt: until their backwards have ended, or cannot come, and none is in flight, nothing is recorded.
     link: how fast its copies are. host: whether it keeps up. refused: an error that is to be said, since a run goes on.
     inside: it began while another run waited for its own backward. ran: the latest run of it, until the next one begins.
+    watched: runs whose allocations were recorded.
     """
 
     sequence: tuple[int, ...]
@@ -111,6 +112,7 @@ class Known:
     host: HostSeen = field(default_factory=HostSeen)
     inside: bool = False
     ran: StepRun | None = None
+    watched: int = 0
 
     @property
     def seen_together(self) -> bool:

@@ -156,6 +156,10 @@ class _Record:
         for mark in run.marks:
             self._marks.setdefault((mark.kind, mark.call), mark)
 
+    def has(self, kind: str, call: int) -> bool:
+        """Whether a moment came."""
+        return (kind, call) in self._marks
+
     def at(self, kind: str, call: int) -> Mark:
         """The mark of a moment."""
         return self._marks[kind, call]
@@ -189,19 +193,34 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Where a run of one call turns to its backward. peak_bytes: of the device there. taken_bytes: by eager code, above what
-    forward leaves."""
+    """Where a run of one call turns to its backward.
 
+    start_bytes: allocated when the run began. left_bytes: what forward leaves: its activations on the device, and its outputs.
+    peak_bytes: of the device, until backward begins. risen_bytes: by how much memory rises to it, where that was recorded.
+    before_backward_bytes: allocated beside the activations where backward begins.
+    """
+
+    start_bytes: int
+    left_bytes: int
     peak_bytes: int
-    taken_bytes: int
+    risen_bytes: int
+    before_backward_bytes: int
 
 
-def turn_of(run: StepRun) -> Turn:
-    """The turn of a recorded run of one call."""
+def turn_of(run: StepRun) -> Turn | None:
+    """The turn of a recorded run of one call; None for one that did not come to its backward."""
     record, start, end = _Record(run), ("forward end", 0), ("backward", 0)
-    left = record.at(*start).allocated_bytes
-    peak = max(left, record.at(*end).allocated_bytes) + record.above_bytes(start, end)
-    return Turn(peak, peak - left)
+    if not all(record.has(*moment) for moment in (("forward", 0), start, end)):
+        return None
+    left, right = record.at(*start), record.at(*end)
+    peak = max(left.allocated_bytes, right.allocated_bytes) + record.above_bytes(start, end)
+    return Turn(
+        start_bytes=record.at("forward", 0).allocated_bytes,
+        left_bytes=left.ours_bytes + sum(run.calls[0].output_bytes.values()),
+        peak_bytes=peak,
+        risen_bytes=peak - left.allocated_bytes,
+        before_backward_bytes=right.allocated_bytes - right.ours_bytes,
+    )
 
 
 def _outside(mark: Mark, limits: Limits) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphoffload.compiler.alone import learn_turn, plan_if_outgrown
+from graphoffload.compiler.alone import learn_from, plan_if_outgrown
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_again import WARM, Known, learn_shortage
@@ -37,6 +37,7 @@ from graphoffload.torch_internals.dynamo import ShapeGuardError
 
 _SEQUENCES = 64  # that are remembered, the latest
 _WINDOW = 64  # runs; a warning, if more than half of them were not the sequence that was planned
+_WATCHED = 3  # runs of a graph that is planned alone
 _IRREGULAR = 8  # runs in a row that no plan can be made of, before a warning
 
 
@@ -99,8 +100,8 @@ def next_run(graph: Dispatched) -> StepRun:
             known.begin_goal()
     if known is not None:
         say_what_was_refused(known)
-        if known.alone and latest is not None and latest.streams is not None and not latest.twin:
-            plan_if_outgrown(graph, latest.streams.allocated_bytes()[0])
+        if known.alone:
+            _look_at_alone(graph, known, latest)
     step = () if known is None else known.sequence
     flying = sum(run.step == step for run in STEPS.alive.get(device, ()))
     may = known is None or (known.takes_off(flying) and not known.fixed)
@@ -113,7 +114,7 @@ def next_run(graph: Dispatched) -> StepRun:
             known.flight_bytes = latest.streams.allocated_bytes()[0]
     plan = None if known is None else known.plan
     recording = known is None or (may and known.plan is None and not known.fixed and known.proposal is None)
-    watching = recording and known is not None and len(known.runs) == RECORDED - 1 and not known.flies
+    watching = recording and known is not None and _watches(known)
     if watching:
         collect_garbage(device)
     _PLANNER.tells = _PLANNER.tells if last is None else last.tells
@@ -132,6 +133,23 @@ def next_run(graph: Dispatched) -> StepRun:
             if not old.recording:
                 old.calls.clear()  # run and calls are a cycle: their memory is used again at once, not when it is collected
     return run
+
+
+def _look_at_alone(graph: Dispatched, known: Known, latest: StepRun | None) -> None:
+    """A run begins of a graph that is planned alone."""
+    if known.watched > _WATCHED:
+        known.fixed, known.runs = True, []
+    if latest is not None and latest.streams is not None and not latest.twin:
+        plan_if_outgrown(graph, latest.streams.allocated_bytes()[0])
+
+
+def _watches(known: Known) -> bool:
+    """Whether the allocations of the run that begins are recorded: it is the last one before something is learnt. Of a graph
+    that is planned alone only a few: forwards that are dropped teach nothing."""
+    if len(known.runs) != RECORDED - 1 or known.flies:
+        return False
+    known.watched += 1
+    return not known.alone or known.watched <= _WATCHED
 
 
 def _end(device: torch.device, graph: Dispatched, run: StepRun, lacking_bytes: int) -> None:
@@ -204,9 +222,9 @@ def _learn(device: torch.device, run: StepRun) -> None:
     if len(sequence) < 2 and not GRAPHS[sequence[0]].is_variant and not known.alone and not known.inside:
         known.alone = True
         plans_none()
-    if known.alone and not known.fixed and (len(known.runs) >= RECORDED or not run.recording):
-        known.fixed, known.runs = True, []
-        learn_turn(GRAPHS[sequence[0]], run)
+    if known.alone and not known.fixed and (len(known.runs) >= RECORDED or run.streams is None):
+        known.fixed, runs, known.runs = True, known.runs, []
+        learn_from(GRAPHS[sequence[0]], runs, asked_anew=known.version != OVERRIDE.version)
     if not known.fixed and not known.alone and known.proposal is None:
         _count_changing(run)
 

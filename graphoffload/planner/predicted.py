@@ -21,6 +21,7 @@ class Predicted:
         hardware: name of the profile that the times come from.
         candidates: by the name of the saved activation. Their uses are steps of the timeline.
         layers: of the timeline; its tuples are empty where they are unknown.
+        turn_bytes: what the timelines have of eager code between forward and backward.
     """
 
     timeline: Timeline
@@ -29,6 +30,7 @@ class Predicted:
     hardware: str = ""
     candidates: Mapping[str, Candidate] = field(default_factory=dict)
     layers: MemoryLayers = MemoryLayers()  # noqa: RUF009 (frozen)
+    turn_bytes: int = 0
 
 
 def in_plan_order(timeline: Timeline) -> list[Scheduled]:
