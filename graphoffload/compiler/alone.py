@@ -5,8 +5,8 @@
     run 1           by a plan that has an estimate of it if all of the device is to be filled, and nothing of it under a budget
     run 2           watched: by how much memory rises at the turn, and what lives throughout that was not there in run 1
     run 3           by another plan, if the budget is broken, or the estimate keeps a good part of it for nothing
-    any run         by another plan, if this run and the one before began with so much more that the budget would be broken, or
-                    if another process took what was planned with
+    any run         by another plan, if two of the latest runs began with so much more that the budget would be broken, or if
+                    another process took what was planned with
 
 What is freed between forward and backward is at the turn alone: the last step's outputs, or gradients where zero_grad() comes
 behind the loss. So what lives throughout is seen where backwards begin.
@@ -41,8 +41,6 @@ _ROUNDED = 4 * 2**20
 """Upwards, so that two runs of a program have the same plan."""
 _LOOK_EVERY = 8
 """Runs between two looks at what the device has free."""
-_FREED_RUNS = 8
-"""In a row: between the microbatches of one step, gradients come and go."""
 _MOST_AGAIN = 3
 """What grows more often grows without end. Each plan of a whole model costs a compile."""
 
@@ -74,20 +72,18 @@ def learn_from(graph: Dispatched, runs: Sequence[StepRun], *, asked_anew: bool =
 
 
 def plan_if_outgrown(graph: Dispatched, allocated_bytes: int) -> None:
-    """A run begins with so much allocated: plan again if the last two had more than was planned with, and it breaks the budget;
-    or if what was more is gone."""
+    """A run begins with so much allocated: plan again if two of the latest had more than was planned with, and it breaks the
+    budget; or if what was more is gone."""
     plan, limits, outside = graph.first.plan, graph.limits, graph.outside
     budget = limits.device_budget_bytes
     if plan is None or budget is None or outside.static_bytes is None or config_of(graph).max_slowdown is not None:
         return
-    more, outside.more_bytes = outside.more_bytes, allocated_bytes - outside.start_bytes
-    lasting = max(0, min(more, outside.more_bytes))
-    grown, lost = lasting - outside.grown_bytes, _lost_bytes(graph, budget)
+    outside.begins_with(allocated_bytes)
+    lasting, freed, lost = outside.lasting_bytes, outside.freed_bytes, _lost_bytes(graph, budget)
     came = outside.static_bytes + lasting - limits.static_bytes  # since the plan was made
     peak_bytes = plan.prediction.predicted_peak_bytes + max(0, came)
-    outside.freed = outside.freed + 1 if differs(-grown, budget) else 0
-    if outside.freed >= _FREED_RUNS:
-        why = f"{format_bytes(-grown)} less are allocated outside"
+    if differs(freed, budget):
+        why = f"{format_bytes(freed)} less are allocated outside"
     elif outside.again >= _MOST_AGAIN or outside.is_least:
         return
     elif differs(came - limits.reserve_bytes, budget) and peak_bytes > budget:  # what was reserved for is there by now
@@ -98,7 +94,7 @@ def plan_if_outgrown(graph: Dispatched, allocated_bytes: int) -> None:
         why = f"{format_bytes(lost)} less are free on the device"
     else:
         return
-    outside.grown_bytes, outside.freed = lasting, 0
+    outside.grown_bytes = lasting
     say(f"{graph.graph.name}: planned again: {why}")
     _plan(graph)
 
@@ -121,7 +117,8 @@ def _planned_if_it_matters(graph: Dispatched, config: OffloadConfig, limits: Lim
     given = budget if limits.explicit else None
     at_turn = turn.peak_bytes + limits.reserve_bytes - budget
     came = limits.static_bytes - graph.limits.static_bytes
-    elsewhere = plan.prediction.predicted_peak_bytes + came + limits.reserve_bytes - budget
+    known = _amended(plan, limits.turn_bytes or 0, turn.peak_bytes).prediction.predicted_peak_bytes
+    elsewhere = known + came + limits.reserve_bytes - budget
     unused = plan.turn_bytes - (limits.turn_bytes or 0)
     if at_turn > tolerated_bytes(given):
         _say_that_it_broke(graph, given, at_turn)
