@@ -94,8 +94,12 @@ def loss_bytes(pair: GraphPair) -> int:
     """About what an eager loss of the outputs takes between forward and backward, above what forward leaves; 0 where the graph
     computes its loss itself, and returns one number that has a gradient."""
     gradients = [fake(n) for n in pair.backward.graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
-    counts = [example_nbytes(value) // value.element_size() for value in gradients if value is not None]
-    return 0 if 1 in counts else _LOSS_BYTES * sum(counts)
+    sizes = [(example_nbytes(value), value.element_size()) for value in gradients if value is not None]
+    counts = [nbytes // size for nbytes, size in sizes]
+    if not counts or 1 in counts:
+        return 0
+    cached = returned_by(pair).cache_bytes // min(size for _, size in sizes)  # no loss reads a key-value cache
+    return _LOSS_BYTES * max(0, sum(counts) - cached)
 
 
 def _cache_bytes(results: list[tuple[str, int]]) -> int:

@@ -50,76 +50,96 @@ def learn_from(graph: Dispatched, runs: Sequence[StepRun], *, asked_anew: bool =
 
     asked_anew: another goal was set since, for which it will be planned.
     """
-    plan, last = graph.first.plan, runs[-1]
-    if last.streams is None or last.twin or plan is None:
+    own, last = graph.own, runs[-1]
+    if last.streams is None or last.twin or graph.first.plan is None or own.outside.static_bytes is not None:
         return
     first, turn = turn_of(runs[0]), turn_of(last)
     if first is None or turn is None:
         return
-    outside, static_bytes, taken_bytes = graph.outside, graph.graph.limits.static_bytes, turn.risen_bytes
-    if not graph.is_for_any_size:  # else what the graph leaves is of other sizes than planned
-        static_bytes += max(0, turn.before_backward_bytes - first.before_backward_bytes)
-        taken_bytes = max(0, turn.peak_bytes - turn.left_bytes - static_bytes)
-    outside.start_bytes, outside.static_bytes = turn.start_bytes, static_bytes
-    outside.turn_bytes = -(-taken_bytes // _ROUNDED) * _ROUNDED
+    config = config_of(graph)
+    limits, reserve = own.graph.limits, own.reserve_now(config)
+    came, taken = max(0, limits.reserve_bytes - reserve), turn.risen_bytes  # state that was reserved for is there by now
+    if not own.is_for_any_size:  # else what the graph leaves is of other sizes than planned
+        came = max(came, turn.before_backward_bytes - first.before_backward_bytes)
+        taken = max(0, turn.peak_bytes - turn.left_bytes - limits.static_bytes - came)
+    outside = own.outside
+    outside.start_bytes, outside.static_bytes, outside.reserve_bytes = turn.start_bytes, limits.static_bytes + came, reserve
+    outside.turn_bytes = -(-taken // _ROUNDED) * _ROUNDED
     if asked_anew:
         return
-    config = config_of(graph)
-    limits = graph.limits_now(config)
+    limits = own.limits_now(config)
     if not _planned_if_it_matters(graph, config, limits, turn):
-        _tell(graph, config, limits, turn.peak_bytes)
-        graph.hold_to_plan(config)
+        _tell(graph, config, limits, turn)
+        own.hold(config, graph.first)
 
 
 def plan_if_outgrown(graph: Dispatched, allocated_bytes: int) -> None:
     """A run begins with so much allocated: plan again if two of the latest had more than was planned with, and it breaks the
     budget; or if what was more is gone."""
-    plan, limits, outside = graph.first.plan, graph.limits, graph.outside
-    budget = limits.device_budget_bytes
-    if plan is None or budget is None or outside.static_bytes is None or config_of(graph).max_slowdown is not None:
+    plan, limits, outside = graph.first.plan, graph.own.limits, graph.own.outside
+    budget, config = limits.device_budget_bytes, config_of(graph)
+    if plan is None or budget is None or outside.static_bytes is None or config.max_slowdown is not None:
         return
     outside.begins_with(allocated_bytes)
-    lasting, freed, lost = outside.lasting_bytes, outside.freed_bytes, _lost_bytes(graph, budget)
-    came = outside.static_bytes + lasting - limits.static_bytes  # since the plan was made
-    peak_bytes = plan.prediction.predicted_peak_bytes + max(0, came)
+    freed, lost = outside.freed_bytes, _lost_bytes(graph, budget)
     if differs(freed, budget):
-        why = f"{format_bytes(freed)} less are allocated outside"
-    elif outside.again >= _MOST_AGAIN or outside.is_least:
+        outside.given_up = False
+        say(f"{graph.graph.name}: planned again: {format_bytes(freed)} less are allocated outside")
+        _plan(graph)
         return
-    elif differs(came - limits.reserve_bytes, budget) and peak_bytes > budget:  # what was reserved for is there by now
-        outside.again += 1
-        why = f"{format_bytes(came - limits.reserve_bytes)} more are allocated outside"
-    elif differs(lost, budget) and peak_bytes > budget - lost:
-        outside.again += 1
-        why = f"{format_bytes(lost)} less are free on the device"
-    else:
+    came = outside.static_bytes + outside.lasting_bytes - limits.static_bytes  # since the plan was made
+    excess = plan.prediction.predicted_peak_bytes + max(0, came) - budget
+    more, tolerated = came - limits.reserve_bytes, tolerated_bytes(budget if limits.explicit else None)
+    outgrown = differs(more, budget) and excess > tolerated  # what was reserved for is there by now
+    squeezed = differs(lost, budget) and excess + lost > tolerated
+    if not (outgrown or squeezed):
+        outside.given_up = False
+    elif not (outside.given_up or outside.is_least):
+        why = f"{format_bytes(more)} more are allocated outside"
+        _plan_again(graph, why if outgrown else f"{format_bytes(lost)} less are free on the device")
+
+
+def _plan_again(graph: Dispatched, why: str) -> None:
+    """Plan with what came, unless it has come too often."""
+    own, config = graph.own, config_of(graph)
+    if own.outside.again >= _MOST_AGAIN and not own.has(config):
+        own.outside.given_up = True
+        warn(
+            BudgetExceededWarning,
+            f"{graph.graph.name} was compiled {_MOST_AGAIN} times for what is allocated outside, and is not any more: {why}, "
+            "and its plan exceeds the budget with that. Look for what grows from step to step, or leave room for it in "
+            "device_budget. graphoffload.set_budget() has it planned again.",
+            stacklevel=6,
+        )
         return
-    outside.grown_bytes = lasting
+    before = own.compiles
     say(f"{graph.graph.name}: planned again: {why}")
     _plan(graph)
+    own.outside.again += own.compiles > before
 
 
 def _lost_bytes(graph: Dispatched, budget_bytes: int) -> int:
     """How much less the device has for this process than was planned with, as another one came. The driver is asked now and
     then."""
-    graph.outside.looks += 1
-    if graph.limits.explicit or graph.device.type != "cuda" or graph.outside.looks % _LOOK_EVERY:
+    limits, outside = graph.own.limits, graph.own.outside
+    outside.looks += 1
+    if limits.explicit or graph.device.type != "cuda" or outside.looks % _LOOK_EVERY:
         return 0
-    return budget_bytes - device_budget_now(graph.device, graph.limits.reserve_bytes, of_a_step=bool(graph.limits.turn_bytes))
+    return budget_bytes - device_budget_now(graph.device, limits.reserve_bytes, of_a_step=bool(limits.turn_bytes))
 
 
 def _planned_if_it_matters(graph: Dispatched, config: OffloadConfig, limits: Limits, turn: Turn) -> bool:
     """Whether the graph is planned again: where its peak is above the budget, or an estimate leaves much of it unused."""
-    plan, budget = graph.first.plan, limits.device_budget_bytes
+    plan, before, budget = graph.first.plan, graph.own.limits, limits.device_budget_bytes
     assert plan is not None
     if budget is None or config.max_slowdown is not None:
         return False
     given = budget if limits.explicit else None
     at_turn = turn.peak_bytes + limits.reserve_bytes - budget
-    came = limits.static_bytes - graph.limits.static_bytes
-    known = _amended(plan, limits.turn_bytes or 0, turn.peak_bytes).prediction.predicted_peak_bytes
+    came = limits.static_bytes - before.static_bytes
+    known = _amended(plan, limits.turn_bytes or 0, 0).prediction.predicted_peak_bytes
     elsewhere = known + came + limits.reserve_bytes - budget
-    unused = plan.turn_bytes - (limits.turn_bytes or 0)
+    unused = plan.turn_bytes - (limits.turn_bytes or 0) - ((before.device_budget_bytes or budget) - budget)
     if at_turn > tolerated_bytes(given):
         _say_that_it_broke(graph, given, at_turn)
     elif came > 0 and elsewhere > tolerated_bytes(given):
@@ -133,7 +153,7 @@ def _planned_if_it_matters(graph: Dispatched, config: OffloadConfig, limits: Lim
 
 def _say_that_it_broke(graph: Dispatched, given: int | None, excess: int) -> None:
     """What eager code takes breaks the budget; a warning if that was given."""
-    name, taken = graph.graph.name, format_bytes(graph.outside.turn_bytes or 0)
+    name, taken = graph.graph.name, format_bytes(graph.own.outside.turn_bytes or 0)
     if given is None:
         say(f"{name}: planned again: eager code between forward and backward takes {taken}")
     else:
@@ -148,7 +168,7 @@ def _say_that_it_broke(graph: Dispatched, given: int | None, excess: int) -> Non
 
 def _plan(graph: Dispatched) -> bool:
     """Plan again, by the least plan there is if none meets the budget: training goes on. Whether there is another plan."""
-    config, turn = config_of(graph), format_bytes(graph.outside.turn_bytes or 0)
+    config, turn = config_of(graph), format_bytes(graph.own.outside.turn_bytes or 0)
     try:
         try:
             graph.plan_alone(config)
@@ -159,7 +179,7 @@ def _plan(graph: Dispatched) -> bool:
             )
             warn(
                 BudgetExceededWarning,
-                f"{error}{of_turn if graph.outside.turn_bytes else ''} Training goes on by the plan that takes least.",
+                f"{error}{of_turn if graph.own.outside.turn_bytes else ''} Training goes on by the plan that takes least.",
                 stacklevel=6,
             )
             if error.least_bytes is None:
@@ -171,16 +191,14 @@ def _plan(graph: Dispatched) -> bool:
     return True
 
 
-def _tell(graph: Dispatched, config: OffloadConfig, limits: Limits, peak_bytes: int) -> None:
-    """What is predicted is true of the step from now on: the measured bytes are in place of the estimated ones.
-
-    peak_bytes: what was allocated at the turn, which is all that can be said of a plan from a compile cache.
-    """
-    plan, turn_bytes = graph.first.plan, graph.outside.turn_bytes or 0
+def _tell(graph: Dispatched, config: OffloadConfig, limits: Limits, turn: Turn) -> None:
+    """What is predicted is true of the step from now on: the measured bytes are in place of the estimated ones."""
+    plan, turn_bytes = graph.first.plan, limits.turn_bytes or 0
     assert plan is not None
     if plan.turn_bytes == turn_bytes:
         return
-    plan = _amended(plan, turn_bytes, peak_bytes)
+    came = max(0, limits.static_bytes - graph.own.limits.static_bytes)  # what it was reserved for is in the reserve
+    plan = _amended(plan, turn_bytes, turn.peak_bytes - came)
     plan = replace(plan, summary=summary_of(plan, config, limits))
     log.info("%s: %s", plan.graph, plan.summary)
     registry.amend(plan)
@@ -188,13 +206,13 @@ def _tell(graph: Dispatched, config: OffloadConfig, limits: Limits, peak_bytes: 
 
 
 def _amended(plan: Plan, turn_bytes: int, peak_bytes: int) -> Plan:
-    """A plan whose peaks have what eager code takes."""
+    """A plan whose peaks have what eager code takes. peak_bytes: at the turn, all that is known of a plan from a cache."""
     predicted = predicted_of(plan.key)
     own, keep = plan.prediction.predicted_peak_bytes, plan.prediction.keep_peak_bytes
     if predicted is not None:
         more = turn_bytes - predicted.turn_bytes
         own, keep = _peak(predicted.timeline, more), _peak(predicted.keep_timeline, more)
-    elif turn_bytes > plan.turn_bytes:
+    else:
         own, keep = max(own, peak_bytes), max(keep, peak_bytes)
     prediction = replace(plan.prediction, predicted_peak_bytes=own, keep_peak_bytes=keep)
     return replace(plan, prediction=prediction, turn_bytes=turn_bytes)

@@ -25,7 +25,7 @@ from graphoffload.compiler.compile_variant import (
     untrained,
 )
 from graphoffload.compiler.device_limits import device_of
-from graphoffload.compiler.dispatch import dispatcher, is_one_of_several, may_join
+from graphoffload.compiler.dispatch import dispatcher, is_one_of_several, may_join, turn_to_learn
 from graphoffload.compiler.link import measure_with_ranks
 from graphoffload.compiler.meeting import meet, tell_of_parts
 from graphoffload.compiler.override import asked_now
@@ -137,6 +137,8 @@ def compile_graph(
     graph = dynamos_graph(gm, example_inputs, config)
     joins = may_join(graph)
     again = dynamo.retraceable(gm) if joins else None
+    if again is not None:
+        graph = turn_to_learn(graph)
     if joins and dynamo.ddp_part() == 1:
         warn_of_parts()
     alone = again is None or not is_one_of_several(graph)
@@ -144,6 +146,7 @@ def compile_graph(
         now = asked_now(config)
         if now != config:  # what set_budget asked for holds for a new shape as well
             graph, config = dynamos_graph(gm, example_inputs, now, graph.name), now
+            graph = graph if again is None else turn_to_learn(graph)
         graph = replace(graph, limits=_met(graph))
     else:
         tell_of_parts()
@@ -198,6 +201,8 @@ def plan_graph(
     if check is not None:
         check(graph)
     again = dynamo.retraceable(gm)
+    if again is not None and may_join(graph):
+        graph = turn_to_learn(graph)
 
     def planned(graph: Graph) -> tuple[Plan | None, Callable[..., Any]]:
         session = graph.session(new_key(graph_key(graph.module, config)), "explain", None)

@@ -22,23 +22,20 @@ from torch.fx import GraphModule
 
 from graphoffload.compiler.checkpoint_regions import in_blocks
 from graphoffload.compiler.compile_variant import Compiled, Graph, compile_by, in_slices, traced_only
-from graphoffload.compiler.device_limits import device_budget_now, resolve_limits
-from graphoffload.compiler.meeting import least
+from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.model_share import share_of_its_model
 from graphoffload.compiler.optimizer_state import share_of_trained
-from graphoffload.compiler.outside import Outside
 from graphoffload.compiler.override import OVERRIDE, asked_now
+from graphoffload.compiler.own_plans import OwnPlans
 from graphoffload.compiler.pipeline import analyse
 from graphoffload.compiler.recipes import is_less, variants_of
 from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, new_key
-from graphoffload.compiler.slices import SLICES, held_at_once, made_or_in_slices, may_pay
+from graphoffload.compiler.slices import SLICES, held_at_once, may_pay
 from graphoffload.errors import PlanError
-from graphoffload.facts.limits import Limits
 from graphoffload.facts.recipe import SMALLEST, Recipe
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.log import log
-from graphoffload.monitor.budget_check import watch_budget
 from graphoffload.monitor.shared_budget import may_link
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.policies import is_fixed
@@ -52,7 +49,6 @@ from graphoffload.torch_internals.autograd import autograd_time, in_checkpoint
 from graphoffload.torch_internals.dynamo import Retraceable
 from graphoffload.torch_internals.partitioning import CustomPartitionerFn
 
-_LEARNT = 64 * 2**20  # bytes in which plans of one graph differ that were made again for memory outside
 _MOST = 0.6  # share of all trained parameters: a graph with more is the model
 _ROOM, _ROOM_OF_INPUTS = 8, 2  # what stays in an unplanned run, and what of inputs, takes at most this part of the free memory
 
@@ -66,6 +62,11 @@ def may_join(graph: Graph) -> bool:
     its copies."""
     fits = graph.limits.device_budget_bytes is not None or graph.config.max_slowdown is not None
     return fits and may_link(graph.config) and not is_fixed(graph.config.policy)
+
+
+def turn_to_learn(graph: Graph) -> Graph:
+    """The same graph, of which it will be learnt what eager code takes between its forward and its backward (alone.py)."""
+    return replace(graph, limits=replace(graph.limits, turn_bytes=None))
 
 
 def is_one_of_several(graph: Graph) -> bool:
@@ -84,8 +85,8 @@ def is_one_of_several(graph: Graph) -> bool:
 
 
 class Dispatched:
-    """One graph of Dynamo's with its variants. family: what a plan may choose from, once it was traced for that. limits:
-    of the plan that it has if it is planned alone. outside: what was learnt for that."""
+    """One graph of Dynamo's with its variants. family: what a plan may choose from, once it was traced for that. own: its
+    plans if it is planned alone."""
 
     def __init__(self, graph: Graph, again: Retraceable, first: Compiled) -> None:
         self.graph = replace(graph, module=again.graph, inputs=again.inputs)  # real inputs would live on
@@ -96,19 +97,13 @@ class Dispatched:
         self._compiled: dict[str, Compiled] = {}
         self._family: Family | None = None
         self._in_slices = False  # whether the family was asked for variants in slices
-        self._lacking_bytes = 0
-        self.limits, self.outside = graph.limits, Outside()
+        self.own = OwnPlans(self.graph, again)
         GRAPHS[self.number] = self
 
     @property
     def is_variant(self) -> bool:
         """Whether the graph was first compiled as one of several."""
         return self.first.plan is not None and bool(self.first.plan.variant)
-
-    @property
-    def is_for_any_size(self) -> bool:
-        """Whether Dynamo compiled it for more sizes than one."""
-        return any(isinstance(value, torch.SymInt) for value in self.graph.inputs)
 
     @property
     def family(self) -> Family:
@@ -167,58 +162,9 @@ class Dispatched:
             self._compiled[recipe.identity] = compiled
         return compiled
 
-    def limits_now(self, config: OffloadConfig) -> Limits:
-        """What holds now for a plan of its own: with what is allocated, and what was learnt."""
-        limits, first = least(resolve_limits(config, self.again.inputs), config), self.graph.limits
-        budget, turn_bytes, static_bytes = limits.device_budget_bytes, self.outside.turn_bytes, self.outside.static_bytes
-        if static_bytes is not None:
-            limits = replace(limits, static_bytes=static_bytes + self.outside.grown_bytes)
-        if budget is not None:
-            if turn_bytes and not limits.explicit and self.device.type == "cuda":  # its blocks must fit in one piece each
-                budget = min(budget, device_budget_now(self.device, limits.reserve_bytes, of_a_step=True))
-            limits = replace(limits, device_budget_bytes=budget - self._lacking_bytes)
-        if config.reserve != "auto":  # for what came meanwhile
-            reserve = max(0, limits.reserve_bytes - max(0, limits.static_bytes - first.static_bytes))
-            limits = replace(limits, reserve_bytes=reserve)
-        return replace(limits, downstream=first.downstream, turn_bytes=turn_bytes)
-
     def plan_alone(self, config: OffloadConfig, lacking_bytes: int = 0, least_bytes: int | None = None) -> None:
-        """Run under a plan of its own for another configuration, from now on: as it was compiled before, or now.
-
-        Args:
-            lacking_bytes: device memory that was missing, and is left free by this plan and those after it.
-            least_bytes: the least budget that there is a plan for, in place of one that no plan meets.
-
-        Raises:
-            BudgetError: no plan meets the budget.
-        """
-        self._lacking_bytes += lacking_bytes
-        limits = self.limits_now(config)
-        budget = limits.device_budget_bytes if least_bytes is None else least_bytes
-        learnt = self._learnt(limits, least_bytes)
-        name = f"alone {config.digest()} {limits.quantised()} {learnt}"
-        compiled = self._compiled.get(name)
-        if compiled is None:
-            limited = replace(limits, device_budget_bytes=budget)
-            graph = replace(self.graph, module=self.again.copy(), inputs=self.again.inputs, config=config, limits=limited)
-            graph = replace(graph, learnt=learnt)
-            compiled = made_or_in_slices(graph, self.again.copy, self._alone)
-            function = watch_budget(compiled.function, compiled.key, config, limits)
-            compiled = self._compiled[name] = replace(compiled, function=function)
-        self.first, self.limits, self.outside.is_least = compiled, limits, least_bytes is not None
-
-    def hold_to_plan(self, config: OffloadConfig) -> None:
-        """What it runs by is the plan for what is known now: back to it costs no compile."""
-        limits = self.limits_now(config)
-        self._compiled[f"alone {config.digest()} {limits.quantised()} {self._learnt(limits)}"] = self.first
-
-    def _learnt(self, limits: Limits, least_bytes: int | None = None) -> str:
-        """What plans differ in that are made again while it runs."""
-        return "" if self.outside.static_bytes is None else f"{limits.static_bytes // _LEARNT} {least_bytes}"
-
-    def _alone(self, graph: Graph) -> Compiled:
-        with self.again.traced():
-            return compile_by(graph, None)
+        """Run under a plan of its own for another configuration, from now on; arguments and errors as OwnPlans.plan."""
+        self.first = self.own.plan(config, lacking_bytes, least_bytes)
 
     def run(self, *args: Any) -> Any:
         """One call."""

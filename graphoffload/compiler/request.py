@@ -19,7 +19,6 @@ from graphoffload.facts.saved_tensors import SavedTable
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.options.config import OffloadConfig
 from graphoffload.options.patterns import Resolution
-from graphoffload.options.policies import is_fixed
 from graphoffload.passes.prepare_joint import Binding
 from graphoffload.patience import Patience
 from graphoffload.planner.solver import Least
@@ -65,7 +64,7 @@ class Request:
         limits, session = self.limits, self.session
         unknown = limits.turn_bytes is None and not session.is_part
         fills = not limits.explicit and limits.device_budget_bytes is not None
-        return unknown and fills and not is_fixed(self.config.policy)
+        return unknown and fills
 
     @property
     def num_fwd_outputs(self) -> int:

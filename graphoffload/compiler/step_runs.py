@@ -94,6 +94,7 @@ def next_run(graph: Dispatched) -> StepRun:
     if known is not None and (known.fixed or known.alone) and known.version != OVERRIDE.version:
         known.version = OVERRIDE.version
         if known.alone:
+            graph.own.outside.again = 0
             graph.plan_alone(config_of(graph))
         else:
             known.fixed = False

@@ -20,7 +20,7 @@ class Limits:
             tensors on the device that fit together.
         downstream: the graph reads results of other trained graphs.
         turn_bytes: device memory that eager code takes between forward and backward, such as a loss, above what forward leaves.
-            None: not measured yet.
+            None: not known yet, and measured once it runs.
         host_auto: the host budget is a share of the host memory that was available when it was resolved.
         host_locked: the host budget is the memory that this user may lock.
     """
@@ -32,7 +32,7 @@ class Limits:
     host_budget_bytes: int | None = None
     shared: bool = False
     downstream: bool = False
-    turn_bytes: int | None = None
+    turn_bytes: int | None = 0
     host_auto: bool = False
     host_locked: bool = False
 
