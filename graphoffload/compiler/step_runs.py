@@ -101,8 +101,7 @@ def next_run(graph: Dispatched) -> StepRun:
             known.begin_goal()
     if known is not None:
         say_what_was_refused(known)
-        if known.alone:
-            _look_at_alone(graph, known, latest)
+        _look_at_alone(graph, known, latest)
     step = () if known is None else known.sequence
     flying = sum(run.step == step for run in STEPS.alive.get(device, ()))
     may = known is None or (known.takes_off(flying) and not known.fixed)
@@ -137,7 +136,9 @@ def next_run(graph: Dispatched) -> StepRun:
 
 
 def _look_at_alone(graph: Dispatched, known: Known, latest: StepRun | None) -> None:
-    """A run begins of a graph that is planned alone."""
+    """A run begins, perhaps of a graph that is planned alone."""
+    if not known.alone:
+        return
     if known.watched > _WATCHED:
         known.fixed, known.runs = True, []
     if latest is not None and latest.streams is not None and not latest.twin:

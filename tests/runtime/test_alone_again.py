@@ -221,10 +221,10 @@ def test_a_plan_from_a_compile_cache(lazy: LazyStreams, unmade: list[int], monke
 
 
 def test_what_a_budget_tolerates_is_no_growth(lazy: LazyStreams, unmade: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    unmade[0] = 0
-    monkeypatch.setattr(alone, "tolerated_bytes", lambda _: gap())
+    unmade[0], tolerated = 0, gap()
+    monkeypatch.setattr(alone, "tolerated_bytes", lambda _: tolerated)
     model = whole(device_budget=budget_of(1.0), reserve="auto")
     step(model, lazy)
     for _ in range(5):
-        step(model, lazy, more=gap() // 2)
+        step(model, lazy, more=tolerated // 2)
     assert graph().own.compiles == 0
