@@ -561,8 +561,9 @@ class Inner:
 
 
 @pytest.fixture
-def compile_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Inner, Any, list[str]]]:
-    """Compile the graph above under a plan for a GPU, as far as there is none: (Inductor, its setting, warnings)."""
+def compile_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Inner, Any, list[str]]]]:
+    """Compile the graph above under a plan for a GPU, as far as there is none: (Inductor, its setting, warnings). Its plan is
+    that of no other test."""
     from torch._inductor.utils import BoxedBool
 
     transfer = Transfer(
@@ -594,7 +595,8 @@ def compile_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Inner, 
         assert compiled is not None
         return inner, asked, [str(item.message) for item in caught if item.category is CudaGraphsWarning]
 
-    return run
+    with mock.patch.dict(registry._PLANS), mock.patch.dict(registry._RUN):
+        yield run
 
 
 def test_a_graph_in_one_part_is_captured_with_its_copies(compile_with: Any) -> None:
