@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from graphoffload.analysis.storages import example_storage_nbytes, size_hint, storage_id
 from graphoffload.analysis.token_regions import TokenRegion, regions_by_token
 from graphoffload.compiler.cache_key import graph_key
-from graphoffload.compiler.device_limits import map_by_pages_if_tight, resolve_limits
+from graphoffload.compiler.device_limits import free_garbage, map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.inner_compile import compile_as_planned
 from graphoffload.compiler.meeting import is_alone
 from graphoffload.compiler.module_names import is_part, name_modules
@@ -90,7 +90,9 @@ class Compiled:
 def dynamos_graph(gm: GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, name: str = "") -> Graph:
     """The graph that Dynamo compiles now, with the limits that hold for it; `name`: a new one where none is given."""
     name_modules(gm)
-    limits = resolve_limits(config, (*example_inputs, *gm.parameters(), *gm.buffers()))
+    tensors = (*example_inputs, *gm.parameters(), *gm.buffers())
+    free_garbage(tensors)
+    limits = resolve_limits(config, tensors)
     limits = where_it_runs(limits, gm, example_inputs, config)
     name = name or f"graph{next(_graphs)}"
     fragment, device_name = _fragment(gm, config), _device_name(example_inputs)

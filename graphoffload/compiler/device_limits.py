@@ -64,17 +64,25 @@ def device_of(inputs: Iterable[Any]) -> torch.device:
 
 
 def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:
-    """What is allocated besides saved activations. A model that was deleted is a cycle, which Python may not have collected:
-    it would be planned around for good."""
-    known = sum({storage_id(value): example_storage_nbytes(value) for value in inputs}.values())
-    if device.type != "cuda":
-        return known
-    _allocate_workspaces(device)
-    allocated = int(torch.cuda.memory_allocated(device))
-    if allocated - known > _UNKNOWN_SHARE * allocated:
-        gc.collect()
+    if device.type == "cuda":
+        _allocate_workspaces(device)
+        return int(torch.cuda.memory_allocated(device))
+    return _bytes_of(inputs)
+
+
+def _bytes_of(inputs: Iterable[torch.Tensor]) -> int:
+    return sum({storage_id(value): example_storage_nbytes(value) for value in inputs}.values())
+
+
+def free_garbage(tensors: Iterable[Any]) -> None:
+    """Before a graph with these inputs is compiled, have Python collect what may be a model that was deleted: a cycle, which
+    would be planned around for good. Not where a step is planned again: garbage that comes back is memory that it needs."""
+    inputs = [value for value in tensors if isinstance(value, torch.Tensor)]
+    device = device_of(inputs)
+    if device.type == "cuda":
         allocated = int(torch.cuda.memory_allocated(device))
-    return allocated
+        if allocated - _bytes_of(inputs) > _UNKNOWN_SHARE * allocated:
+            gc.collect()
 
 
 def _allocate_workspaces(device: torch.device) -> None:
