@@ -2,7 +2,7 @@
 
     first ──above──▶ carried on ──▶ without recomputing what is in memory there ──▶ tighter budgets ──▶ no recomputation
       │
-      └───met, and far from the bound──▶ chosen again at the prices of the trial, and at those of the next (prices.py)
+      └───met, but not as fast as chosen──▶ chosen again at the prices of the trial, and at those of the next (prices.py)
 
 What is a way is said in ways.py; plan_search.py tries one after the other.
 """
@@ -16,11 +16,11 @@ from graphoffload.analysis.program import Instance
 from graphoffload.compiler import trial as trials
 from graphoffload.compiler.carry_on import until_met
 from graphoffload.compiler.decide import without_recomputation
-from graphoffload.compiler.prices import Prices, with_time_to_spare
+from graphoffload.compiler.prices import DIFFERS, Prices, with_time_to_spare
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial
 from graphoffload.errors import BudgetError
-from graphoffload.facts.goals import FAR, Goal
+from graphoffload.facts.goals import FAR, UNMEASURABLE, Goal
 
 ATTEMPTS = 4
 _REPAIRS = 3
@@ -84,14 +84,17 @@ def best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
         less_bytes += max(0, int(trial.excess)) + 1
     if best.is_open and best.excess > 0 and not over(analysis):
         best = bounded(or_without_recomputation(analysis, instance, best), first)
-    return _at_shown_prices(analysis, instance, best) if best is first else best
+    return _at_shown_prices(analysis, instance, best)
 
 
 def _at_shown_prices(analysis: GraphAnalysis, instance: Instance, best: Trial) -> Trial:
-    """`best`, or a trial chosen at the prices of recomputation that it and later trials have shown, if that is faster."""
+    """`best`, or a trial chosen at the prices of recomputation that it and later trials have shown, if that is faster, both on
+    the link as it is and on a slower one."""
     prices, trial = Prices(instance, analysis.chains), best
     for _ in range(_PRICED):
-        if not best.decided.planned or best.excess > 0 or not is_far(best) or over(analysis) or not prices.learn(trial):
+        if not best.decided.planned or best.excess > 0 or _is_as_chosen(best) or over(analysis):
+            break
+        if 1.0 / DIFFERS <= prices.learn(trial) <= DIFFERS:
             break
         try:
             trial = at_prices(analysis, instance, prices.applied(), analysis.request.goal)
@@ -99,8 +102,16 @@ def _at_shown_prices(analysis: GraphAnalysis, instance: Instance, best: Trial) -
             break
         faster = trial.timeline.time_s < trials.on(best, trial.analysis.hardware).timeline.time_s
         shown_s, trial = trial.decided.lower_bound_s, trials.on(bounded(trial, best), analysis.hardware)
+        faster = faster and trial.timeline.time_s <= best.timeline.time_s
         best = replace(trial if faster and trial.excess <= 0 else best, shown_bound_s=shown_s)
     return best
+
+
+def _is_as_chosen(trial: Trial) -> bool:
+    """Whether a trial takes about what the fastest choice was estimated to take, at the prices that are known by then."""
+    keep_s = trial.decided.keep_timeline.time_s
+    known = (trial.shown_bound_s, trial.decided.lower_bound_s, keep_s)
+    return abs(trial.timeline.time_s - next(bound for bound in known if bound is not None)) <= UNMEASURABLE * keep_s
 
 
 def at_prices(analysis: GraphAnalysis, instance: Instance, priced: Instance, goal: Goal) -> Trial:
@@ -110,8 +121,12 @@ def at_prices(analysis: GraphAnalysis, instance: Instance, priced: Instance, goa
 
 
 def bounded(trial: Trial, first: Trial) -> Trial:
-    """A trial for a tighter budget, with fewer choices or less fusion, with the bound of the original goal, which is lower."""
-    return replace(trial, decided=replace(trial.decided, lower_bound_s=first.decided.lower_bound_s))
+    """A trial for a tighter budget, with fewer choices, at other prices or without held outputs, with the bound of the original
+    goal; with its own if that is lower and says anything."""
+    own, bound, keep_s = trial.decided.lower_bound_s, first.decided.lower_bound_s, trial.decided.keep_timeline.time_s
+    if own is not None and bound is not None and own > keep_s:
+        bound = min(own, bound)
+    return replace(trial, decided=replace(trial.decided, lower_bound_s=bound))
 
 
 def _recomputed_where_over(analysis: GraphAnalysis, trial: Trial) -> frozenset[str]:

@@ -3,10 +3,11 @@
     chosen among    a chain's own operations, as the forward ran them: 0.1 ms for a group norm of 256 MiB
     the trial       the graph partitioned again: its kernels read the chain's sources once more, others fuse less: 0.4 ms
 
-The dearer of the two is what runs. A chain that looks free is chosen over a copy that hides, or over another chain, so the
-choice is made once more with the prices of the trial, and again with those of the next. What a kernel of backward takes more
-than before is the price of the activations that it computes again, in equal parts. Activations of the same kind, such as the
-dropout masks of all layers, have one price for each second that was estimated.
+What the trial shows is what runs. A chain that looks free is chosen over a copy that hides, or over another chain; one that
+a kernel of backward computes beside its own work is cheaper than it looks. So the choice is made once more with the prices of
+the trial, and again with those of the next. What a kernel of backward takes more than before is the price of the activations
+that it computes again, in equal parts. Activations of the same kind, such as the dropout masks of all layers, have one price
+for each second that was estimated.
 
 Copies must then hide with time to spare: kernels that are shorter in a step than they are alone, as convolutions are where no
 products of matrices heat the GPU, leave less time than planned, and compute waits for the rest.
@@ -14,6 +15,7 @@ products of matrices heat the GPU, leave less time than planned, and compute wai
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +30,9 @@ from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.compiler.trial import Trial
 from graphoffload.planner.problem import Candidate
 
-_DEARER = 1.25
+DIFFERS = 1.1
+"""Prices that differ by less than this factor lead to about the same choice."""
+_LEAST = 0.3  # of what was estimated: what one trial's kernels compute on the way, those of another may not
 _LINK = 0.8
 
 
@@ -44,8 +48,8 @@ class Prices:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     estimated_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def learn(self, trial: Trial) -> bool:
-        """Add what a trial has shown; whether something was dearer than it would have been taken for."""
+    def learn(self, trial: Trial) -> float:
+        """Add what a trial has shown; how much dearer that was than it would have been taken for: 2.0 for twice as dear."""
         saved = {tensor.name for tensor in trial.analysis.table.tensors}
         again = [one for one in self.instance.program.candidates if one.recompute and one.name not in saved]
         before = {one.name: self.price_s(one) for one in again}
@@ -54,14 +58,15 @@ class Prices:
             assert one.recompute is not None
             self.seconds[one.group] += taken.get(one.name, 0.0)
             self.estimated_s[one.group] += one.recompute.time_s
-        return sum(map(self.price_s, again)) > _DEARER * sum(before.values())
+        taken_for_s, shown_s = sum(before.values()), sum(map(self.price_s, again))
+        return shown_s / taken_for_s if taken_for_s else math.inf if shown_s else 1.0
 
     def price_s(self, candidate: Candidate) -> float:
-        """The dearer of what was estimated and what candidates of its kind have shown."""
+        """What candidates of its kind have shown, or else what was estimated."""
         assert candidate.recompute is not None
         estimated_s, kind = candidate.recompute.time_s, candidate.group
         known = self.seconds[kind] / self.estimated_s[kind] if self.estimated_s.get(kind) else 1.0
-        return estimated_s * max(1.0, known)
+        return estimated_s * max(_LEAST, known)
 
     def applied(self) -> Instance:
         """The instance with these prices."""
@@ -75,9 +80,9 @@ class Prices:
 
 
 def at_prices_of(trial: Trial, instance: Instance, chains: Mapping[str, Chain]) -> Instance | None:
-    """`instance` at the prices that one trial has shown; None if they are about what was estimated."""
+    """`instance` at the prices that one trial has shown; None if they are no dearer than what was estimated."""
     prices = Prices(instance, chains)
-    return prices.applied() if prices.learn(trial) else None
+    return prices.applied() if prices.learn(trial) > DIFFERS else None
 
 
 def with_time_to_spare(analysis: GraphAnalysis) -> GraphAnalysis:

@@ -59,6 +59,12 @@ def making(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any, Any, Any], Any]
         monkeypatch.setattr(module, "make_trial", make)
 
 
+def no_more_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that meets the budget is taken, whatever it costs."""
+    monkeypatch.setattr(search, "is_far", lambda *_, **__: False)
+    monkeypatch.setattr(one_way, "_is_as_chosen", lambda *_: True)
+
+
 def first_for_more(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[Any]:
     """The first trial is made for `budget` instead of what is asked; all trials that are made, in order."""
     made: list[Any] = []
@@ -106,8 +112,7 @@ def test_gradients_are_those_of_the_model_as_it_is(monkeypatch: pytest.MonkeyPat
 
     expected = gradients(backend="aot_eager")
     made = first_for_more(monkeypatch, int(LOOSE * keep_bytes))
-    for module in (one_way, search):
-        monkeypatch.setattr(module, "is_far", lambda *_, **__: False)
+    no_more_trials(monkeypatch)
     torch._dynamo.reset()
     found = gradients(backend="graphoffload", options={"device_budget": int(TIGHT * keep_bytes), **OPTIONS})
     assert made[0].excess > 0 >= made[1].excess
@@ -118,6 +123,7 @@ def test_gradients_are_those_of_the_model_as_it_is(monkeypatch: pytest.MonkeyPat
 
 def test_where_nothing_more_can_be_computed_again_other_ways_follow(monkeypatch: pytest.MonkeyPatch, keep_bytes: int) -> None:
     """As it was before: budgets that are lower by what the trial was above."""
+    no_more_trials(monkeypatch)
     monkeypatch.setattr(one_way, "_recomputed_where_over", lambda *_: frozenset())
     made, excess = first_for_more(monkeypatch, int(TIGHT * keep_bytes)), trials.excess_of
     monkeypatch.setattr(trials, "excess_of", lambda r, d, t: 1000.0 if not made else excess(r, d, t))
@@ -173,8 +179,7 @@ def test_notes_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch, keep_bytes
         return noted(trial, *rest)
 
     monkeypatch.setattr(one_way, "until_met", with_a_note)
-    for module in (one_way, search):
-        monkeypatch.setattr(module, "is_far", lambda *_, **__: False)
+    no_more_trials(monkeypatch)
     (plan,) = graphoffload.explain(net(), device_budget=int(TIGHT * keep_bytes), **OPTIONS)(torch.randn(64, 32)).plans
     assert len(made) == 2
     assert "what the first trial was" not in plan.notes
