@@ -3,7 +3,8 @@
     forward         |  loss  |         backward       everything that is saved is alive, and beside it what the loss takes
 
     run 1           by a plan that has an estimate of it if all of the device is to be filled, and nothing of it under a budget
-    run 2           watched: by how much memory rises at the turn, and what lives throughout that was not there in run 1
+    run 2           watched: by how much memory rises at the turn, and what lives throughout that was not there in run 1; and
+                    what backward takes beyond its plan, as outputs do that the caller holds
     run 3           by another plan, if the budget is broken, or the estimate keeps a good part of it for nothing
     any run         by another plan, if two of the latest runs began with so much more that the budget would be broken, or if
                     another process took what was planned with
@@ -64,13 +65,32 @@ def learn_from(graph: Dispatched, runs: Sequence[StepRun], *, asked_anew: bool =
         taken = max(0, turn.peak_bytes - turn.left_bytes - limits.static_bytes - came)
     outside = own.outside
     outside.start_bytes, outside.static_bytes, outside.reserve_bytes = turn.start_bytes, limits.static_bytes + came, reserve
-    outside.turn_bytes = -(-taken // _ROUNDED) * _ROUNDED
+    outside.turn_bytes = _rounded(taken)
     if asked_anew:
         return
     limits = own.limits_now(config)
-    if not _planned_if_it_matters(graph, config, limits, turn):
+    outside.static_bytes += (beyond := _beyond_bytes(graph, limits, turn, came))
+    limits = replace(limits, static_bytes=limits.static_bytes + beyond)
+    if not _planned_if_it_matters(graph, config, limits, turn, beyond):
         _tell(graph, config, limits, turn)
         own.hold(config, graph.first)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ROUNDED) * _ROUNDED
+
+
+def _beyond_bytes(graph: Dispatched, limits: Limits, turn: Turn, came: int) -> int:
+    """What backward took beyond its plan, where that breaks the budget: outputs that the caller holds after backward has read
+    them, or what libraries allocate inside their calls. came: what lives throughout that was not there when it was planned."""
+    plan, budget = graph.first.plan, limits.device_budget_bytes
+    predicted = None if plan is None else predicted_of(plan.key)
+    if budget is None or predicted is None or graph.own.is_for_any_size:
+        return 0
+    excess = turn.backward_peak_bytes + limits.reserve_bytes - budget
+    timeline = predicted.timeline
+    beyond = turn.backward_peak_bytes - came - max(timeline.memory[timeline.forward_steps :], default=0)
+    return _rounded(max(0, beyond)) if excess > tolerated_bytes(budget if limits.explicit else None) else 0
 
 
 def plan_if_outgrown(graph: Dispatched, allocated_bytes: int) -> None:
@@ -128,7 +148,7 @@ def _lost_bytes(graph: Dispatched, budget_bytes: int) -> int:
     return budget_bytes - device_budget_now(graph.device, limits.reserve_bytes, of_a_step=bool(limits.turn_bytes))
 
 
-def _planned_if_it_matters(graph: Dispatched, config: OffloadConfig, limits: Limits, turn: Turn) -> bool:
+def _planned_if_it_matters(graph: Dispatched, config: OffloadConfig, limits: Limits, turn: Turn, beyond: int) -> bool:
     """Whether the graph is planned again: where its peak is above the budget, or an estimate leaves much of it unused."""
     plan, before, budget = graph.first.plan, graph.own.limits, limits.device_budget_bytes
     assert plan is not None
@@ -142,6 +162,8 @@ def _planned_if_it_matters(graph: Dispatched, config: OffloadConfig, limits: Lim
     unused = plan.turn_bytes - (limits.turn_bytes or 0) - ((before.device_budget_bytes or budget) - budget)
     if at_turn > tolerated_bytes(given):
         _say_that_it_broke(graph, given, at_turn)
+    elif beyond > 0 and elsewhere > tolerated_bytes(given):
+        _say_that_backward_broke_it(graph, given, turn.backward_peak_bytes + limits.reserve_bytes - budget, beyond)
     elif came > 0 and elsewhere > tolerated_bytes(given):
         say(f"{graph.graph.name}: planned again: {format_bytes(came)} more are allocated outside")
     elif plan.changes_anything and differs(unused, budget):
@@ -162,6 +184,22 @@ def _say_that_it_broke(graph: Dispatched, given: int | None, excess: int) -> Non
             f"device_budget={format_bytes(given)} was exceeded by {format_bytes(excess)} in the first steps: between the "
             f"forward and the backward of {name}, eager code such as a loss takes {taken}. It is planned again with that. "
             "Nothing has to be done; if the loss is compiled with the model, it is in the plan from the first step on.",
+            stacklevel=7,
+        )
+
+
+def _say_that_backward_broke_it(graph: Dispatched, given: int | None, excess: int, beyond: int) -> None:
+    """Backward took more than its plan, and that breaks the budget; a warning if that was given."""
+    name, more = graph.graph.name, format_bytes(beyond)
+    if given is None:
+        say(f"{name}: planned again: its backward takes {more} more than was planned")
+    else:
+        warn(
+            BudgetExceededWarning,
+            f"device_budget={format_bytes(given)} was exceeded by {format_bytes(excess)} in the first steps: the backward of "
+            f"{name} took {more} more than was planned, as it does where outputs such as logits are held until it ends. It is "
+            "planned again with that. Nothing has to be done; `model(x).loss.backward()` holds none, `out = model(x)` and then "
+            "`out.loss.backward()` does.",
             stacklevel=7,
         )
 

@@ -172,7 +172,8 @@ class _Record:
         if self.changes:
             low = bisect_left(self.changes, first.time_us, key=lambda change: change.time_us)
             high = bisect_right(self.changes, last.time_us, key=lambda change: change.time_us)
-            return max(0, first.allocated_bytes + allocator.most(self.changes[low:high]) - level)
+            now_bytes = first.allocated_bytes - first.soon_bytes
+            return max(0, now_bytes + allocator.most(self.changes[low:high]) - level)
         return last.peak_bytes - level if last.peak_bytes > first.peak_bytes else 0
 
     def seconds(self, start: tuple[str, int], end: tuple[str, int]) -> float:
@@ -197,7 +198,8 @@ class Turn:
 
     start_bytes: allocated when the run began. left_bytes: what forward leaves: its activations on the device, and its outputs.
     peak_bytes: of the device, until backward begins. risen_bytes: by how much memory rises to it, where that was recorded.
-    before_backward_bytes: allocated beside the activations where backward begins.
+    before_backward_bytes: allocated beside the activations where backward begins. backward_peak_bytes: of the device while it
+    runs; 0 if it did not end.
     """
 
     start_bytes: int
@@ -205,21 +207,26 @@ class Turn:
     peak_bytes: int
     risen_bytes: int
     before_backward_bytes: int
+    backward_peak_bytes: int
 
 
 def turn_of(run: StepRun) -> Turn | None:
     """The turn of a recorded run of one call; None for one that did not come to its backward."""
-    record, start, end = _Record(run), ("forward end", 0), ("backward", 0)
+    record, start, end, done = _Record(run), ("forward end", 0), ("backward", 0), ("backward end", 0)
     if not all(record.has(*moment) for moment in (("forward", 0), start, end)):
         return None
     left, right = record.at(*start), record.at(*end)
     peak = max(left.allocated_bytes, right.allocated_bytes) + record.above_bytes(start, end)
+    backward_peak = 0
+    if record.has(*done):
+        backward_peak = max(right.allocated_bytes, record.at(*done).allocated_bytes) + record.above_bytes(end, done)
     return Turn(
         start_bytes=record.at("forward", 0).allocated_bytes,
         left_bytes=left.ours_bytes + sum(run.calls[0].output_bytes.values()),
         peak_bytes=peak,
         risen_bytes=peak - left.allocated_bytes,
         before_backward_bytes=right.allocated_bytes - right.ours_bytes,
+        backward_peak_bytes=backward_peak,
     )
 
 

@@ -11,7 +11,7 @@ from graphoffload.analysis.program import TURN
 from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.units import format_bytes
 from tests.runtime.stepping import Whole, assert_equal
-from tests.runtime.whole import CONFIG, budget_of, inputs, lazy, left_by, now, plain, plan_of, step, whole
+from tests.runtime.whole import CONFIG, backward_of, budget_of, inputs, lazy, left_by, now, plain, plan_of, step, whole
 
 __all__ = ["clean_slate", "lazy"]
 
@@ -60,6 +60,44 @@ def test_a_loss_that_fits_is_in_the_prediction(lazy: LazyStreams) -> None:
     assert now().prediction.predicted_peak_bytes > turn_bytes
     assert now().prediction.predicted_peak_bytes == now().prediction.keep_peak_bytes
     assert "eager code between forward and backward" in now().summary
+
+
+def test_outputs_that_are_held_are_planned_with(lazy: LazyStreams) -> None:
+    """Where they break the budget: backward was planned to be rid of them once it has read them."""
+    budget = budget_of(0.8)
+    expected, _ = step(plain(), lazy)
+    model, held = whole(device_budget=budget), budget_of(0.4) - budget_of(0.0)
+    for _ in range(2):
+        found, texts = step(model, lazy, held=held)
+        assert_equal(found, expected)
+        assert not texts
+    first = now()
+    excess = backward_of(first) + held - budget
+    assert excess > 0
+    found, (text,) = step(model, lazy, held=held)
+    assert_equal(found, expected)
+    assert f"was exceeded by {format_bytes(excess)} in the first steps: the backward of" in text
+    assert f"took {format_bytes(held)} more than was planned" in text
+    assert now().key != first.key
+    assert now().prediction.predicted_peak_bytes <= budget
+    assert now().bytes_of("keep") < first.bytes_of("keep")
+    second = now()
+    for _ in range(3):
+        found, texts = step(model, lazy, held=0)
+        assert_equal(found, expected)
+        assert not texts
+    assert now() == second
+
+
+def test_outputs_that_fit_beside_backward_cost_nothing(lazy: LazyStreams) -> None:
+    """What it takes is within the budget: nothing is compiled again."""
+    model, held = whole(device_budget=2 * budget_of(1.0)), budget_of(1.0) // 2
+    for _ in range(2):
+        step(model, lazy, held=held)
+    first = now()
+    _, texts = step(model, lazy, held=held)
+    assert not texts
+    assert now().key == first.key
 
 
 def test_no_plan_has_room_for_the_loss(lazy: LazyStreams) -> None:

@@ -102,12 +102,34 @@ def leaving(lazy: LazyStreams, more: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def holding(lazy: LazyStreams, held: int) -> Iterator[None]:
+    """A backward has its plan's peak, and so much more."""
+    ended = StepRun.backward_ended
+
+    def backward_ended(run: StepRun, call: StepCall) -> None:
+        own, left = graph().own, lazy.allocated[0]
+        peak = backward_of(now()) + own.graph.limits.static_bytes - own.limits.static_bytes + held
+        lazy.allocated = left, max(peak, lazy.allocated[1])
+        ended(run, call)
+
+    with mock.patch.object(StepRun, "backward_ended", backward_ended):
+        yield
+
+
+def backward_of(plan: Plan) -> int:
+    """The peak of a plan's backward."""
+    predicted = predicted_of(plan.key)
+    return 0 if predicted is None else max(predicted.timeline.memory[predicted.timeline.forward_steps :])
+
+
 def step(
-    model: nn.Module, lazy: LazyStreams, taken: int = 0, *, more: int = 0, freed: int = 0
+    model: nn.Module, lazy: LazyStreams, taken: int = 0, *, more: int = 0, freed: int = 0, held: int | None = None
 ) -> tuple[list[Tensor | None], list[str]]:
     """One step whose loss takes so many bytes. Its gradients, and its warnings.
 
-    more: allocated throughout, beside what was planned with. freed: allocated until the loss is there.
+    more: allocated throughout, beside what was planned with. freed: allocated until the loss is there. held: in backward,
+    beyond its plan; None: of backward only what it begins with is seen.
     """
     model.zero_grad()
     with warnings.catch_warnings(record=True) as caught:
@@ -119,7 +141,8 @@ def step(
         lazy.allocated = left + freed, left + freed + taken
         loss = result.square().sum()
         lazy.allocated = left, left + freed + taken
-        loss.backward()
+        with contextlib.nullcontext() if held is None else holding(lazy, held):
+            loss.backward()
         lazy.allocated = more + freed, left + freed + taken
     texts = [str(w.message) for w in caught if issubclass(w.category, BudgetExceededWarning)]
     return [parameter.grad for parameter in model.parameters()], texts

@@ -270,7 +270,8 @@ class StepRun:
         event = None if streams is None else streams.timed_event()
         beside = list(self.beside())
         ours = self.ours_bytes() + sum(run.ours_bytes() for run in beside)
-        self.marks.append(Mark(kind, call.index, now + soon_bytes, peak, ours, event, time.time_ns() // 1000, len(beside)))
+        now_us = time.time_ns() // 1000
+        self.marks.append(Mark(kind, call.index, now + soon_bytes, peak, ours, event, now_us, len(beside), soon_bytes))
 
 
 class Steps(threading.local):

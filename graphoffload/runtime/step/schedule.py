@@ -52,6 +52,7 @@ class Mark(NamedTuple):
 
     kind: "forward", "forward end", "backward", "backward end". event: of the compute stream, where there are streams. time_us:
     of the wall clock, on the host. beside: other microbatches of the step whose forward is over and whose backward is not.
+    soon_bytes: of allocated_bytes, those that are allocated right after it.
     """
 
     kind: str
@@ -62,3 +63,4 @@ class Mark(NamedTuple):
     event: Any
     time_us: int = 0
     beside: int = 0
+    soon_bytes: int = 0
