@@ -69,8 +69,9 @@ def learn_from(graph: Dispatched, runs: Sequence[StepRun], *, asked_anew: bool =
     if asked_anew:
         return
     limits = own.limits_now(config)
-    outside.static_bytes += (beyond := _beyond_bytes(graph, limits, turn, came))
-    limits = replace(limits, static_bytes=limits.static_bytes + beyond)
+    if beyond := _beyond_bytes(graph, limits, turn, came):
+        outside.static_bytes += beyond
+        limits = own.limits_now(config)
     if not _planned_if_it_matters(graph, config, limits, turn, beyond):
         _tell(graph, config, limits, turn)
         own.hold(config, graph.first)
@@ -90,7 +91,7 @@ def _beyond_bytes(graph: Dispatched, limits: Limits, turn: Turn, came: int) -> i
     excess = turn.backward_peak_bytes + limits.reserve_bytes - budget
     timeline = predicted.timeline
     beyond = turn.backward_peak_bytes - came - max(timeline.memory[timeline.forward_steps :], default=0)
-    return _rounded(max(0, beyond)) if excess > tolerated_bytes(budget if limits.explicit else None) else 0
+    return _rounded(max(0, beyond)) if excess > tolerated_bytes(limits.given_bytes) else 0
 
 
 def plan_if_outgrown(graph: Dispatched, allocated_bytes: int) -> None:
@@ -109,7 +110,7 @@ def plan_if_outgrown(graph: Dispatched, allocated_bytes: int) -> None:
         return
     came = outside.static_bytes + outside.lasting_bytes - limits.static_bytes  # since the plan was made
     excess = plan.prediction.predicted_peak_bytes + max(0, came) - budget
-    more, tolerated = came - limits.reserve_bytes, tolerated_bytes(budget if limits.explicit else None)
+    more, tolerated = came - limits.reserve_bytes, tolerated_bytes(limits.given_bytes)
     outgrown = differs(more, budget) and excess > tolerated  # what was reserved for is there by now
     squeezed = differs(lost, budget) and excess + lost > tolerated
     if not (outgrown or squeezed):
@@ -154,14 +155,14 @@ def _planned_if_it_matters(graph: Dispatched, config: OffloadConfig, limits: Lim
     assert plan is not None
     if budget is None or config.max_slowdown is not None:
         return False
-    given = budget if limits.explicit else None
+    given = limits.given_bytes
     at_turn = turn.peak_bytes + limits.reserve_bytes - budget
     came = limits.static_bytes - before.static_bytes
     known = _amended(plan, limits.turn_bytes or 0, 0).prediction.predicted_peak_bytes
     elsewhere = known + came + limits.reserve_bytes - budget
     unused = plan.turn_bytes - (limits.turn_bytes or 0) - ((before.device_budget_bytes or budget) - budget)
     if at_turn > tolerated_bytes(given):
-        _say_that_it_broke(graph, given, at_turn)
+        _say_that_the_turn_broke_it(graph, given, at_turn)
     elif beyond > 0 and elsewhere > tolerated_bytes(given):
         _say_that_backward_broke_it(graph, given, turn.backward_peak_bytes + limits.reserve_bytes - budget, beyond)
     elif came > 0 and elsewhere > tolerated_bytes(given):
@@ -173,34 +174,31 @@ def _planned_if_it_matters(graph: Dispatched, config: OffloadConfig, limits: Lim
     return _plan(graph)
 
 
-def _say_that_it_broke(graph: Dispatched, given: int | None, excess: int) -> None:
-    """What eager code takes breaks the budget; a warning if that was given."""
+def _say_that_the_turn_broke_it(graph: Dispatched, given: int | None, excess: int) -> None:
     name, taken = graph.graph.name, format_bytes(graph.own.outside.turn_bytes or 0)
-    if given is None:
-        say(f"{name}: planned again: eager code between forward and backward takes {taken}")
-    else:
-        warn(
-            BudgetExceededWarning,
-            f"device_budget={format_bytes(given)} was exceeded by {format_bytes(excess)} in the first steps: between the "
-            f"forward and the backward of {name}, eager code such as a loss takes {taken}. It is planned again with that. "
-            "Nothing has to be done; if the loss is compiled with the model, it is in the plan from the first step on.",
-            stacklevel=7,
-        )
+    what = f"eager code between forward and backward takes {taken}"
+    why = f"between the forward and the backward of {name}, eager code such as a loss takes {taken}"
+    advice = "if the loss is compiled with the model, it is in the plan from the first step on"
+    _say_that_it_broke(name, given, excess, what, why, advice)
 
 
 def _say_that_backward_broke_it(graph: Dispatched, given: int | None, excess: int, beyond: int) -> None:
-    """Backward took more than its plan, and that breaks the budget; a warning if that was given."""
-    name, more = graph.graph.name, format_bytes(beyond)
+    name, more = graph.graph.name, f"{format_bytes(beyond)} more than was planned"
+    why = f"the backward of {name} took {more}, as it does where outputs such as logits are held until it ends"
+    advice = "`model(x).loss.backward()` holds none, `out = model(x)` and then `out.loss.backward()` does"
+    _say_that_it_broke(name, given, excess, f"its backward takes {more}", why, advice)
+
+
+def _say_that_it_broke(name: str, given: int | None, excess: int, what: str, why: str, advice: str) -> None:
+    """The first plan breaks the budget; a warning if that was given. what: for a line; why, advice: for a warning."""
     if given is None:
-        say(f"{name}: planned again: its backward takes {more} more than was planned")
+        say(f"{name}: planned again: {what}")
     else:
         warn(
             BudgetExceededWarning,
-            f"device_budget={format_bytes(given)} was exceeded by {format_bytes(excess)} in the first steps: the backward of "
-            f"{name} took {more} more than was planned, as it does where outputs such as logits are held until it ends. It is "
-            "planned again with that. Nothing has to be done; `model(x).loss.backward()` holds none, `out = model(x)` and then "
-            "`out.loss.backward()` does.",
-            stacklevel=7,
+            f"device_budget={format_bytes(given)} was exceeded by {format_bytes(excess)} in the first steps: {why}. It is "
+            f"planned again with that. Nothing has to be done; {advice}.",
+            stacklevel=8,
         )
 
 

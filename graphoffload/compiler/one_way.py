@@ -102,8 +102,9 @@ def _at_shown_prices(analysis: GraphAnalysis, instance: Instance, best: Trial) -
             break
         faster = trial.timeline.time_s < trials.on(best, trial.analysis.hardware).timeline.time_s
         shown_s, trial = trial.decided.lower_bound_s, trials.on(bounded(trial, best), analysis.hardware)
-        faster = faster and trial.timeline.time_s <= best.timeline.time_s
-        best = replace(trial if faster and trial.excess <= 0 else best, shown_bound_s=shown_s)
+        if faster and trial.excess <= 0 and trial.timeline.time_s <= best.timeline.time_s:
+            best = trial
+        best = replace(best, shown_bound_s=shown_s)
     return best
 
 

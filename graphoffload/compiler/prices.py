@@ -15,7 +15,6 @@ products of matrices heat the GPU, leave less time than planned, and compute wai
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -52,14 +51,13 @@ class Prices:
         """Add what a trial has shown; how much dearer that was than it would have been taken for: 2.0 for twice as dear."""
         saved = {tensor.name for tensor in trial.analysis.table.tensors}
         again = [one for one in self.instance.program.candidates if one.recompute and one.name not in saved]
-        before = {one.name: self.price_s(one) for one in again}
+        taken_for_s = sum(map(self.price_s, again))
         taken = _taken(trial, self.instance, self.chains, again)
         for one in again:
             assert one.recompute is not None
             self.seconds[one.group] += taken.get(one.name, 0.0)
             self.estimated_s[one.group] += one.recompute.time_s
-        taken_for_s, shown_s = sum(before.values()), sum(map(self.price_s, again))
-        return shown_s / taken_for_s if taken_for_s else math.inf if shown_s else 1.0
+        return sum(map(self.price_s, again)) / taken_for_s if taken_for_s else 1.0
 
     def price_s(self, candidate: Candidate) -> float:
         """What candidates of its kind have shown, or else what was estimated."""

@@ -164,6 +164,11 @@ class _Record:
         """The mark of a moment."""
         return self._marks[kind, call]
 
+    def peak_bytes(self, start: tuple[str, int], end: tuple[str, int]) -> int:
+        """The most that is allocated from one moment to another."""
+        level = max(self.at(*start).allocated_bytes, self.at(*end).allocated_bytes)
+        return level + self.above_bytes(start, end)
+
     def above_bytes(self, start: tuple[str, int], end: tuple[str, int]) -> int:
         """By how much memory outside rises between two moments above the larger of both: what the allocator did says so where
         that was recorded, else the peak, where it was higher than any before."""
@@ -216,17 +221,14 @@ def turn_of(run: StepRun) -> Turn | None:
     if not all(record.has(*moment) for moment in (("forward", 0), start, end)):
         return None
     left, right = record.at(*start), record.at(*end)
-    peak = max(left.allocated_bytes, right.allocated_bytes) + record.above_bytes(start, end)
-    backward_peak = 0
-    if record.has(*done):
-        backward_peak = max(right.allocated_bytes, record.at(*done).allocated_bytes) + record.above_bytes(end, done)
+    peak = record.peak_bytes(start, end)
     return Turn(
         start_bytes=record.at("forward", 0).allocated_bytes,
         left_bytes=left.ours_bytes + sum(run.calls[0].output_bytes.values()),
         peak_bytes=peak,
         risen_bytes=peak - left.allocated_bytes,
         before_backward_bytes=right.allocated_bytes - right.ours_bytes,
-        backward_peak_bytes=backward_peak,
+        backward_peak_bytes=record.peak_bytes(end, done) if record.has(*done) else 0,
     )
 
 

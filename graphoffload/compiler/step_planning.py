@@ -158,11 +158,10 @@ def _asked(graph: Dispatched, known: Known) -> tuple[Asked, Limits]:
         goal = WithinSlowdown(max(config.max_slowdown, UNMEASURABLE), asked=config.max_slowdown)
     elif limits.explicit and budget is not None:
         goal = MeetBudget(budget)
-    given = limits.device_budget_bytes if limits.explicit else None
     host = limits.host_budget_bytes
     if known.inside and host is not None:  # what the run around it has there stays until this one is over
         host = max(0, host - POOL.snapshot().in_use_bytes)
-    return Asked(goal, reserve, host, given, known.taken_bytes), limits
+    return Asked(goal, reserve, host, limits.given_bytes, known.taken_bytes), limits
 
 
 def _keep_all_bytes(facts: StepFacts, asked: Asked) -> int:

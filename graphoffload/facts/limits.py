@@ -43,6 +43,11 @@ class Limits:
             return None
         return max(0, self.device_budget_bytes - self.static_bytes - self.reserve_bytes)
 
+    @property
+    def given_bytes(self) -> int | None:
+        """The budget that a plan is held to; None where the user gave no number, or nothing has to fit."""
+        return self.device_budget_bytes if self.explicit else None
+
     def quantised(self) -> Limits:
         """The limits for cache keys, with measured bytes in steps of 1 GiB, so that two runs on the same machine agree.
 

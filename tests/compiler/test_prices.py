@@ -184,6 +184,49 @@ def test_the_faster_of_both_is_taken(budget: int, made: Made, monkeypatch: pytes
     assert best.analysis.hardware == PROFILES["h200-sxm"]
 
 
+def test_what_is_faster_on_a_slower_link_alone_is_not_taken(
+    budget: int, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "is_far", lambda *_, **__: False)
+    monkeypatch.setattr(one_way, "_is_as_chosen", lambda *_: len(made) >= 2)
+    monkeypatch.setattr(Prices, "learn", lambda *_: 2.0)
+    monkeypatch.setattr(Prices, "applied", lambda prices: replace(prices.instance))
+    simulated, found = trials.on, list[Trial]()
+    of = one_way._at_shown_prices
+
+    def slow(trial: Trial, hardware: Any) -> Trial:
+        """The first trial on the slower link, and the second one on the link as it is."""
+        at = simulated(trial, hardware)
+        return replace(at, timeline=replace(at.timeline, time_s=9.0))
+
+    def noting(*given: Any) -> Trial:
+        found.append(of(*given))
+        return found[-1]
+
+    monkeypatch.setattr(trials, "on", slow)
+    monkeypatch.setattr(one_way, "_at_shown_prices", noting)
+    plan(budget)
+    assert len(made) == 2
+    assert found[0].analysis.pair is made[0][1].analysis.pair
+
+
+def test_a_bound_is_the_lower_of_both_that_say_anything(budget: int, made: Made) -> None:
+    """A plan for outputs that nobody holds may undercut the bound of plans for outputs that are held."""
+    plan(budget)
+    trial = made[-1][1]
+    keep_s = trial.decided.keep_timeline.time_s
+
+    def bound(own_s: float | None, first_s: float | None) -> float | None:
+        own, first = (replace(trial, decided=replace(trial.decided, lower_bound_s=s)) for s in (own_s, first_s))
+        return one_way.bounded(own, first).decided.lower_bound_s
+
+    assert bound(1.02 * keep_s, 1.05 * keep_s) == 1.02 * keep_s
+    assert bound(1.08 * keep_s, 1.05 * keep_s) == 1.05 * keep_s
+    assert bound(keep_s, 1.05 * keep_s) == 1.05 * keep_s, "that no step is faster than everything kept"
+    assert bound(None, 1.05 * keep_s) == 1.05 * keep_s
+    assert bound(1.02 * keep_s, None) is None
+
+
 def test_a_slowdown_is_planned_for_again_at_the_prices_that_showed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same slowdown, before a smaller one, which would buy less."""
     excess, priced = trials.excess_of, list[Instance]()

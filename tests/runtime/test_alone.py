@@ -89,6 +89,20 @@ def test_outputs_that_are_held_are_planned_with(lazy: LazyStreams) -> None:
     assert now() == second
 
 
+def test_outputs_that_fit_in_what_is_to_stay_free_cost_nothing(lazy: LazyStreams) -> None:
+    """A reserve is for what the process allocates besides: nothing is compiled again, and no budget was exceeded."""
+    held = budget_of(0.4) - budget_of(0.0)
+    model = whole(device_budget=budget_of(0.8) + 2 * held, reserve=2 * held)
+    for _ in range(2):
+        step(model, lazy, held=held)
+    first = now()
+    assert first.changes_anything
+    assert first.prediction.reserve_bytes == 2 * held
+    _, texts = step(model, lazy, held=held)
+    assert not texts
+    assert now().key == first.key
+
+
 def test_outputs_that_fit_beside_backward_cost_nothing(lazy: LazyStreams) -> None:
     """What it takes is within the budget: nothing is compiled again."""
     model, held = whole(device_budget=2 * budget_of(1.0)), budget_of(1.0) // 2
