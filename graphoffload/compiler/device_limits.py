@@ -32,6 +32,7 @@ _PIECES_BY_PAGES = 768 * 2**20  # 40 blocks that each keep one small tensor, whi
 _HOST_SHARE = 0.8
 _UNKNOWN_SHARE = 1 / 64  # of what is allocated: what is no input of a graph may be garbage
 _ROOMY = 0.9  # of the memory: what needs no more has no trouble with memory in pieces
+_UNCUT_SHARE, _UNCUT_BYTES = 1 / 512, 4 * 2**20
 
 
 def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Sequence[torch.Tensor] | None = None) -> Limits:
@@ -46,10 +47,13 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
     hardware = hardware_of(config.hardware, str(device))
     reserve_bytes = _reserve(config, inputs, parameters, device, hardware)
     host_budget_bytes, host_auto = _host_budget(config), config.host_budget == "auto"
+    budget, static_bytes = _device_budget(config, device, hardware, reserve_bytes), _static_bytes(device, inputs)
+    if config.has_budget and device.type == "cuda":  # "auto" leaves a margin
+        static_bytes += _uncut_bytes(max(0, (budget or 0) - static_bytes))
     return Limits(
         explicit=config.has_budget or config.limits_time,
-        device_budget_bytes=_device_budget(config, device, hardware, reserve_bytes),
-        static_bytes=_static_bytes(device, inputs),
+        device_budget_bytes=budget,
+        static_bytes=static_bytes,
         reserve_bytes=reserve_bytes,
         host_budget_bytes=host_budget_bytes,
         host_auto=host_auto,
@@ -68,6 +72,12 @@ def _static_bytes(device: torch.device, inputs: list[torch.Tensor]) -> int:
         _allocate_workspaces(device)
         return int(torch.cuda.memory_allocated(device))
     return _bytes_of(inputs)
+
+
+def _uncut_bytes(room_bytes: int) -> int:
+    """What is left for the ends of blocks that torch's allocator does not cut off and counts as allocated, of the room that a
+    given budget has."""
+    return 0 if allocator.maps_by_pages() else min(_UNCUT_BYTES, int(room_bytes * _UNCUT_SHARE))
 
 
 def _bytes_of(inputs: Iterable[torch.Tensor]) -> int:

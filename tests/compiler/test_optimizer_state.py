@@ -23,7 +23,7 @@ from graphoffload.compiler.session import CompileSession
 from graphoffload.facts.limits import Limits
 from graphoffload.options.config import OffloadConfig
 from graphoffload.runtime import registry
-from graphoffload.torch_internals import partitioning
+from graphoffload.torch_internals import allocator, partitioning
 
 WIDTH = 64
 GIB = 2**30
@@ -262,6 +262,21 @@ def test_a_reserve_that_is_given_is_taken(gpu: FakeTensorMode) -> None:
         found = limits.resolve_limits(OffloadConfig(hardware="h100-sxm", reserve="3GiB", device_budget="50GiB"), [large])
     assert found.reserve_bytes == 3 * GIB
     assert found.device_budget_bytes == 50 * GIB
+
+
+@pytest.mark.parametrize(
+    ("budget", "by_pages", "expected"),
+    [("50GiB", False, 4 * 2**20), ("41GiB", False, 2 * 2**20), ("39GiB", False, 0), ("50GiB", True, 0), ("auto", False, 0)],
+)
+def test_a_given_budget_has_room_for_ends_of_blocks(
+    gpu: FakeTensorMode, monkeypatch: pytest.MonkeyPatch, budget: str, by_pages: bool, expected: int
+) -> None:
+    """Torch's allocator does not cut them off, and counts them; unless it maps pages. "auto" has a margin."""
+    monkeypatch.setattr(allocator, "maps_by_pages", lambda: by_pages)
+    config = OffloadConfig(hardware="h100-sxm", reserve=0, device_budget=budget)
+    with gpu:
+        found = limits.resolve_limits(config, [torch.empty(1, device="cuda")])
+    assert found.static_bytes == 40 * GIB + expected
 
 
 # From the backend to the plan

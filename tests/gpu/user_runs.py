@@ -76,7 +76,7 @@ class Case:
 
 @dataclass
 class Trained:
-    """What one training saw. left_bytes: allocated before it, by whatever ran before."""
+    """What one training saw. left_bytes: allocated before it, by whatever ran before; uncut_bytes: of the peak, no tensor's."""
 
     left_bytes: int = 0
     losses: list[float] = field(default_factory=list)
@@ -84,6 +84,7 @@ class Trained:
     seconds: list[float] = field(default_factory=list)
     static_bytes: int = 0
     peak_bytes: int = 0
+    uncut_bytes: int = 0
 
     @property
     def step_s(self) -> float:
@@ -119,6 +120,14 @@ def allocated(device: torch.device, *, peak: bool = False) -> int:
     return int(torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated())
 
 
+def uncut(device: torch.device) -> int:
+    """Bytes of the peak in ends of blocks that torch's allocator did not cut off; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    stats = torch.cuda.memory_stats()
+    return int(stats["allocated_bytes.all.peak"] - stats["requested_bytes.all.peak"])
+
+
 def train(case: Case, device: torch.device, tiny: bool, how: Mapping[str, Any], *, since: int) -> Trained:
     """All steps from the same seed; the peak is that of steps from `since` on."""
     fresh(device)
@@ -139,6 +148,7 @@ def train(case: Case, device: torch.device, tiny: bool, how: Mapping[str, Any], 
         found.norms.append(norm)
         loop.between(number)
     found.static_bytes, found.peak_bytes = allocated(device), allocated(device, peak=True)
+    found.uncut_bytes = uncut(device)
     return found
 
 
@@ -207,6 +217,7 @@ def compare(name: str, case: Case, device: torch.device, *, tiny: bool, share: f
     figures |= {
         "predicted_bytes": predicted_bytes(),
         "peak_bytes": found.peak_bytes,
+        "uncut_bytes": found.uncut_bytes,
         "predicted_slowdown": predicted_slowdown(),
         "step_s": found.step_s,
         "loss_error": apart(found.losses, plain.losses),
