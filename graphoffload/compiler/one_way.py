@@ -46,8 +46,8 @@ def is_far(trial: Trial, *, proven: bool = False) -> bool:
     return trial.timeline.time_s - max((bound for bound in known if bound is not None), default=keep_s) > FAR * keep_s
 
 
-def best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
-    """The best trial for the budget of `analysis`; a trial above it if none meets it.
+def best_trial(analysis: GraphAnalysis, instance: Instance, *, priced: bool = True) -> Trial:
+    """The best trial for the budget of `analysis`; a trial above it if none meets it. `priced`: chosen again at shown prices.
 
     If recomputation needs more memory than planned, the trial is repeated without recomputing values that are in memory there.
     Next come budgets lower by the excess, then by a half and a quarter of it if none is met. The last trial is without
@@ -84,7 +84,7 @@ def best_trial(analysis: GraphAnalysis, instance: Instance) -> Trial:
         less_bytes += max(0, int(trial.excess)) + 1
     if best.is_open and best.excess > 0 and not over(analysis):
         best = bounded(or_without_recomputation(analysis, instance, best), first)
-    return _at_shown_prices(analysis, instance, best)
+    return _at_shown_prices(analysis, instance, best) if priced else best
 
 
 def _at_shown_prices(analysis: GraphAnalysis, instance: Instance, best: Trial) -> Trial:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphoffload.analysis.program import Instance
@@ -38,6 +38,7 @@ _SEARCHES = 2
 _WORTH = 0.03
 _UNUSED = 0.005  # of keep-all's time, unused by a plan for a slowdown: about what unfused operations cost
 _NOTED_SLOWDOWN = 0.1  # from this slowdown on, a note names the tensors at the peak
+_NO_HOPE = 1.25  # of a budget: no way is known whose least is lower by so much than another's
 _RUNG = 1.02
 _RUNGS = 4
 _ERROR_BUDGETS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # an error names the first that is met, above the least found
@@ -116,18 +117,19 @@ def _or_in_blocks(analysis: GraphAnalysis, found: _SearchResult, blocks: GraphAn
     return replace(found, best=best)
 
 
-def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...]) -> _SearchResult:
-    """The cheapest trial that meets the budget, of these ways and of tighter budgets, until one is near its bound."""
+def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...], *, any_will_do: bool = False) -> _SearchResult:
+    """The cheapest trial that meets the budget, of these ways and of tighter budgets, until one is near its bound; the first
+    that meets it if `any_will_do`."""
     found, start = _SearchResult(None, [], []), (ways[0], instance_of(ways[0]))
     keep = keep_all(start[1], analysis)
     for way in ways:
-        if found.best is not None and (not is_far(found.best) or over(analysis)):
+        if found.best is not None and (any_will_do or not is_far(found.best) or over(analysis)):
             break
         instance = start[1] if way is ways[0] else instance_of(way)
         if way.outputs_stay and way is not ways[0] and instance.program == start[1].program:
             continue  # nothing is fused that this way does not fuse
         try:
-            trial = best_trial(way, instance)
+            trial = best_trial(_without_naming(way, found.errors), instance, priced=not any_will_do)
         except BudgetError as error:
             found.errors.append(error)
             continue
@@ -140,7 +142,7 @@ def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...]) -> _SearchR
             found.best, start = trial, (way, instance)
         elif trial.timeline.time_s < found.best.timeline.time_s - _condition_s(found.best, way):
             found.best, start = bounded(trial, found.best), (way, instance)
-    if found.best is None or is_far(found.best):
+    if found.best is None or (is_far(found.best) and not any_will_do):
         for trial in _tighter(analysis, *start):
             trial = trial if start[0].unfused_bytes is None else against(trial, analysis.request, keep)
             if trial.excess > 0:
@@ -149,9 +151,17 @@ def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...]) -> _SearchR
                 found.best = trial
             elif trial.timeline.time_s < found.best.timeline.time_s:
                 found.best = bounded(trial, found.best)
-            if found.best is not None and not is_far(found.best):
+            if found.best is not None and (any_will_do or not is_far(found.best)):
                 break
     return found
+
+
+def _without_naming(way: GraphAnalysis, errors: Sequence[BudgetError]) -> GraphAnalysis:
+    """`way`, for which nobody searches the least budget where another way's is known and far above this one: such a search
+    takes most of the time of a refusal, and one of them is enough to name a budget."""
+    most = _NO_HOPE * (way.request.goal.device_budget_bytes or 0)
+    known = [error.least_bytes for error in errors if error.least_bytes is not None]
+    return replace(way, thorough=False) if known and min(known) > most else way
 
 
 def _condition_s(best: Trial, way: GraphAnalysis) -> float:
@@ -193,7 +203,7 @@ def _refusal(analysis: GraphAnalysis, found: _SearchResult, keep: Timeline | Non
     for share in _ERROR_BUDGETS:
         asked = int(max(least, budget + 1) * (1.0 + share))
         goal = analysis.request.goal.tightened(budget - asked)
-        met = _meets(_at(analysis, goal), tuple(_at(way, goal) for way in ways)).best
+        met = _meets(_at(analysis, goal), tuple(_at(way, goal) for way in ways), any_will_do=True).best
         if met is not None:
             met = met if keep is None else against(met, met.analysis.request, keep)
             return _error(budget, asked, met, met.held())

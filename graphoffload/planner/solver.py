@@ -132,10 +132,11 @@ def solve(
     known = None if least.descended is None else _again(evaluator, least.descended)
     if isinstance(goal, MeetBudget) and known is not None and not known.feasible:
         raise _infeasible(evaluator, goal, relaxed, known)
-    best = search_once(evaluator, keep, relaxed)
-    if isinstance(goal, MeetBudget) and evaluations is None:
-        best = _nearer(evaluator, goal, best, relaxed, least, descend)
-    return _solution(evaluator, best, relaxed)
+    if not isinstance(goal, MeetBudget) or evaluations is not None:
+        return _solution(evaluator, search_once(evaluator, keep, relaxed), relaxed)
+    is_impossible = relaxed.value is None  # then nothing but the least budget is searched
+    best = keep if is_impossible else search_once(evaluator, keep, relaxed)
+    return _solution(evaluator, _nearer(evaluator, goal, best, relaxed, least, descend), relaxed)
 
 
 def _nearer(evaluator: Evaluator, goal: MeetBudget, best: Proposal, relaxed: Relaxed, least: Least, descend: bool) -> Proposal:
@@ -144,7 +145,7 @@ def _nearer(evaluator: Evaluator, goal: MeetBudget, best: Proposal, relaxed: Rel
     Raises:
         BudgetError: nothing meets the budget.
     """
-    if not best.feasible:
+    if not best.feasible and relaxed.value is not None:
         best = min((best, *where_lost(evaluator, goal)), key=lambda p: p.score)
     if best.feasible and not _is_far(evaluator, best, relaxed):
         return best
