@@ -29,9 +29,10 @@ from graphoffload.torch_internals.patching import replaced
 
 __all__ = [
     "BackendCompilerFailed", "Caller", "Compiling", "OptimizedModule", "Retraceable", "ShapeGuardError", "as_it_is",
-    "backend_of", "compile_isolated", "compile_number", "compiling", "comptime", "config", "count_of_graphs", "ddp_part",
-    "eager_is_asked_for", "graph_break", "guard_leaves", "inlined_as", "inlines_as", "is_tracing", "isolated",
-    "leaves_all_to_eager", "many_compiles", "retraceable", "tell_of_resets", "tracing_backend", "undisabled", "whole_under_ddp",
+    "backend_of", "compile_isolated", "compile_number", "compiles_nothing_for", "compiling", "comptime", "config",
+    "count_of_graphs", "ddp_part", "eager_is_asked_for", "graph_break", "guard_leaves", "has_tried_frames", "inlined_as",
+    "inlines_as", "is_tracing", "isolated", "many_compiles", "retraceable", "tell_of_resets", "tracing_backend", "undisabled",
+    "whole_under_ddp",
 ]  # fmt: skip
 
 
@@ -285,15 +286,19 @@ def eager_is_asked_for() -> bool:
     return bool(config.disable) or getattr(stance, "stance", "default") != "default"
 
 
-def leaves_all_to_eager(backend: str) -> bool:
-    """Whether torch.compile was given a backend by its name, and Dynamo has tried frames and compiled none in this process.
+def compiles_nothing_for(backend: str) -> bool:
+    """Whether torch.compile was given a backend by its name, and Dynamo has compiled no frame in this process.
 
     Without it: no warning where a whole model runs in eager.
     """
     from torch._dynamo.backends import registry
 
-    frames = torch._dynamo.utils.counters["frames"]
-    return registry._COMPILER_FNS.get(backend) is not None and frames["total"] > 0 and not frames["ok"]
+    return registry._COMPILER_FNS.get(backend) is not None and not torch._dynamo.utils.counters["frames"]["ok"]
+
+
+def has_tried_frames() -> bool:
+    """Whether Dynamo has traced a frame in this process; it skips those of torch.nn. Without it: as compiles_nothing_for."""
+    return torch._dynamo.utils.counters["frames"]["total"] > 0
 
 
 def backend_of(compiler: Any) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:
