@@ -7,7 +7,15 @@ class of its own, so that it can be filtered or turned into an error by name.
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
+
+import torch
+
+_OURS, _PACKAGES, _STANDARD = map(os.path.dirname, (__file__, os.path.dirname(torch.__file__), os.__file__))
+_LIBRARIES = ("<eval_with_key", "<string>", "<frozen", *(folder + os.sep for folder in (_OURS, _PACKAGES, _STANDARD)))
+"""What the file names of code begin with that no user wrote."""
 
 
 class GraphOffloadError(Exception):
@@ -131,6 +139,20 @@ class HardwareWarning(GraphOffloadWarning):
     """Planning uses datasheet or fallback numbers instead of measured ones."""
 
 
-def warn(category: type[GraphOffloadWarning], message: str, *, stacklevel: int = 3) -> None:
-    """Issue a named warning; one place, so that the stack level is right everywhere."""
-    warnings.warn(message, category, stacklevel=stacklevel)
+def warn(category: type[GraphOffloadWarning], message: str) -> None:
+    """Issue a named warning; one place, so that all of them name the line of the user's own code that led to it."""
+    warnings.warn(message, category, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """The stack level of the innermost frame of a user's own file, as `warn` counts them; of the outermost frame where there is
+    none, as in a thread of autograd."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and _is_of_a_library(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_of_a_library(filename: str) -> bool:
+    """This package's, an installed one's, the standard library's, or what they write: torch's generated code, a dataclass."""
+    return filename.startswith(_LIBRARIES) or "torchinductor" in filename

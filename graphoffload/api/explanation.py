@@ -87,7 +87,7 @@ class Explanation:
             graphs, unknown = _look(model, chosen, Values(everything=True), args, kwargs, stops)
         if unknown is not None:
             notes.append(_ends_at(unknown, graphs, where))
-            warn(PartialPlanWarning, f"explain() planned a part of the model. {notes[-1]}", stacklevel=5)
+            warn(PartialPlanWarning, f"explain() planned a part of the model. {notes[-1]}")
         elif not graphs.plans:
             notes.append(_NOTHING)
         graphs.judge(model)

@@ -73,7 +73,7 @@ class _Mark:
     def __reduce__(self) -> tuple[Any, ...]:
         module, given = self.module(), given_text(self.options)
         if module is not None and self._holds(module):
-            warn(NotOffloadedWarning, _pickled(type(module).__qualname__, given), stacklevel=4)
+            warn(NotOffloadedWarning, _pickled(type(module).__qualname__, given))
         return str, (f"offload({given})",)
 
     def _holds(self, module: nn.Module) -> bool:

@@ -39,7 +39,7 @@ def teller(what: str, config: OffloadConfig, options: Mapping[str, Any]) -> Call
         text = _foreign(what, given, str(name)) if theirs is None else other_options(what, given, config, theirs)
         if text not in told:
             told.add(text)
-            warn(NotOffloadedWarning, text, stacklevel=2)
+            warn(NotOffloadedWarning, text)
 
     return tell
 

@@ -130,7 +130,6 @@ def _plan_again(graph: Dispatched, why: str) -> None:
             f"{graph.graph.name} was compiled {_MOST_AGAIN} times for what is allocated outside, and is not any more: {why}, "
             "and its plan exceeds the budget with that. Look for what grows from step to step, or leave room for it in "
             "device_budget. graphoffload.set_budget() has it planned again.",
-            stacklevel=6,
         )
         return
     before = own.compiles
@@ -198,7 +197,6 @@ def _say_that_it_broke(name: str, given: int | None, excess: int, what: str, why
             BudgetExceededWarning,
             f"device_budget={format_bytes(given)} was exceeded by {format_bytes(excess)} in the first steps: {why}. It is "
             f"planned again with that. Nothing has to be done; {advice}.",
-            stacklevel=8,
         )
 
 
@@ -216,13 +214,12 @@ def _plan(graph: Dispatched) -> bool:
             warn(
                 BudgetExceededWarning,
                 f"{error}{of_turn if graph.own.outside.turn_bytes else ''} Training goes on by the plan that takes least.",
-                stacklevel=6,
             )
             if error.least_bytes is None:
                 return False
             graph.plan_alone(config, least_bytes=error.least_bytes)
     except (BudgetError, ShapeGuardError, PlanError) as error:
-        warn(StepNotPlannedWarning, f"{error} {graph.graph.name} runs on as it is.", stacklevel=5)
+        warn(StepNotPlannedWarning, f"{error} {graph.graph.name} runs on as it is.")
         return False
     return True
 

@@ -218,7 +218,6 @@ def _warn_of_fallbacks() -> None:
             FallbackWarning,
             "torch._dynamo.config.suppress_errors is on: an error in planning would silently run the model in eager, "
             "with every activation kept. Set it to False to see errors.",
-            stacklevel=4,
         )
     limit = dynamo.config.recompile_limit
     if dynamo.compile_number() == limit > 1:
@@ -227,5 +226,4 @@ def _warn_of_fallbacks() -> None:
             f"this is compile {limit} of the same code, and torch._dynamo.config.recompile_limit is {limit}: should it be "
             "compiled once more, torch runs it in eager, with every activation kept. TORCH_LOGS=recompiles says what makes "
             "torch compile again; raise the limit if there is a reason for it.",
-            stacklevel=4,
         )

@@ -90,7 +90,7 @@ def _warn_alone(peers: Peers, error: StoreFailed) -> None:
         peers.warn_alone(peers.others, what)
         return
     text = f"rank {peers.rank} of {peers.world} {what}: {error}. Run one release of graphoffload on all ranks."
-    warn(PerRankPlanWarning, text, stacklevel=5)
+    warn(PerRankPlanWarning, text)
 
 
 def _profile(text: str) -> HardwareProfile:
@@ -236,5 +236,4 @@ class _Meeting:
             f"told nothing in {self._limit_s:g} s{why}. The GPUs of a host share its links, so copies may take longer than "
             f"plans say. To measure before training: torchrun --nproc-per-node {said or 'RANKS'} -m graphoffload hardware, "
             f"which keeps the result.{unset}",
-            stacklevel=6,
         )

@@ -197,7 +197,6 @@ def _check_torch_settings() -> None:
             f"torch._functorch.config.activation_memory_budget={budget} is ignored under graphoffload (pinned to 1.0): "
             "it limits the sum of saved bytes, not the peak, and draws dropout anew in recomputation. "
             "Use device_budget or max_slowdown.",
-            stacklevel=5,
         )
 
 
@@ -208,7 +207,6 @@ def _check_inductor_settings(config: OffloadConfig) -> None:
             "torch._inductor.config.triton.reorder_for_reducing_graph_partitions is on: with CUDA graphs it moves every reload "
             'to the start of backward, so that nothing is saved. Add "triton.reorder_for_reducing_graph_partitions": False to '
             'options, or use backend="graphoffload", which does.',
-            stacklevel=5,
         )
     if inductor_config.reorder_for_peak_memory:
         warn(
@@ -216,5 +214,4 @@ def _check_inductor_settings(config: OffloadConfig) -> None:
             "torch._inductor.config.reorder_for_peak_memory is on: it moves every release next to its offload and every "
             'reload next to its wait, so that no copy overlaps with compute. Add "reorder_for_peak_memory": False to '
             'options, or use backend="graphoffload", which does.',
-            stacklevel=5,
         )

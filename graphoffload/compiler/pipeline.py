@@ -80,10 +80,10 @@ def rewrite(request: Request) -> Rewritten:
         raise told from error
     analysis, decided = trial.analysis, trial.decided
     for text in decided.warnings:
-        warn(NotOffloadedWarning, text, stacklevel=4)
+        warn(NotOffloadedWarning, text)
     alone = request.session.recipe is None
     if trial.excess > 0 and request.goal.explicit and alone:  # the planner's own plans that miss a budget are errors
-        warn(GoalMissedWarning, _goal_missed(request.goal, request.limits, trial.timeline, decided), stacklevel=4)
+        warn(GoalMissedWarning, _goal_missed(request.goal, request.limits, trial.timeline, decided))
     plan = make_plan(
         PlannedPair(analysis.pair, trial.original, analysis.table, trial.instance, trial.timeline, decided.release_late),
         trial.actions,

@@ -207,7 +207,6 @@ class Peers:
             f"rank {self.rank} of {self.world} {what}: {why}. Gradients are right whatever the others decide, but the slowest "
             "rank sets the pace of all, and the rank with the least memory may run out of it. Train the same graphs on every "
             f"rank, or give device_budget and hardware as fixed values.{share}",
-            stacklevel=5,
         )
 
     def warn_apart(self, rank: int) -> None:
@@ -217,7 +216,6 @@ class Peers:
             f"rank {self.rank} of {self.world} plans a step without rank {rank}, which has had its graphs another number of "
             "times: one of the two has compiled them again alone. Gradients are right all the same. Call "
             "torch._dynamo.reset() on every rank or on none, and give the batches of all ranks the same sizes.",
-            stacklevel=6,
         )
 
     def warn_misfit(self, rank: int, error: Exception) -> None:
@@ -226,7 +224,6 @@ class Peers:
             PerRankPlanWarning,
             f"rank {self.rank} of {self.world} plans its step alone, since what rank {rank} decided does not fit here: {error} "
             "Gradients are right all the same. Run the same program with the same batch sizes on every rank.",
-            stacklevel=6,
         )
 
 

@@ -241,7 +241,6 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
                 f"device_budget={format_bytes(asked.budget_bytes)} is exceeded by {format_bytes(excess)}, and a plan with less "
                 "activation memory does not lower the step's peak: something else holds it. Look for large tensors between "
                 "the compiled graphs or inside one operation, or make the batch or sequence smaller.",
-                stacklevel=6,
             )
         return "less activation memory did not lower the step's peak"
     known.taken_bytes += excess
@@ -252,7 +251,6 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
             f"device_budget={format_bytes(asked.budget_bytes)} was exceeded by {format_bytes(excess)} in the last step, whose "
             f"peak was predicted to be {format_bytes(plan.solution.timeline.peak_bytes)}. The step is planned again with that "
             "much less. Nothing has to be done unless this comes again; then give a budget that is smaller by it.",
-            stacklevel=6,
         )
     return f"the last step took {format_bytes(excess)} more than its budget"
 

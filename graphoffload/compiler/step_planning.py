@@ -206,7 +206,7 @@ def _give_up(known: Known, error: Exception) -> None:
     known.plan, known.fixed, known.runs = None, True, []
     remedy = " Compile with dynamic=False." if isinstance(error, ShapeGuardError) else ""
     text = f"the step is not planned, and its graphs run as they were compiled first: {str(error).rstrip('.')}.{remedy}"
-    warn(StepNotPlannedWarning, text, stacklevel=5)
+    warn(StepNotPlannedWarning, text)
 
 
 def _plan(known: Known, device: torch.device, why: str) -> None:
@@ -351,14 +351,14 @@ def _refused(known: Known, proposal: Proposal, error: BudgetError) -> None:
     if proposal.explicit:
         known.refused = str(error)
         raise error
-    warn(StepNotPlannedWarning, f"{error} {_RUNS_ON}", stacklevel=5)
+    warn(StepNotPlannedWarning, f"{error} {_RUNS_ON}")
 
 
 def say_what_was_refused(known: Known) -> None:
     """A run starts all the same: somebody caught the error. It is said once more, and that the goal is not kept."""
     refused, known.refused = known.refused, ""
     if refused:
-        warn(StepNotPlannedWarning, f"{refused} That error was caught. {_RUNS_ON}", stacklevel=5)
+        warn(StepNotPlannedWarning, f"{refused} That error was caught. {_RUNS_ON}")
 
 
 def _warn_of_excess(plan: StepPlan, asked: Asked, why: str) -> None:
@@ -375,5 +375,4 @@ def _warn_of_excess(plan: StepPlan, asked: Asked, why: str) -> None:
         f"no plan of the training step meets {given} any more, since {why}. The step goes on by the plan that takes least, "
         f"which needs {format_bytes(least_bytes)}: {format_bytes(missing)} too much. {remedy}, or make the batch or sequence "
         "smaller.",
-        stacklevel=4,
     )

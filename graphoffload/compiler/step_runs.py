@@ -265,7 +265,6 @@ def _warn_of_flight(graph: Dispatched, count: int) -> None:
         f"{count} microbatches of {graph.graph.name} are in flight at a time, and it runs by a plan for one: what the others "
         "keep for their backwards is not in its predicted peak. Compile block by block, so that all microbatches are planned "
         "together; or give a budget that leaves room for what the others keep.",
-        stacklevel=5,
     )
 
 
@@ -282,7 +281,6 @@ def _count_changing(run: StepRun) -> None:
         f"{missed} of the last {_WINDOW} steps called compiled graphs in another order, or more or fewer of them, than the "
         "steps before: no plan is made for what does not come again, and their graphs run as they were compiled first. Have "
         "each step call the same graphs, pad batches to a few shapes, or compile the whole model.",
-        stacklevel=5,
     )
 
 
@@ -296,7 +294,6 @@ def _count_irregular(run: StepRun) -> None:
         f"the last {_IRREGULAR} forwards of compiled graphs were not followed by their backwards in reverse order (the last "
         f"one had {len(run.calls)} calls, and {len(run.ended)} backwards came): no step can be planned, and each graph runs as "
         "it was compiled first. Checkpoint inside what is compiled, not around it; or compile the whole model.",
-        stacklevel=5,
     )
 
 
@@ -305,4 +302,4 @@ def _plan_alone_with_less(graph: Dispatched, lacking_bytes: int) -> None:
     try:
         graph.plan_alone(config_of(graph), lacking_bytes)
     except (BudgetError, ShapeGuardError, PlanError) as error:
-        warn(StepNotPlannedWarning, f"{error} After this allocation failed, {graph.graph.name} runs on as it is.", stacklevel=4)
+        warn(StepNotPlannedWarning, f"{error} After this allocation failed, {graph.graph.name} runs on as it is.")

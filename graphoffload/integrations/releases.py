@@ -32,7 +32,6 @@ def check_release(package: str, oldest: str, newest: str) -> str:
             UntestedTrainerWarning,
             f"{package} {found} is newer than the releases that were tested ({oldest} to {newest}). If its callbacks changed, "
             "figures may be missing in the log; plans and gradients do not depend on it.",
-            stacklevel=3,
         )
     return found
 

@@ -95,7 +95,7 @@ class Switch:
             return
         self._told = True
         if not self._did_something():
-            warn(NotOffloadedWarning, self._nothing(f"an optimizer has stepped {_STEPS} times"), stacklevel=4)
+            warn(NotOffloadedWarning, self._nothing(f"an optimizer has stepped {_STEPS} times"))
 
     def _at_exit(self) -> None:
         """Say that nothing was planned, in a process that trained or compiled. A launcher or a worker did neither."""

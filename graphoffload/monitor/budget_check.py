@@ -62,7 +62,6 @@ def _look(plan: Plan, budget_bytes: int, digest: str, before_bytes: int) -> None
         f"since it was last reset; the plan of {plan.graph} predicted {planned}{reserved}{alone}{_uncut(plan.device)}. If "
         f"nothing else was allocated in this process, {lower_budget(budget_bytes, excess)}, "
         "or let graphoffload.tune() correct the plan by what it measures.",
-        stacklevel=3,
     )
 
 

@@ -63,7 +63,7 @@ def warn_of_surroundings(plan: Plan, config: OffloadConfig, *, inductor: bool, a
     if plan.transfers and asks_for_cuda_graphs(config) and not inductor:
         asked = f"mode={config.mode!r}" if config.mode else "triton.cudagraphs"
         text = f'{plan.graph}: {asked} has no effect with inner="aot_eager": no CUDA graph is captured. Use inner="inductor".'
-        warn(CudaGraphsWarning, text, stacklevel=5)
+        warn(CudaGraphsWarning, text)
     if alone and not plan.variant:  # a step's variants are chosen by a plan that its ranks have in common
         _warn_of_ranks()
 
@@ -83,7 +83,7 @@ def warn_of_cuts(plan: Plan, why: str) -> None:
             f"no CUDA graph is captured of a graph with {count} offloaded tensors: {why}. Set graph_partition=True and "
             "cpp_wrapper=False of torch._inductor to have the parts between the copies captured."
         )
-    warn(CudaGraphsWarning, f"{plan.graph}: {found}", stacklevel=2)
+    warn(CudaGraphsWarning, f"{plan.graph}: {found}")
 
 
 def _warn_of_ranks() -> None:
@@ -98,5 +98,4 @@ def _warn_of_ranks() -> None:
         "its own free memory and its own measured times alone. Gradients are the same whatever the others decide, but the "
         'slowest rank sets the pace of all. Use backend="graphoffload"; or give device_budget and hardware as fixed values '
         '(such as "60GiB" and "h200-sxm"), and set LOCAL_WORLD_SIZE so that host_budget is shared (torchrun does).',
-        stacklevel=6,
     )

@@ -99,10 +99,10 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
             del _waiting[module]
             kind = type(module)
             if waiting.ran and kind not in _taken_in and kind not in _compiled:
-                warn(NotOffloadedWarning, _left_to_eager(kind.__qualname__, waiting.given), stacklevel=4)
+                warn(NotOffloadedWarning, _left_to_eager(kind.__qualname__, waiting.given))
             elif compiled_call(module) is waiting.call() and kind not in _taken_in:
                 inside = _trained_inside(module, {key for key, has_grad in stepped.items() if has_grad})
-                warn(NotOffloadedWarning, _never_ran(kind.__qualname__, waiting.given, inside), stacklevel=4)
+                warn(NotOffloadedWarning, _never_ran(kind.__qualname__, waiting.given, inside))
 
 
 register_optimizer_step_post_hook(_after_step)

@@ -79,7 +79,7 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
         if raised and peak_bytes > watched.budget_bytes and not watched.said:
             watched.said = True
             text = _text(optimizer, watched.budget_bytes, before.allocated_bytes, peak_bytes)
-            warn(BudgetExceededWarning, text, stacklevel=4)
+            warn(BudgetExceededWarning, text)
 
 
 register_optimizer_step_pre_hook(_begin)

@@ -29,7 +29,6 @@ def warn_of_outer_hooks() -> None:
             "a compiled graph is called inside of torch.utils.checkpoint: what it saves is dropped after its forward and "
             "computed again in backward, whatever is planned for it. Take the checkpointing away, and the budget decides what "
             f"is recomputed ({_TRAINERS}); or checkpoint inside of what is compiled.",
-            stacklevel=4,
         )
     elif "save_on_cpu" in name or "ffload" in name or "ffload" in module.rpartition(".")[2]:
         whose = f"{module}.{name.partition('.')[0]}"
@@ -38,7 +37,6 @@ def warn_of_outer_hooks() -> None:
             f"a compiled graph is called inside of {whose}: its hooks copy what the plan keeps on the device to the host, one "
             "tensor after the other, beside the copies that are planned. Take it away (activation_offloading=False of TRL's "
             "arguments, enable_activation_offloading=False of torchtune's), and the budget decides what is offloaded.",
-            stacklevel=4,
         )
 
 
@@ -50,5 +48,4 @@ def warn_of_parts() -> None:
         "for the whole budget: no plan is made of their step. torch._dynamo.config.optimize_ddp = False keeps compiled blocks "
         "whole, and plans their step; gradients of one block are then reduced while the block before it runs. (A model that is "
         "compiled as a whole would reduce them at its end: compile its blocks one by one.)",
-        stacklevel=4,
     )

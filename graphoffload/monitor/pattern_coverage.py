@@ -113,7 +113,6 @@ def warn_of_unmatched(model: int, config: str) -> None:
             PatternWarning,
             f"pattern {pattern!r} matched no module in any graph of this model, so it has no effect. "
             f"{what_there_is(pattern, known.paths, known.boundaries)} Correct the pattern, or remove it.",
-            stacklevel=7,
         )
 
 

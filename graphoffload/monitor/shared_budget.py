@@ -89,7 +89,6 @@ def judge(calls: Mapping[str, int], limits: Limits) -> None:
             f"them ran in one forward: until backward they keep {format_bytes(kept)} on top of {format_bytes(fixed)}, "
             f"which is {format_bytes(total - budget)} too much. Compile the whole model as one graph, "
             f"{share_of_budget(budget, fixed, number)}",
-            stacklevel=3,
         )
 
 

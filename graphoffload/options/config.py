@@ -84,7 +84,7 @@ class OffloadConfig:
                 'device_budget="auto" goes with either.'
             )
         if self.max_slowdown is not None and self.max_slowdown > 1.0:
-            warn(LargeSlowdownWarning, _large_slowdown(self.max_slowdown), stacklevel=4)
+            warn(LargeSlowdownWarning, _large_slowdown(self.max_slowdown))
 
     @classmethod
     def from_options(

@@ -186,7 +186,6 @@ class Entries:
             BackwardNeverCameWarning,
             f"{self._forwards_dropped} forwards in a row offloaded {format_bytes(self._bytes_dropped)} that no backward asked "
             "for: the copies were for nothing. Run evaluation under torch.no_grad() or torch.inference_mode().",
-            stacklevel=5,
         )
 
     def abandon(self, entry: OffloadedTensor) -> None:

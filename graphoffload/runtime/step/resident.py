@@ -142,5 +142,4 @@ class Staying:
             f"{format_bytes(excess_bytes)} with all {format_bytes(offered_bytes)} offloaded that their plans can offload. "
             "Raise device_budget by that, make the batch smaller, or compile the whole model as one graph, which can also "
             "recompute.",
-            stacklevel=4,
         )
