@@ -8,13 +8,12 @@ class of its own, so that it can be filtered or turned into an error by name.
 from __future__ import annotations
 
 import os
-import sys
+import sysconfig
+import traceback
 import warnings
 
-import torch
-
-_OURS, _PACKAGES, _STANDARD = map(os.path.dirname, (__file__, os.path.dirname(torch.__file__), os.__file__))
-_LIBRARIES = ("<eval_with_key", "<string>", "<frozen", *(folder + os.sep for folder in (_OURS, _PACKAGES, _STANDARD)))
+_INSTALLED = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")}
+_LIBRARIES = ("<eval_with_key", "<string>", "<frozen", os.path.dirname(__file__) + os.sep, *_INSTALLED)
 """What the file names of code begin with that no user wrote."""
 
 
@@ -147,10 +146,10 @@ def warn(category: type[GraphOffloadWarning], message: str) -> None:
 def _users_level() -> int:
     """The stack level of the innermost frame of a user's own file, as `warn` counts them; of the outermost frame where there is
     none, as in a thread of autograd."""
-    frame, level = sys._getframe(2), 2
-    while frame.f_back is not None and _is_of_a_library(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
+    *callers, _, _ = traceback.extract_stack()
+    levels = range(2, 2 + len(callers))
+    of_users = (level for level, frame in zip(levels, reversed(callers), strict=True) if not _is_of_a_library(frame.filename))
+    return next(of_users, levels[-1])
 
 
 def _is_of_a_library(filename: str) -> bool:

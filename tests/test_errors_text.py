@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from graphoffload.compiler import pipeline
 from graphoffload.errors import (
     ChecksumError,
     ConfigError,
+    HardwareWarning,
     HostMemoryError,
     LargeSlowdownWarning,
     NoStreamsWarning,
@@ -26,6 +29,7 @@ from graphoffload.errors import (
     PlanError,
     RuntimeStateError,
     VerifyError,
+    warn,
 )
 from graphoffload.facts.plan import Action, Plan, Transfer
 from graphoffload.facts.saved_tensors import SavedTensor
@@ -406,3 +410,24 @@ def test_a_rewritten_graph_that_breaks_a_rule(monkeypatch: pytest.MonkeyPatch) -
     says(error, "once: transfer 0", "has 0 reload ops", "has 0 wait ops", "nothing was run")
     says(error, "GRAPHOFFLOAD_DUMP_DIR", 'policy="keep"')
     assert graphoffload.stats() == before
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_warning_names_the_line_of_the_users_own_code(depth: int) -> None:
+    """Not a line of the package, of an installed one that calls it, or of code that torch has written."""
+    library = str(Path(torch.__file__).parent / "called.py")
+    scope: dict[str, Any] = {"warn": functools.partial(warn, HardwareWarning, "guessed")}
+    for name in (library, "<eval_with_key>.7", "/tmp/torchinductor_me/ab/cab.py")[:depth]:
+        exec(compile("def call(inner=warn): inner()\nwarn = call", name, "exec"), scope)
+    with pytest.warns(HardwareWarning) as caught:
+        scope["warn"]()
+    assert caught[0].filename == __file__
+
+
+def test_a_warning_in_a_thread_of_a_library_has_some_line() -> None:
+    thread = threading.Thread(target=warn, args=(HardwareWarning, "guessed"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thread.start()
+        thread.join()
+    assert [str(each.message) for each in caught] == ["guessed"]

@@ -14,6 +14,8 @@ user_runs.py trains and compares them. Each function here builds one loop, on th
     own     the same with an update of the user's own           by blocks
     two_models   a student and its frozen teacher               each as a whole
     gan     two networks in turn, two optimizers                each as a whole
+
+user_recipes.py has those of later stages and of other data.
 """
 
 from __future__ import annotations
@@ -23,53 +25,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu import user_recipes
+from gpu.user_parts import BATCHES, decoder, loader, norm_of, pictures, trained, words
 from gpu.user_runs import Case, Loop, main
 from torch import Tensor, nn
 
 from graphoffload.bench.nets import EncoderBlock, VisionTransformer
-
-BATCHES = 3
-
-
-def loader(device: torch.device, make: Callable[[int, torch.Generator], tuple[Tensor, ...]]) -> Callable[[int], list[Tensor]]:
-    """Three batches on the host, page-locked where there is a GPU; each call copies one to the device.
-
-    Batches come again, so that training lowers the loss, and wrong gradients would show in it.
-    """
-    with torch.device("cpu"):
-        made = [make(number, torch.Generator().manual_seed(number)) for number in range(BATCHES)]
-    if device.type == "cuda":
-        made = [tuple(value.pin_memory() for value in batch) for batch in made]
-    return lambda number: [value.to(device, non_blocking=True) for value in made[number % BATCHES]]
-
-
-def words(device: torch.device, vocabulary: int, rows: int, length: int) -> Callable[[int], list[Tensor]]:
-    """Batches of token ids."""
-    return loader(device, lambda _, generator: (torch.randint(0, vocabulary, (rows, length), generator=generator),))
-
-
-def pictures(device: torch.device, rows: int, side: int, classes: int) -> Callable[[int], list[Tensor]]:
-    """Batches of square images, and a class of each."""
-
-    def make(_: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        images = torch.randn(rows, 3, side, side, generator=generator)
-        return images, torch.randint(0, classes, (rows,), generator=generator)
-
-    return loader(device, make)
-
-
-def norm_of(model: nn.Module) -> float:
-    """Of all gradients together, which some loops log."""
-    return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> tuple[float, float]:
-    """The plain end of a step: backward, the optimizer, no gradients left. The loss, and the norm of the gradients."""
-    loss.backward()
-    norm = norm_of(model)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item(), norm
 
 
 def gpt2(device: torch.device, tiny: bool) -> Loop:
@@ -169,17 +130,6 @@ def t5(device: torch.device, tiny: bool) -> Loop:
         return trained(model, optimizer, loss)
 
     return Loop([model], step)
-
-
-def decoder(name: str, tiny: bool, **sizes: int) -> Any:
-    """A decoder of Transformers by the name of its configuration, in bfloat16; 8 layers of width 2048."""
-    import transformers
-
-    real = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8, "num_attention_heads": 16}
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shared = {"num_key_value_heads": 2 if tiny else 8, "vocab_size": 256 if tiny else 32000}
-    config = getattr(transformers, name)(**(small if tiny else real), **shared, **sizes)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
 
 
 def lora(device: torch.device, tiny: bool) -> Loop:
@@ -373,6 +323,7 @@ CASES = {
     "own": Case(own, needs=("transformers",)),
     "two_models": Case(two_models),
     "gan": Case(gan, compared=6),
+    **user_recipes.CASES,
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Loops as users write them, from their result file to docs/user_loops.md.
 
-    for case in gpt2 vit resnet t5 lora qwen own two_models gan; do
+    for case in gpt2 vit resnet t5 lora qwen own two_models gan dpo diffusion speech unfreeze; do
         PYTHONPATH=tests python tests/gpu/user_loops.py $case --store docs/results/user-loops.json --commit HASH
     done
     PYTHONPATH=tests python -m gpu.user_page
@@ -27,6 +27,10 @@ LOOPS = {
     "own": "the same with an update of the user's own in place of an optimizer; by blocks",
     "two_models": "a student and its frozen teacher: bfloat16 autocast, AdamW; each as a whole",
     "gan": "DCGAN in float32: critic and generator in turn, two optimizers; each as a whole",
+    "dpo": "DPO of a Llama with LoRA, the reference with its adapters disabled: bfloat16 autocast, AdamW; as a whole",
+    "diffusion": "a diffusion transformer: noise drawn on the device, bfloat16 autocast, AdamW, an EMA copy; as a whole",
+    "speech": "Whisper: float16 autocast, GradScaler, clipping, AdamW; both halves by blocks",
+    "unfreeze": "ViT-L of 16 layers: its head alone for two steps, then all of it; bfloat16 autocast, AdamW; by blocks",
 }
 TEXT = """# Loops as users write them
 
