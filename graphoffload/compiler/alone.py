@@ -23,7 +23,7 @@ from dataclasses import replace
 from graphoffload.compiler.device_limits import device_budget_now
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.compiler.partitioner import summary_of
-from graphoffload.compiler.step_again import differs, tolerated_bytes
+from graphoffload.compiler.step_again import MOST_EXCESS_BYTES, differs
 from graphoffload.compiler.step_facts import Turn, turn_of
 from graphoffload.compiler.step_planning import config_of
 from graphoffload.errors import BudgetError, BudgetExceededWarning, PlanError, StepNotPlannedWarning, warn
@@ -42,6 +42,7 @@ _ROUNDED = 4 * 2**20
 """Upwards, so that two runs of a program have the same plan."""
 _LOOK_EVERY = 8
 """Runs between two looks at what the device has free."""
+_EXCESS_SHARE, _LEAST_EXCESS_BYTES = 0.0025, 4 * 2**20  # of a budget that was given
 _MOST_AGAIN = 3
 """What grows more often grows without end. Each plan of a whole model costs a compile."""
 
@@ -62,7 +63,7 @@ def learn_from(graph: Dispatched, runs: Sequence[StepRun], *, asked_anew: bool =
     came, taken = max(0, limits.reserve_bytes - reserve), turn.risen_bytes  # state that was reserved for is there by now
     if not own.is_for_any_size:  # else what the graph leaves is of other sizes than planned
         came = max(came, turn.before_backward_bytes - first.before_backward_bytes)
-        taken = max(0, turn.peak_bytes - turn.left_bytes - limits.static_bytes - came)
+        taken = max(0, turn.peak_bytes - turn.left_bytes - (limits.static_bytes - limits.uncut_bytes) - came)
     outside = own.outside
     outside.start_bytes, outside.static_bytes, outside.reserve_bytes = turn.start_bytes, limits.static_bytes + came, reserve
     outside.turn_bytes = _rounded(taken)
@@ -75,6 +76,14 @@ def learn_from(graph: Dispatched, runs: Sequence[StepRun], *, asked_anew: bool =
     if not _planned_if_it_matters(graph, config, limits, turn, beyond):
         _tell(graph, config, limits, turn)
         own.hold(config, graph.first)
+
+
+def tolerated_bytes(given_bytes: int | None) -> int:
+    """By how much a run may exceed its budget: another plan costs a compile of the model, and none has the workspaces that
+    libraries take inside their calls. None: no budget was given."""
+    if given_bytes is None:
+        return MOST_EXCESS_BYTES
+    return min(MOST_EXCESS_BYTES, max(_LEAST_EXCESS_BYTES, int(_EXCESS_SHARE * given_bytes)))
 
 
 def _rounded(nbytes: int) -> int:
@@ -91,7 +100,9 @@ def _beyond_bytes(graph: Dispatched, limits: Limits, turn: Turn, came: int) -> i
     excess = turn.backward_peak_bytes + limits.reserve_bytes - budget
     timeline = predicted.timeline
     beyond = turn.backward_peak_bytes - came - max(timeline.memory[timeline.forward_steps :], default=0)
-    return _rounded(max(0, beyond)) if excess > tolerated_bytes(limits.given_bytes) else 0
+    if beyond <= 0 or excess <= tolerated_bytes(limits.given_bytes):
+        return 0
+    return _rounded(beyond + limits.uncut_bytes)
 
 
 def plan_if_outgrown(graph: Dispatched, allocated_bytes: int) -> None:

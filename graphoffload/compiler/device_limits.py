@@ -47,13 +47,15 @@ def resolve_limits(config: OffloadConfig, tensors: Iterable[Any], parameters: Se
     hardware = hardware_of(config.hardware, str(device))
     reserve_bytes = _reserve(config, inputs, parameters, device, hardware)
     host_budget_bytes, host_auto = _host_budget(config), config.host_budget == "auto"
-    budget, static_bytes = _device_budget(config, device, hardware, reserve_bytes), _static_bytes(device, inputs)
-    if config.has_budget and device.type == "cuda":  # "auto" leaves a margin
-        static_bytes += _uncut_bytes(max(0, (budget or 0) - static_bytes))
+    budget = _device_budget(config, device, hardware, reserve_bytes)
+    static_bytes, uncut_bytes = _static_bytes(device, inputs), 0
+    if config.has_budget and budget is not None and device.type == "cuda":  # "auto" leaves a margin
+        uncut_bytes = _uncut_bytes(max(0, budget - static_bytes))
     return Limits(
         explicit=config.has_budget or config.limits_time,
         device_budget_bytes=budget,
-        static_bytes=static_bytes,
+        static_bytes=static_bytes + uncut_bytes,
+        uncut_bytes=uncut_bytes,
         reserve_bytes=reserve_bytes,
         host_budget_bytes=host_budget_bytes,
         host_auto=host_auto,

@@ -40,7 +40,8 @@ _FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with l
 _FREED_RUNS = 8  # in a row: between the microbatches of one step, gradients come and go
 _FEWER_STEPS = 8  # in a row with fewer microbatches in flight: a part of a batch, or an evaluation, is none of it
 WARM = 2  # runs of a plan that compile its backwards
-_EXCESS_SHARE, _LEAST_EXCESS_BYTES, _MOST_EXCESS_BYTES = 0.0025, 4 * 2**20, 64 * 2**20  # of a budget that was given
+MOST_EXCESS_BYTES = 64 * 2**20  # above a budget that nobody gave
+_GIVEN_EXCESS_BYTES = 2**20  # another plan of a step seldom costs a compile
 _RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
 
 GOAL_WAS_SET = "another goal was set"
@@ -49,10 +50,11 @@ AFTER_ERROR = "less memory after an error"
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """A run whose peak was above its budget, and by how much; less was planned with after it."""
+    """A run whose peak was above its budget, and by how much; taken_bytes less were planned with after it."""
 
     peak_bytes: int
     excess_bytes: int
+    taken_bytes: int
 
 
 @dataclass(slots=True)
@@ -207,11 +209,8 @@ def why_again(known: Known, device: torch.device, last: StepRun | None) -> str:
 
 
 def tolerated_bytes(given_bytes: int | None) -> int:
-    """By how much a run may exceed its budget: no plan has the workspaces that libraries take inside their calls. None: no
-    budget was given."""
-    if given_bytes is None:
-        return _MOST_EXCESS_BYTES
-    return min(_MOST_EXCESS_BYTES, max(_LEAST_EXCESS_BYTES, int(_EXCESS_SHARE * given_bytes)))
+    """By how much a run may exceed its budget. None: no budget was given."""
+    return MOST_EXCESS_BYTES if given_bytes is None else _GIVEN_EXCESS_BYTES
 
 
 def differs(nbytes: int, budget_bytes: int) -> bool:
@@ -231,10 +230,11 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
         known.excess = None  # this plan did lower the peak: a later one above the budget has another cause
     if not own or excess <= tolerated or known.beyond:
         return ""
-    before, known.excess = known.excess, Excess(last.peak_bytes, excess)
+    unused = max(0, budget - asked.reserve_bytes - asked.taken_bytes - plan.solution.timeline.peak_bytes)
+    before, known.excess = known.excess, Excess(last.peak_bytes, excess, unused + excess)
     if before is not None and last.peak_bytes > before.peak_bytes - before.excess_bytes // 2:
-        known.taken_bytes, known.beyond = max(0, known.taken_bytes - before.excess_bytes), True
-        known.excess_bytes = max(0, known.excess_bytes - before.excess_bytes)
+        known.taken_bytes, known.beyond = max(0, known.taken_bytes - before.taken_bytes), True
+        known.excess_bytes = max(0, known.excess_bytes - before.taken_bytes)
         if asked.budget_bytes is not None:
             warn(
                 BudgetExceededWarning,
@@ -243,8 +243,8 @@ def _exceeded(known: Known, asked: Asked, plan: StepPlan, last: StepRun) -> str:
                 "the compiled graphs or inside one operation, or make the batch or sequence smaller.",
             )
         return "less activation memory did not lower the step's peak"
-    known.taken_bytes += excess
-    known.excess_bytes += excess
+    known.taken_bytes += known.excess.taken_bytes
+    known.excess_bytes += known.excess.taken_bytes
     if asked.budget_bytes is not None:
         warn(
             BudgetExceededWarning,

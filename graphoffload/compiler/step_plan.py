@@ -88,7 +88,8 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a step is planned for. budget_bytes: as the user gave it; None: what fits. taken_bytes: of the goal's budget, left
-    free since a step took more than predicted. or_least: where nothing meets the goal, the plan that takes least is as good."""
+    free for ends of blocks, and since a step took more than predicted. or_least: where nothing meets the goal, the plan that
+    takes least is as good."""
 
     goal: Goal
     reserve_bytes: int = 0

@@ -161,7 +161,7 @@ def _asked(graph: Dispatched, known: Known) -> tuple[Asked, Limits]:
     host = limits.host_budget_bytes
     if known.inside and host is not None:  # what the run around it has there stays until this one is over
         host = max(0, host - POOL.snapshot().in_use_bytes)
-    return Asked(goal, reserve, host, limits.given_bytes, known.taken_bytes), limits
+    return Asked(goal, reserve, host, limits.given_bytes, known.taken_bytes + limits.uncut_bytes), limits
 
 
 def _keep_all_bytes(facts: StepFacts, asked: Asked) -> int:

@@ -15,6 +15,7 @@ class Limits:
         explicit: the user gave a budget or a slowdown.
         device_budget_bytes: None if there is nothing to fit (a CPU).
         static_bytes: device memory outside the saved activations, such as parameters.
+        uncut_bytes: of static_bytes, left for ends of blocks that torch's allocator does not cut off.
         reserve_bytes: device memory to leave free.
         shared: several graphs share the budget, and this graph is not the first. The runtime keeps those of their offloaded
             tensors on the device that fit together.
@@ -33,6 +34,7 @@ class Limits:
     shared: bool = False
     downstream: bool = False
     turn_bytes: int | None = 0
+    uncut_bytes: int = 0
     host_auto: bool = False
     host_locked: bool = False
 
@@ -59,6 +61,7 @@ class Limits:
             self,
             device_budget_bytes=coarse_size(self.device_budget_bytes),
             static_bytes=coarse_size(self.static_bytes) or 0,
+            uncut_bytes=0,
             host_budget_bytes=host_bytes,
             host_locked=self.host_locked and not self.host_auto,
         )

@@ -40,6 +40,7 @@ has the loops, and `tests/gpu/user_page.py` the commands that made this page of 
 
 * **planned, slower**: what the plan says of forward and backward, and what a whole step took longer, data and optimizer
   included. Where the host is the limit, a step is slower than planned, and a line says so while it is planned.
+  "beside others": several loops ran on one GPU at a time, so that the time of a step says nothing.
 * **losses**: the largest difference from plain training in any of twelve steps (six of the GAN), as a share; and that of two
   plain trainings.
 
@@ -48,27 +49,28 @@ has the loops, and `tests/gpu/user_page.py` the commands that made this page of 
 
 def page(results: Mapping[str, Any]) -> str:
     """The page of a result file."""
-    lines = ["| loop | between steps | plain | budget | predicted | taken | planned | slower | losses (two plain) | warnings |"]
-    lines.append("|---|" + "---:|" * 9)
+    names = "loop GPU between,steps plain budget predicted taken planned slower losses,(two,plain) warnings"
+    lines = [f"| {' | '.join(names.split()).replace(',', ' ')} |", "|---|---|" + "---:|" * 9]
     for case, what in LOOPS.items():
         found = results.get(case)
-        lines.append(f"| {what} | " + (" | ".join(cells(found)) if found else "not run" + " |" * 8) + " |")
+        lines.append(f"| {what} | " + (" | ".join(cells(found)) if found else "not run" + " |" * 9) + " |")
     made = sorted({f"{r['date']}, {r['device']}, torch {r['torch']}, {r['commit']}" for r in results.values()})
     return TEXT + "\n".join([*lines, "", *(f"* {each}" for each in made)]) + "\n"
 
 
 def cells(found: Mapping[str, Any]) -> list[str]:
     """What one loop came to."""
-    sizes = [format_bytes(found[name]) for name in ("static_bytes", "plain_bytes", "budget_bytes")]
+    sizes = [str(found["device"]).removeprefix("NVIDIA ").split()[0]]
+    sizes += [format_bytes(found[name]) for name in ("static_bytes", "plain_bytes", "budget_bytes")]
     if "peak_bytes" not in found:
         return [*sizes, "refused", "", "", "", "", ""]
     sizes += [format_bytes(found[name]) for name in ("predicted_bytes", "peak_bytes")]
-    slower = found["step_s"] / min(found["plain_s"], found["plain_again_s"]) - 1
+    slower = f"{found['step_s'] / min(found['plain_s'], found['plain_again_s']) - 1:+.1%}"
     names = sorted(text.split(":")[0] for text in found["warnings"])
     return [
         *sizes,
         f"{found['predicted_slowdown']:+.1%}",
-        f"{slower:+.1%}",
+        "beside others" if found.get("beside_others") else slower,
         f"{found['loss_error']:.0e} ({found['loss_noise']:.0e})" + (" **wrong**" if found["wrong"] else ""),
         ", ".join(f"`{name}`" for name in names) or "none",
     ]

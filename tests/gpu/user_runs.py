@@ -299,6 +299,7 @@ def main(cases: Mapping[str, Case]) -> None:
     parser.add_argument("--device", default="cuda", type=torch.device)
     parser.add_argument("--store", type=Path, help="a file of results, to which this case is added (user_page.py)")
     parser.add_argument("--commit", default="", help="what the results are of")
+    parser.add_argument("--beside-others", action="store_true", help="other work runs on this GPU: times are no result")
     given = parser.parse_args()
     here = Path(__file__).resolve().parent  # its kernels.py is not the package of that name, which Transformers looks for
     sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != here]
@@ -318,6 +319,7 @@ def main(cases: Mapping[str, Case]) -> None:
             "date": time.strftime("%Y-%m-%d"),
             "device": torch.cuda.get_device_name() if given.device.type == "cuda" else given.device.type,
             "torch": torch.__version__,
+            "beside_others": given.beside_others,
         }
         results = json.loads(given.store.read_text()) if given.store.exists() else {}
         results[given.case] = {**about, **verdict.figures, "wrong": verdict.wrong, "warnings": list(verdict.said)}
