@@ -94,15 +94,21 @@ def _beyond_bytes(graph: Dispatched, limits: Limits, turn: Turn, came: int) -> i
     """What backward took beyond its plan, where that breaks the budget: outputs that the caller holds after backward has read
     them, or what libraries allocate inside their calls. came: what lives throughout that was not there when it was planned."""
     plan, budget = graph.first.plan, limits.device_budget_bytes
-    predicted = None if plan is None else predicted_of(plan.key)
-    if budget is None or predicted is None or graph.own.is_for_any_size:
+    if plan is None or budget is None or graph.own.is_for_any_size:
         return 0
     excess = turn.backward_peak_bytes + limits.reserve_bytes - budget
-    timeline = predicted.timeline
-    beyond = turn.backward_peak_bytes - came - max(timeline.memory[timeline.forward_steps :], default=0)
+    beyond = turn.backward_peak_bytes - came - _backward_bytes(plan)
     if beyond <= 0 or excess <= tolerated_bytes(limits.given_bytes):
         return 0
     return _rounded(beyond + limits.uncut_bytes)
+
+
+def _backward_bytes(plan: Plan) -> int:
+    """The most that a backward is predicted to take; of a plan from a cache, which has no timeline, that a step is."""
+    predicted = predicted_of(plan.key)
+    if predicted is None:
+        return plan.prediction.predicted_peak_bytes
+    return max(predicted.timeline.memory[predicted.timeline.forward_steps :], default=0)
 
 
 def plan_if_outgrown(graph: Dispatched, allocated_bytes: int) -> None:
