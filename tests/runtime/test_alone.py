@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from lazy import LazyStreams, clean_slate
@@ -9,8 +12,11 @@ from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.analysis.program import TURN
-from graphoffload.compiler import alone
+from graphoffload.compiler import alone, compile_variant, own_plans
+from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.step_runs import _PLANNER
+from graphoffload.facts.limits import Limits
+from graphoffload.options.config import OffloadConfig
 from graphoffload.units import format_bytes
 from tests.runtime.stepping import Whole, assert_equal
 from tests.runtime.whole import CONFIG, backward_of, budget_of, inputs, lazy, left_by, now, plain, plan_of, step, whole
@@ -44,6 +50,25 @@ def test_a_loss_that_breaks_the_budget_is_planned_with(lazy: LazyStreams) -> Non
         assert_equal(found, expected)
         assert not texts
     assert now() == second
+
+
+def test_ends_of_blocks_have_room_beside_what_is_learnt(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs show of a loss is what they took; what the allocator does not cut off may be more in the next ones."""
+    ends, budget, taken = budget_of(0.1) - budget_of(0.0), budget_of(0.8), budget_of(1.0) - budget_of(0.0)
+
+    def with_ends(config: OffloadConfig, tensors: Any) -> Limits:
+        found = resolve_limits(config, tensors)
+        return replace(found, static_bytes=found.static_bytes + ends, uncut_bytes=ends)
+
+    for module in (compile_variant, own_plans):
+        monkeypatch.setattr(module, "resolve_limits", with_ends)
+    expected, _ = step(plain(), lazy)
+    model = whole(device_budget=budget)
+    for _ in range(3):
+        found, _ = step(model, lazy, taken - ends)  # beside what the plan predicts, whose room for ends these steps do not use
+        assert_equal(found, expected)
+    assert taken + ends <= now().turn_bytes < taken + 2 * ends
+    assert now().prediction.predicted_peak_bytes <= budget
 
 
 def test_a_loss_that_fits_is_in_the_prediction(lazy: LazyStreams) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from lazy import LazyStreams, clean_slate, lazy_steps, once
 from torch import Tensor, nn
 
 import graphoffload
-from graphoffload.compiler import alone, step_again
+from graphoffload.compiler import alone, step_again, step_planning
 from graphoffload.compiler.step_plan import Asked
 from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.errors import BudgetExceededWarning
@@ -112,6 +113,18 @@ def test_a_plan_with_room_to_spare_takes_less_as_well(trained: Any, lazy: LazySt
     (text,) = run(model, lazy, budget + 2, expected)
     assert "was exceeded by 2 B" in text
     assert peak() <= before - 2
+
+
+def test_ends_of_blocks_have_room_in_a_step(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a graph that is planned alone: of a budget that was given, what the allocator does not cut off stays free."""
+    resolve, ends = step_planning.resolve_limits, budget_at(0.5) - budget_at(0.4)
+    monkeypatch.setattr(step_planning, "resolve_limits", lambda *given: replace(resolve(*given), uncut_bytes=ends))
+    model = fresh()
+    (expected,) = kept(model, [batch()])
+    compiled(model, budget_at(0.5))
+    for _ in range(2 + QUIET):
+        assert_equal(step(model, batch()), expected)
+    assert peak() <= budget_at(0.5) - ends
 
 
 def test_another_goal_is_not_planned_with_what_the_last_one_took(trained: Any, lazy: LazyStreams) -> None:
