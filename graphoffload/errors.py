@@ -8,13 +8,14 @@ class of its own, so that it can be filtered or turned into an error by name.
 from __future__ import annotations
 
 import os
-import sysconfig
 import traceback
 import warnings
 
-_INSTALLED = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")}
-_LIBRARIES = ("<eval_with_key", "<string>", "<frozen", os.path.dirname(__file__) + os.sep, *_INSTALLED)
-"""What the file names of code begin with that no user wrote."""
+_OURS, _STANDARD = (os.path.dirname(module) + os.sep for module in (__file__, os.__file__))
+_BEGINNINGS = ("<eval_with_key", "<string>", "<frozen", _OURS, _STANDARD)
+_PARTS = ("site-packages", "dist-packages", "torchinductor")
+"""What the file names of code begin with, or have in them, that no user wrote. Packages may be in several places: a virtual
+environment's, the system's, a user's."""
 
 
 class GraphOffloadError(Exception):
@@ -154,4 +155,4 @@ def _users_level() -> int:
 
 def _is_of_a_library(filename: str) -> bool:
     """This package's, an installed one's, the standard library's, or what they write: torch's generated code, a dataclass."""
-    return filename.startswith(_LIBRARIES) or "torchinductor" in filename
+    return filename.startswith(_BEGINNINGS) or any(part in filename for part in _PARTS)

@@ -40,7 +40,7 @@ _FREED_SHARE = 0.05  # of the budget: what must have come free for a plan with l
 _FREED_RUNS = 8  # in a row: between the microbatches of one step, gradients come and go
 _FEWER_STEPS = 8  # in a row with fewer microbatches in flight: a part of a batch, or an evaluation, is none of it
 WARM = 2  # runs of a plan that compile its backwards
-MOST_EXCESS_BYTES = 64 * 2**20  # above a budget that nobody gave
+MOST_EXCESS_BYTES = 64 * 2**20  # above a budget that nobody gave, and at most above any
 _GIVEN_EXCESS_BYTES = 2**20  # another plan of a step seldom costs a compile
 _RETRIED = 3  # runs in a row: the first ones after a plan find the memory of other steps
 
