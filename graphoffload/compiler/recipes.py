@@ -87,13 +87,14 @@ def _first_actions(analysis: GraphAnalysis, recipe: Recipe) -> dict[str, Action]
 
 
 def _last_actions(analysis: GraphAnalysis, recipe: Recipe, first: Mapping[str, Action]) -> list[Action]:
-    """Keep or offload, for what is saved in the end."""
+    """Keep or offload, for what is saved in the end. Without host memory, all that may be offloaded is nothing."""
     request = analysis.request
+    host = request.limits.host_budget_bytes != 0
     wanted = request.constraints(analysis.table, analysis.resolution)
     actions: list[Action] = []
     for constraint, tensor in zip(wanted, analysis.table.tensors, strict=True):
         asked = constraint.action if _follows(analysis, constraint) else None
-        if asked is None and (recipe.offloads is None or tensor.name in recipe.offloads):
+        if asked is None and (host if recipe.offloads is None else tensor.name in recipe.offloads):
             asked = "offload"
         may = tensor.eligible and (constraint.may_offload or constraint.action == "offload")
         actions.append("offload" if asked == "offload" and may else "keep")

@@ -31,3 +31,17 @@ def test_the_first_runs_need_no_host_memory(
     assert plan_now() is not None
     assert_equal(step(model, batch()), expected)
     assert POOL.budget_bytes == host_budget
+
+
+def test_without_host_memory_nothing_is_offered_to_it_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are synchronous there, and nothing that has an op may stay: the first runs' variant must have no ops."""
+    model = fresh()
+    (expected,) = kept(model, [batch()])
+    monkeypatch.setattr(POOL, "budget_bytes", 0)
+    compiled(model, budget_at(0.5), host_budget=0)
+    for _ in range(4):
+        assert_equal(step(model, batch()), expected)
+    plan = plan_now()
+    assert plan is not None
+    assert plan.solution.timeline.host_bytes == 0
+    assert_equal(step(model, batch()), expected)
