@@ -115,7 +115,8 @@ class OffloadConfig:
         unknown = [name for name in changes if name not in FIELD_NAMES and name != "inductor_options"]
         if unknown:
             raise ConfigError(_unknown_key(unknown[0], "option"))
-        return dataclasses.replace(self, **changes)
+        sizes = {name: f"{value}B" for name in _BUDGETS if isinstance(value := getattr(self, name), int)}  # given with a unit
+        return dataclasses.replace(self, **{**sizes, **changes})
 
     @property
     def has_budget(self) -> bool:
@@ -225,9 +226,8 @@ def parse_text(name: str, text: str) -> Any:
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(
-                f'policy={text!r} is no JSON ({error}); write {{"*.mlp": "recompute"}} or a policy\'s name.'
-            ) from None
+            known = """write {"*.mlp": "recompute"} or a policy's name"""
+            raise ConfigError(f"policy={text!r} is no JSON ({error}); {known}.") from None
     if name in ("max_slowdown", "offload_fraction"):
         return _number(name, text)
     if name in ("device_budget", "reserve", "min_tensor_bytes", "host_budget", "max_inflight_bytes"):

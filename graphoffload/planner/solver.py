@@ -121,10 +121,7 @@ def solve(
     keep = evaluator.propose(evaluator.keep, "fits")
     fixed_bytes = evaluator.evaluate(evaluator.keep)[0].host_bytes
     if host_budget_bytes is not None and fixed_bytes > host_budget_bytes:
-        raise BudgetError(
-            f"host_budget {format_bytes(host_budget_bytes)}: what is fixed to offload needs {format_bytes(fixed_bytes)}. "
-            f"Raise host_budget to that, or fix fewer tensors."
-        )
+        raise host_infeasible(host_budget_bytes, fixed_bytes)
     if isinstance(goal, MeetBudget) and keep.feasible:
         return _solution(evaluator, keep, None)
     relaxed = Relaxation(arrays, goal, host_budget_bytes, evaluator.limit_s).solve()
@@ -137,6 +134,14 @@ def solve(
     is_impossible = relaxed.value is None  # then nothing but the least budget is searched
     best = keep if is_impossible else search_once(evaluator, keep, relaxed)
     return _solution(evaluator, _nearer(evaluator, goal, best, relaxed, least, descend), relaxed)
+
+
+def host_infeasible(host_budget_bytes: int, fixed_bytes: int) -> BudgetError:
+    """The error where what is fixed to offload finds no room on the host."""
+    return BudgetError(
+        f"host_budget {format_bytes(host_budget_bytes)}: what is fixed to offload needs {format_bytes(fixed_bytes)}. "
+        f"Raise host_budget to that, or fix fewer tensors."
+    )
 
 
 def _nearer(evaluator: Evaluator, goal: MeetBudget, best: Proposal, relaxed: Relaxed, least: Least, descend: bool) -> Proposal:

@@ -176,7 +176,7 @@ class OffloadedTensor:
 
     @property
     def stays(self) -> bool:
-        """Whether it was not copied, since the device had room for it."""
+        """Whether it was not copied, since the device had room for it, or the host had none."""
         return self.state in _STAYING
 
     @property

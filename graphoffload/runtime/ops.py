@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from graphoffload.errors import CaptureError, ChecksumError, RuntimeStateError
+from graphoffload.errors import CaptureError, ChecksumError, HostMemoryError, NotOffloadedWarning, RuntimeStateError, warn
 from graphoffload.runtime.checksum import digest
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.handles import ENTRIES
@@ -90,7 +90,7 @@ def offload(x: torch.Tensor, plan: str, id: int) -> torch.Tensor:
         if ACTIVE.twin:
             entry.start_copy()
             entry.host = HostCopy(None, x.clone())
-        elif not between.stays(entry):
+        elif not between.stays(entry) and _has_host_memory(entry):
             entry.start_copy()
             if layout.nbytes:
                 _copy_to_host(x, entry)
@@ -114,19 +114,42 @@ def _start_forward(run: RunPlan, device: torch.device) -> None:
     POOL.arrange(run.key, (layout.nbytes for layout in run.layouts.values()), pin=streams is not None, device=index)
 
 
+def _has_host_memory(entry: OffloadedTensor) -> bool:
+    """Take a buffer on the host for its copy; False where host_budget is spent, and it stays on the device instead.
+
+    Raises:
+        HostMemoryError: there is none, and it may not stay: memory of a graph that is not linked is used again.
+    """
+    nbytes, streams, run = entry.layout.nbytes, entry.streams, entry.run
+    if not nbytes:
+        return True
+    on_device = streams is not None
+    name = run.name(entry.id) if on_device else entry.name
+    try:
+        buffer = POOL.acquire(nbytes, pin=on_device, name=name, device=-1 if streams is None else streams.index)
+    except HostMemoryError as error:
+        if POOL.has_room(nbytes) or not run.linked or (streams is not None and streams.capturing()):
+            raise
+        if not run.told_full:
+            run.told_full = True
+            stays = "Until then it stays on the device, as does all of this graph that finds no room."
+            warn(NotOffloadedWarning, f"{error} {stays}")
+        entry.let_stay(None if streams is None else streams.compute())
+        return False
+    entry.host = HostCopy(buffer)
+    return True
+
+
 def _copy_to_host(x: torch.Tensor, entry: OffloadedTensor) -> None:
-    layout = entry.layout
-    streams = entry.streams
+    host, layout, streams = entry.host, entry.layout, entry.streams
+    assert host is not None
+    assert host.buffer is not None
     if streams is None:
-        buffer = POOL.acquire(layout.nbytes, pin=False, name=entry.name)
-        entry.host = HostCopy(buffer)
-        buffer.flat(layout.dtype).copy_(_flat(x if layout.dense else x.contiguous()))
+        host.buffer.flat(layout.dtype).copy_(_flat(x if layout.dense else x.contiguous()))
         return
-    buffer = POOL.acquire(layout.nbytes, pin=True, name=entry.run.name(entry.id), device=streams.index)
-    host = entry.host = HostCopy(buffer)
-    before = buffer.last_copy
+    before = host.buffer.last_copy
     host.written = streams.copy("d2h", entry, (before,), *copy_to_host(x, entry))
-    buffer.last_copy = None
+    host.buffer.last_copy = None
     streams.recycle(before)
 
 
@@ -232,21 +255,20 @@ def _hand_back(entry: OffloadedTensor, size: Sequence[int], stride: Sequence[int
         )
     if entry.state is not RESIDENT and entry.state is not LENT:
         raise entry.refusal("hand_over")
-    assert streams is not None
     if autograd.version(source) != entry.version:
         raise RuntimeStateError(
             f"{entry.name}: its memory was written to between forward and backward (plan {entry.run.key}). The gradient would "
             "be wrong, so the step is stopped. Please report this with a graph dump (GRAPHOFFLOAD_DUMP_DIR)."
         )
-    if streams.capturing():
+    if streams is not None and streams.capturing():
         raise CaptureError(f"{entry.name}: stayed on the device, and its backward is being captured in a CUDA graph.")
-    same_stream = streams.compute() is entry.stream
+    same_stream = streams is None or streams.compute() is entry.stream
     again = autograd.keeps_graph()
     if same_stream and not again and same_layout(size, source.stride(), stride) and _owns_all_of_its_memory(source):
         y = source.as_strided(size, stride, source.storage_offset())
         entry.hand_over(y)
         return y
-    if not same_stream:
+    if streams is not None and not same_stream:
         streams.compute().wait_stream(entry.stream)
         source.record_stream(streams.compute())
     y = torch.empty_strided(size, stride, dtype=source.dtype, device=source.device).copy_(source)

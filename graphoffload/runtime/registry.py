@@ -31,6 +31,7 @@ class RunPlan:
     downstream: this graph reads results of other graphs, and has no goal: all its releases may be left to the next graph. If
     its call is the last of a forward, the tensors that it offloads stay on the device (see step/between_graphs.py). strides:
     the compiler's layout of an id's source, if known. channels_last: the compiler lays out images of convolutions so.
+    told_full: a warning has said that host_budget was spent while it ran.
     """
 
     __slots__ = (
@@ -48,6 +49,7 @@ class RunPlan:
         "linked",
         "order",
         "strides",
+        "told_full",
         "transfers",
         "window_bytes",
     )  # fmt: skip
@@ -62,7 +64,7 @@ class RunPlan:
         self.at_end = frozenset(t.id for t in transfers if t.release_after is None)
         ops = {tensor.name: tensor.op for tensor in plan.saved.tensors} if plan is not None else {}
         self.inputs = frozenset(t.id for t in transfers if ops.get(t.tensor) == INPUT)
-        self.linked = self.capturable = self.downstream = self.channels_last = False
+        self.linked = self.capturable = self.downstream = self.channels_last = self.told_full = False
         self.window_bytes: int | None = None
         self.budget: Budget | None = None
         self.asked: dict[int, tuple[Sequence[int], Sequence[int], torch.dtype]] = {}

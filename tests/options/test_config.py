@@ -204,6 +204,15 @@ def test_budget_and_slowdown_are_one_choice() -> None:
         OffloadConfig.from_options({}, environ={**slow, **budget})
 
 
+@pytest.mark.parametrize("field", ["device_budget", "host_budget", "reserve"])
+def test_a_small_size_with_a_unit_is_copied(field: str) -> None:
+    """It is stored as an int, which would lack its unit if the user had given it so."""
+    config = OffloadConfig(**{field: "1KiB"}).with_options(policy="keep")
+    assert getattr(config, field) == 1024
+    with pytest.raises(ConfigError, match="has no unit"):
+        config.with_options(**{field: 1024})
+
+
 def test_with_options() -> None:
     """A copy; the original stays."""
     config = OffloadConfig(policy="keep")

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import warnings
+from typing import Any
+
 import pytest
-from lazy import LazyStreams
+import torch
+from lazy import LazyStreams, lazy_steps
+from torch import Tensor
 
 import graphoffload
-from graphoffload.errors import BudgetError
+from graphoffload.errors import BudgetError, NotOffloadedWarning, StepNotPlannedWarning
 from graphoffload.runtime.pinned.pool import POOL
-from tests.runtime.stepping import assert_equal, batch, budget_at, compiled, fresh, kept, lazy, plan_now, step
+from tests.runtime.stepping import (
+    COUNT,
+    OPTIONS,
+    Whole,
+    Wide,
+    assert_equal,
+    batch,
+    budget_at,
+    compiled,
+    fresh,
+    kept,
+    lazy,
+    plan_now,
+    step,
+)
 
 __all__ = ["lazy"]
 
@@ -45,3 +66,82 @@ def test_without_host_memory_nothing_is_offered_to_it_on_a_cpu(monkeypatch: pyte
     assert plan is not None
     assert plan.solution.timeline.host_bytes == 0
     assert_equal(step(model, batch()), expected)
+
+
+UP = {"*.up": "offload"}
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize(
+    ("given", "host_budget"),
+    [({"policy": "offload"}, "24KiB"), ({"policy": UP}, "24KiB"), ({"max_slowdown": 10.0}, "16KiB"), ({"policy": UP}, "0B")],
+)
+def test_what_finds_no_room_on_the_host_stays_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], host_budget: str, *, on_gpu: bool
+) -> None:
+    """Each graph is compiled for all of host_budget, and they share it."""
+    blocks = [Wide(64) for _ in range(COUNT)]
+    model = fresh(*blocks)
+    (expected,) = kept(model, [batch()])
+    monkeypatch.setattr(POOL, "budget_bytes", None)
+    monkeypatch.setattr(POOL, "_peak_bytes", 0)  # since the process began
+    graphoffload.reset_stats()
+    with lazy_steps() if on_gpu else contextlib.nullcontext(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(model, "auto", host_budget=host_budget, **given)
+        for _ in range(5):
+            assert_equal(step(model, batch()), expected)
+    stats, most = graphoffload.stats(), graphoffload.OffloadConfig(host_budget=host_budget).host_budget
+    assert isinstance(most, int)
+    assert stats["host_peak_bytes"] <= most
+    if given.get("policy") is not UP:  # which leaves the step unplanned, with room on the device for everything
+        assert stats["d2h_bytes"] > 0
+    said = [str(item.message) for item in caught if item.category in (NotOffloadedWarning, StepNotPlannedWarning)]
+    if "policy" in given:
+        assert said, "what was asked is not done"
+    for text in said:
+        assert re.search(r"host_budget[= ]\S+ (KiB|B)", text)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("given", [{"policy": "offload"}, {"max_slowdown": 10.0}])
+def test_a_larger_batch_keeps_what_the_host_has_no_room_for(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], *, on_gpu: bool
+) -> None:
+    """A plan is for the sizes that it was made for, and the code runs for others as well."""
+    monkeypatch.setattr(POOL, "budget_bytes", None)
+    monkeypatch.setattr(POOL, "_peak_bytes", 0)  # since the process began
+    torch.manual_seed(0)
+    model = Whole()
+    batches = [torch.randn(rows, 24, 32) for rows in (2, 3, 3, 5)]
+
+    def gradients(x: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    model.compile(backend="aot_eager")
+    expected = [gradients(x) for x in batches]
+    torch._dynamo.reset()
+    del model._compiled_call_impl
+    with lazy_steps() if on_gpu else contextlib.nullcontext():
+        model.compile(backend=graphoffload.OffloadBackend(**OPTIONS, host_budget="80KiB", **given))
+        for x, wanted in zip(batches[:3], expected, strict=False):
+            assert_equal(gradients(x), wanted)
+        with pytest.warns(NotOffloadedWarning, match=r"host_budget=80.0 KiB is spent: .* Until then it stays on the device"):
+            assert_equal(gradients(batches[3]), expected[3])
+    assert graphoffload.stats()["host_peak_bytes"] <= 80 * 2**10
+
+
+def test_a_slowdown_with_more_to_offload_than_the_host_has_is_refused(
+    lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(POOL, "budget_bytes", None)
+    monkeypatch.setattr(POOL, "_peak_bytes", 0)  # since the process began
+    model = fresh(*(Wide(64) for _ in range(COUNT)))
+    (expected,) = kept(model, [batch()])
+    compiled(model, "auto", host_budget="8KiB", max_slowdown=10.0, policy=UP)
+    for _ in range(2):
+        assert_equal(step(model, batch()), expected)
+    with pytest.raises(BudgetError, match=r"host_budget 8\.00 KiB: what is fixed to offload needs \d+"):
+        step(model, batch())

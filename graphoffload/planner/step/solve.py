@@ -25,6 +25,7 @@ from graphoffload.facts.goals import FAR, WithinSlowdown
 from graphoffload.facts.plan import Action, Prediction
 from graphoffload.planner.predicted import prediction_of
 from graphoffload.planner.simulator import Timeline
+from graphoffload.planner.solver import host_infeasible
 from graphoffload.planner.step.climb import climbed
 from graphoffload.planner.step.errors import step_infeasible
 from graphoffload.planner.step.events import CallSchedule, ReloadSteps
@@ -220,7 +221,8 @@ def _best(problem: StepProblem, known: Known | None = None, *, gives_up: bool = 
     """The best run of a problem's variants. known: of the same problem with fewer variants.
 
     Raises:
-        BudgetError: none is within the budget, and the least one is not as good.
+        BudgetError: none is within the budget, and the least one is not as good; or the host has too little for what is fixed
+            to offload.
         _FarOffError: none is near the budget, and it `gives_up` then: to look for the least takes long.
     """
     runs = Runs(problem, known)
@@ -238,6 +240,9 @@ def _best(problem: StepProblem, known: Known | None = None, *, gives_up: bool = 
         return _least(runs)
     if isinstance(goal, WithinSlowdown):
         best = min((best, keep), key=runs.score)
+        host, needed = problem.host_budget_bytes, best.timeline.host_bytes
+        if host is not None and needed > host:
+            raise host_infeasible(host, needed)
     elif runs.score(best)[0] > 0.0:
         levels = [] if gives_up or in_slices else [choose(facts, mixes) for mixes in uniform(facts)]
         best = _repaired(runs, [best, *(runs.run(chosen, evaluations=QUICK) for chosen in reversed(levels))])
