@@ -13,13 +13,13 @@ class Counters:
 
     offloads, reloads: copies. d2h_bytes, h2d_bytes: bytes copied. stays, stayed_bytes: tensors that a plan offloads and the
     runtime kept on the device, since a budget that several graphs share had room for them, or since they were the last graph's
-    and backward reads those at once. relaid: reloads whose run-time strides differed from the graph's, so that a second copy on
-    the device was needed. dropped: offloaded tensors that no backward read. captured, captured_bytes: offloads that CUDA graphs
-    were captured with; their replays and the bytes of these are not counted. checked: digests compared. deferred: releases left
-    to the next graph. prefetches: reloads started during the backward of another graph; prefetch_hits: those that a reload
-    used. inflight_peak_bytes: most bytes offloaded and not yet released at one time. release_stall_us, wait_stall_us: time that
-    compute waited for copies to the host and back, as far as it was measured (runtime.trace_stalls); stall_ms_by_tensor: both
-    together, largest first.
+    and backward reads those at once, or since the host had no room. relaid: reloads whose run-time strides differed from the
+    graph's, so that a second copy on the device was needed. dropped: offloaded tensors that no backward read. captured,
+    captured_bytes: offloads that CUDA graphs were captured with; their replays and the bytes of these are not counted.
+    checked: digests compared. deferred: releases left to the next graph. prefetches: reloads started during the backward of
+    another graph; prefetch_hits: those that a reload used. inflight_peak_bytes: most bytes offloaded and not yet released at
+    one time. release_stall_us, wait_stall_us: time that compute waited for copies to the host and back, as far as it was
+    measured (runtime.trace_stalls); stall_ms_by_tensor: both together, largest first.
     """
 
     offloads: int = 0

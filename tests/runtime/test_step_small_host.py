@@ -103,6 +103,33 @@ def test_what_finds_no_room_on_the_host_stays_on_the_device(
         assert re.search(r"host_budget[= ]\S+ (KiB|B)", text)
 
 
+@pytest.mark.parametrize("share", [0.75, 0.4, 0.0])
+def test_a_planned_step_runs_on_where_others_use_up_the_host(
+    lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Its schedule counts copies, and some of them are not made: what waits for them waits for later ones."""
+    model = fresh()
+    (expected,) = kept(model, [batch()])
+    monkeypatch.setattr(POOL, "budget_bytes", None)
+    compiled(model, budget_at(0.4))
+    for _ in range(5):
+        assert_equal(step(model, batch()), expected)
+    plan = plan_now()
+    assert plan is not None
+    needed = plan.solution.timeline.host_bytes
+    assert needed > 0
+    monkeypatch.setattr(POOL, "budget_bytes", int(share * needed))
+    graphoffload.release_host_memory()  # what is idle would be used again
+    graphoffload.reset_stats()
+    with pytest.warns(NotOffloadedWarning, match="Until then it stays on the device"):
+        assert_equal(step(model, batch()), expected)
+    for _ in range(2):
+        assert_equal(step(model, batch()), expected)
+    stats = graphoffload.stats()
+    assert stats["stays"] > 0
+    assert (stats["d2h_bytes"] > 0) == (share > 0)
+
+
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("given", [{"policy": "offload"}, {"max_slowdown": 10.0}])
 def test_a_larger_batch_keeps_what_the_host_has_no_room_for(
