@@ -55,7 +55,7 @@ def test_the_first_runs_need_no_host_memory(
 
 
 def test_without_host_memory_nothing_is_offered_to_it_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are synchronous there, and nothing that has an op may stay: the first runs' variant must have no ops."""
+    """The first runs' variant has no ops: each of them would find no room."""
     model = fresh()
     (expected,) = kept(model, [batch()])
     monkeypatch.setattr(POOL, "budget_bytes", 0)
@@ -164,7 +164,6 @@ def test_a_slowdown_with_more_to_offload_than_the_host_has_is_refused(
     lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(POOL, "budget_bytes", None)
-    monkeypatch.setattr(POOL, "_peak_bytes", 0)  # since the process began
     model = fresh(*(Wide(64) for _ in range(COUNT)))
     (expected,) = kept(model, [batch()])
     compiled(model, "auto", host_budget="8KiB", max_slowdown=10.0, policy=UP)
