@@ -172,7 +172,7 @@ def _compiled(graph: Graph, again: dynamo.Retraceable | None, alone: bool) -> Co
     if not graph.limits.downstream:
         return made_or_in_slices(graph, again.copy, lambda graph: compile_by(graph, None))
     try:
-        return compile_by(graph, None)
+        return compile_by(replace(graph, has_resort=True), None)
     except BudgetError:
         # One block called again and again has all parameters of the model, and is no whole model all the same.
         return first_of_several(replace(graph, module=again.copy()), again.copy)

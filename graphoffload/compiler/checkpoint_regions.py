@@ -100,7 +100,7 @@ def in_blocks(
     said = _in_words(blocks)
     said += " is computed again whole" if said.endswith("block") else " are computed again whole"
     note = f"{said} in backward, as torch.utils.checkpoint does; slowdowns are against keeping all"
-    return replace(again, patience=analysis.patience, notes=[*again.notes, note])
+    return replace(again, patience=analysis.patience, thorough=analysis.thorough, notes=[*again.notes, note])
 
 
 def _in_words(blocks: Mapping[str, int]) -> str:

@@ -50,8 +50,8 @@ _graphs = itertools.count()
 @dataclass(frozen=True, slots=True)
 class Graph:
     """One Dynamo graph and what it is compiled for. inputs: as Dynamo gave them, or the fake ones that it traced. activations:
-    which of them, by position, other graphs computed. slices: of the tokens, in which its MLPs are computed. learnt: what plans
-    differ in that were made again while it ran."""
+    which of them, by position, other graphs computed. slices: of the tokens, in which its MLPs are computed. has_resort: as in
+    CompileSession. learnt: what plans differ in that were made again while it ran."""
 
     module: GraphModule
     inputs: Sequence[Any]
@@ -62,6 +62,7 @@ class Graph:
     device_name: str
     activations: tuple[int, ...] = ()
     slices: int = 0
+    has_resort: bool = False
     learnt: str = ""
 
     def session(self, key: str, purpose: Purpose, recipe: Recipe | None, *, of_a_step: bool = False) -> CompileSession:
@@ -71,8 +72,9 @@ class Graph:
         activations = self.activations if part else ()
         limits = replace(self.limits, turn_bytes=0) if part else self.limits  # a step has that in what was recorded
         return CompileSession(
-            self.config, limits, key, self.name, purpose, self.fragment, parameters, activations, recipe, self.slices
-        )
+            self.config, limits, key, self.name, purpose, self.fragment, parameters, activations, recipe, self.slices,
+            self.has_resort,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

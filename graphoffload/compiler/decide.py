@@ -26,7 +26,7 @@ from graphoffload.planner.hint import saved_within
 from graphoffload.planner.problem import Candidate, Program
 from graphoffload.planner.reasons import NO_CHOICE
 from graphoffload.planner.simulator import Timeline, simulate
-from graphoffload.planner.solver import Solution, least_of, solve
+from graphoffload.planner.solver import Solution, least_of, like, solve
 from graphoffload.units import format_bytes
 
 _NO_GAIN = "recomputing it would not pay"
@@ -141,6 +141,7 @@ def _solve(
     """The planner's solution for what nobody decided, and the reason for each of its actions."""
     solved = goal if isinstance(goal, WithinSlowdown) else MeetBudget(goal.device_budget_bytes or 0)
     window = analysis.request.config.max_inflight_bytes
+    least = least_of(analysis.least, program, analysis.hardware)
     solution = solve(
         program,
         analysis.hardware,
@@ -148,8 +149,9 @@ def _solve(
         host_budget_bytes=analysis.request.limits.host_budget_bytes,
         max_inflight_bytes=window if isinstance(window, int) else None,
         patience=analysis.patience,
-        least=least_of(analysis.least, program, analysis.hardware),
+        least=least,
         descend=thorough,
+        like=None if analysis.outputs_stay else like(analysis.least, least.program),
     )
     return solution, tuple(map(_reason, wanted, solution.actions, solution.reasons))
 

@@ -46,8 +46,10 @@ def is_far(trial: Trial, *, proven: bool = False) -> bool:
     return trial.timeline.time_s - max((bound for bound in known if bound is not None), default=keep_s) > FAR * keep_s
 
 
-def best_trial(analysis: GraphAnalysis, instance: Instance, *, priced: bool = True) -> Trial:
-    """The best trial for the budget of `analysis`; a trial above it if none meets it. `priced`: chosen again at shown prices.
+def best_trial(analysis: GraphAnalysis, instance: Instance, *, first: Trial | None = None, priced: bool = True) -> Trial:
+    """The best trial for the budget of `analysis`; a trial above it if none meets it.
+
+    first: the first trial, where it has been made. priced: chosen again at shown prices.
 
     If recomputation needs more memory than planned, the trial is repeated without recomputing values that are in memory there.
     Next come budgets lower by the excess, then by a half and a quarter of it if none is met. The last trial is without
@@ -57,7 +59,7 @@ def best_trial(analysis: GraphAnalysis, instance: Instance, *, priced: bool = Tr
         BudgetError: there is no trial at all.
     """
     goal = analysis.request.goal
-    first = make(analysis, instance, goal)
+    first = first or make(analysis, instance, goal)
     best = until_met(first, goal, analysis.notes, lambda: over(analysis))
     quick, barred = replace(analysis, thorough=False), frozenset[str]()
     trial, more = first, _recomputed_where_over(analysis, first)

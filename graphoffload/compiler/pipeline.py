@@ -117,12 +117,16 @@ def rewrite(request: Request) -> Rewritten:
 
 def _within(request: Request) -> Trial:
     """A trial that has room for an eager loss. What is only estimated is no reason to refuse."""
+    session = request.session
+    if not request.estimates_turn:
+        return _trial(request)
+    has_resort, session.has_resort = session.has_resort, True
     try:
         return _trial(request)
     except BudgetError:
-        if not request.estimates_turn:
-            raise
-    request.session.limits = replace(request.limits, turn_bytes=0)
+        session.limits = replace(request.limits, turn_bytes=0)
+    finally:
+        session.has_resort = has_resort
     return _trial(request)
 
 

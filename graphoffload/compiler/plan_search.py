@@ -55,7 +55,7 @@ def feasible_trial(analysis: GraphAnalysis, in_blocks: Callable[[GraphAnalysis],
             the slowdown at that budget.
     """
     patience = Patience(analysis.request.session.name)
-    analysis = replace(analysis, patience=patience)
+    analysis = replace(analysis, patience=patience, thorough=not analysis.request.session.has_resort)
     goal = analysis.request.goal
     trial = _smallest(analysis, goal) if isinstance(goal, WithinSlowdown) else _for_budget(analysis, in_blocks)
     if patience.ended:
@@ -119,9 +119,14 @@ def _or_in_blocks(analysis: GraphAnalysis, found: _SearchResult, blocks: GraphAn
 
 def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...], *, any_will_do: bool = False) -> _SearchResult:
     """The cheapest trial that meets the budget, of these ways and of tighter budgets, until one is near its bound; the first
-    that meets it if `any_will_do`."""
+    that meets it if `any_will_do`: then no trial is repaired before each way has made one."""
     found, start = _SearchResult(None, [], []), (ways[0], instance_of(ways[0]))
-    keep = keep_all(start[1], analysis)
+    keep, made = keep_all(start[1], analysis), dict[int, Trial]()
+    for way in ways if any_will_do else ():
+        with contextlib.suppress(BudgetError):
+            trial = made[id(way)] = make(replace(way, thorough=False), instance_of(way), way.request.goal)
+            if trial.excess <= 0:
+                return replace(found, best=trial if way.unfused_bytes is None else against(trial, analysis.request, keep))
     for way in ways:
         if found.best is not None and (any_will_do or not is_far(found.best) or over(analysis)):
             break
@@ -129,7 +134,8 @@ def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...], *, any_will
         if way.outputs_stay and way is not ways[0] and instance.program == start[1].program:
             continue  # nothing is fused that this way does not fuse
         try:
-            trial = best_trial(_without_naming(way, found.errors), instance, priced=not any_will_do)
+            first = made.get(id(way))
+            trial = best_trial(_without_naming(way, found.errors), instance, first=first, priced=not any_will_do)
         except BudgetError as error:
             found.errors.append(error)
             continue
@@ -142,7 +148,7 @@ def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...], *, any_will
             found.best, start = trial, (way, instance)
         elif trial.timeline.time_s < found.best.timeline.time_s - _condition_s(found.best, way):
             found.best, start = bounded(trial, found.best), (way, instance)
-    if found.best is None or (is_far(found.best) and not any_will_do):
+    if found.misses if found.best is None else is_far(found.best) and not any_will_do:
         for trial in _tighter(analysis, *start):
             trial = trial if start[0].unfused_bytes is None else against(trial, analysis.request, keep)
             if trial.excess > 0:
@@ -199,6 +205,8 @@ def _refusal(analysis: GraphAnalysis, found: _SearchResult, keep: Timeline | Non
     least = _least_known(analysis, found)
     if least is None:
         return found.errors[0]
+    if analysis.request.session.has_resort:
+        return _unnamed(budget, least)
     ways = (analysis, *(way for way in other_ways(analysis) if way.outputs_stay))
     for share in _ERROR_BUDGETS:
         asked = int(max(least, budget + 1) * (1.0 + share))
@@ -211,6 +219,15 @@ def _refusal(analysis: GraphAnalysis, found: _SearchResult, keep: Timeline | Non
             break
     nearest = min(held, key=lambda trial: trial.excess, default=None)
     return found.errors[0] if nearest is None else _error(budget, budget + int(nearest.excess), nearest, nearest.held())
+
+
+def _unnamed(budget: int, least: int) -> BudgetError:
+    """The error where another way is tried next. Nobody has made a plan for `least`."""
+    error = BudgetError(
+        f"device_budget {format_bytes(budget)}: no plan was found that meets it; the least is about {format_bytes(least)}."
+    )
+    error.least_bytes = least
+    return error
 
 
 def _error(budget: int, least: int, trial: Trial, held: str) -> BudgetError:

@@ -48,6 +48,7 @@ class CompileSession:
         activations: which inputs, by position, other graphs computed and their caller lets go: they may be offloaded here.
         recipe: the variant that is compiled, where the plan of a step says which; None: the graph is planned alone.
         slices: of the tokens, in which the graph computes its MLPs; 0: all at once.
+        has_resort: a budget that is not met is tried in another way next, so that nobody searches the least one to name it.
         plan: what the partitioner made; None until then, and where it did not run.
     """
 
@@ -61,6 +62,7 @@ class CompileSession:
     activations: tuple[int, ...] = ()
     recipe: Recipe | None = None
     slices: int = 0
+    has_resort: bool = False
     plan: Plan | None = None
 
     @property

@@ -1,6 +1,7 @@
 """Graphs whose MLPs are computed in slices of the tokens: when they are looked at, and what a plan chooses from then.
 
     no plan meets the budget ─▶ the same graph in slices, planned like any other        a graph that is planned alone
+       nor does one in slices ─▶ the error names the least budget that is met in either way
     family of a graph ─▶ two more variants, "light" and "smallest" in slices            a graph of a step
 
 A slice is no decision about an activation: it makes others out of one. So a graph in slices is another graph, and its plan
@@ -41,20 +42,22 @@ def made_or_in_slices(graph: Graph, fresh: Callable[[], GraphModule], make: Call
     Raises:
         BudgetError: no plan meets the budget in either way; of both errors the one with the lower budget.
     """
-    try:
+    if not _has_regions(graph):
         return make(graph)
+    try:
+        return make(replace(graph, has_resort=True))
     except BudgetError as error:
-        sliced = _written(graph, fresh)
-        if sliced is None:
-            raise
+        least_bytes = error.least_bytes or 0
+    if (sliced := _written(graph, fresh)) is not None:
         log.info("%s: no plan meets the budget; planning it with MLPs in %d slices of the tokens", graph.name, sliced.slices)
         try:
             return make(sliced)
-        except BudgetError as other:
-            raise min(error, other, key=lambda failed: failed.least_bytes or 0) from None
-        except Exception as other:  # a last resort fails for no other reason than what it is for
-            log.info("%s: it cannot be planned in slices: %s", graph.name, other)
-            raise error from other
+        except BudgetError as error:
+            if (error.least_bytes or 0) <= least_bytes:
+                raise
+        except Exception as error:  # a last resort fails for no other reason than what it is for
+            log.info("%s: it cannot be planned in slices: %s", graph.name, error)
+    return make(replace(graph, module=fresh()))  # once more, to name the least budget
 
 
 def first_of_several(graph: Graph, fresh: Callable[[], GraphModule]) -> Compiled:
@@ -80,6 +83,15 @@ def _written(graph: Graph, fresh: Callable[[], GraphModule]) -> Graph | None:
     except Exception as error:
         log.info("%s is not in slices: %s", graph.name, error)
         return None
+
+
+def _has_regions(graph: Graph) -> bool:
+    """Whether a graph may be in slices, for all that can be seen without writing it so."""
+    try:
+        return bool(regions_of(graph.module, SLICES))
+    except Exception as error:
+        log.info("%s is not in slices: %s", graph.name, error)
+        return False
 
 
 def _most_bytes(device: torch.device) -> int:

@@ -40,6 +40,7 @@ _RUNG = 1.005
 _RUNGS = 4
 _DESCENTS = 8
 _LESS = 0.99
+_LOWER = 0.999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +68,14 @@ class Solution:
 class Least:
     """What is known of the least peak of an instance, whatever the budget.
 
-    first: the first plan found. descended: the last of a descent from it, whose peak is the least budget that is met. None: not
-    looked for yet.
+    first: the first plan found, and its peak. descended: the last of a descent from it, whose peak is the least budget that is
+    met. None: not looked for yet.
     """
 
     program: Program
     hardware: HardwareProfile
     first: Proposal | None = None
+    first_bytes: int = 0
     descended: Proposal | None = None
 
 
@@ -84,6 +86,13 @@ def least_of(known: list[Least], program: Program, hardware: HardwareProfile) ->
             return least
     known.append(Least(program, hardware))
     return known[-1]
+
+
+def like(known: list[Least], program: Program) -> Least | None:
+    """What is known of another instance with the same steps: in it, other things are in memory."""
+    steps = program.forward, program.backward
+    others = (one for one in known if one.program is not program)
+    return next((one for one in others if (one.program.forward, one.program.backward) == steps), None)
 
 
 def solve(
@@ -97,12 +106,15 @@ def solve(
     patience: Patience | None = None,
     least: Least | None = None,
     descend: bool = True,
+    like: Least | None = None,
 ) -> Solution:
     """The best plan found for `goal`; the best until `patience` ends.
 
     With a number of `evaluations` there is one search that spends no more, and its plan may be above a budget. `least` is what
     earlier calls found of the least peak of this instance, and what this one finds. Without `descend`, a budget below the first
     plan with the least peak is refused; descending from it may reach one that is six percent lower, and takes most of the time.
+    `like` is the same of an instance that differs little: where the first plan with the least peak is no lower here, and above
+    the budget, nothing more is searched.
 
     Raises:
         BudgetError: no plan was found within the budgets; the message has the least budget found feasible and what holds it up.
@@ -133,7 +145,7 @@ def solve(
         return _solution(evaluator, search_once(evaluator, keep, relaxed), relaxed)
     is_impossible = relaxed.value is None  # then nothing but the least budget is searched
     best = keep if is_impossible else search_once(evaluator, keep, relaxed)
-    return _solution(evaluator, _nearer(evaluator, goal, best, relaxed, least, descend), relaxed)
+    return _solution(evaluator, _nearer(evaluator, goal, best, relaxed, least, descend, like), relaxed)
 
 
 def host_infeasible(host_budget_bytes: int, fixed_bytes: int) -> BudgetError:
@@ -144,30 +156,54 @@ def host_infeasible(host_budget_bytes: int, fixed_bytes: int) -> BudgetError:
     )
 
 
-def _nearer(evaluator: Evaluator, goal: MeetBudget, best: Proposal, relaxed: Relaxed, least: Least, descend: bool) -> Proposal:
+def _nearer(
+    evaluator: Evaluator,
+    goal: MeetBudget,
+    best: Proposal,
+    relaxed: Relaxed,
+    least: Least,
+    descend: bool,
+    like: Least | None,
+) -> Proposal:
     """`best`, or what is found by other ways where it is above the budget or far from its bound.
 
     Raises:
         BudgetError: nothing meets the budget.
     """
+    if not best.feasible and like is not None and like.first_bytes:
+        first = _first(evaluator, least)
+        if not first.feasible and least.first_bytes > _LOWER * like.first_bytes:
+            raise _infeasible(evaluator, goal, relaxed, first)
     if not best.feasible and relaxed.value is not None:
         best = min((best, *where_lost(evaluator, goal)), key=lambda p: p.score)
     if best.feasible and not _is_far(evaluator, best, relaxed):
         return best
-    least.first = least.first or _least(evaluator)
-    best = min((best, *_from_below(evaluator, least.first)), key=lambda p: p.score)
+    first = _first(evaluator, least)
+    best = min((best, *_from_below(evaluator, first)), key=lambda p: p.score)
     if not best.feasible:
         if descend:
-            least.descended = least.descended or _descended(evaluator, least.first)
-        best = _again(evaluator, least.descended or least.first)
+            least.descended = least.descended or _descended(evaluator, first)
+        best = _again(evaluator, least.descended or first)
         if not best.feasible:
             raise _infeasible(evaluator, goal, relaxed, best)
     return best
 
 
+def _first(evaluator: Evaluator, least: Least) -> Proposal:
+    """The first plan found with the least peak, which is remembered in `least`, by the score of this budget."""
+    if least.first is None:
+        least.first = _least(evaluator)
+        least.first_bytes = _peak_bytes(evaluator, least.first)
+    return _again(evaluator, least.first)
+
+
 def _again(evaluator: Evaluator, found: Proposal) -> Proposal:
     """What was found for another budget, by the score of this one."""
     return evaluator.propose(found.actions, found.solver, found.window_bytes)
+
+
+def _peak_bytes(evaluator: Evaluator, found: Proposal) -> int:
+    return evaluator.evaluate(found.actions, found.window_bytes)[0].peak_bytes
 
 
 def _is_far(evaluator: Evaluator, best: Proposal, relaxed: Relaxed) -> bool:
@@ -181,7 +217,7 @@ def _from_below(evaluator: Evaluator, least: Proposal) -> Iterator[Proposal]:
     """Plans for tighter budgets, which meet this one as well, and what local search makes of them here: the one with the least
     peak, and those for budgets on a grid that is the same for all budgets, so that neighbours look at the same ones."""
     program = evaluator.arrays.program
-    least_bytes = evaluator.evaluate(least.actions, least.window_bytes)[0].peak_bytes
+    least_bytes = _peak_bytes(evaluator, least)
     starts = [least]
     rung = math.ceil(math.log(max(2, evaluator.limit_bytes), _RUNG)) - 1
     for bytes_below in (int(_RUNG ** (rung - step)) for step in range(_RUNGS)):
@@ -240,8 +276,7 @@ def _descended(evaluator: Evaluator, least: Proposal) -> Proposal:
     met: a search for the least peak alone stops up to six percent above what searches for budgets reach."""
     program, best = evaluator.arrays.program, least
     for _ in range(_DESCENTS):
-        peak_bytes = evaluator.evaluate(best.actions, best.window_bytes)[0].peak_bytes
-        goal = MeetBudget(int(peak_bytes * _LESS) + program.reserve_bytes)
+        goal = MeetBudget(int(_peak_bytes(evaluator, best) * _LESS) + program.reserve_bytes)
         other = evaluator.at(goal)
         relaxed = Relaxation(evaluator.arrays, goal, evaluator.host_budget_bytes, evaluator.limit_s).solve()
         if relaxed.value is None or evaluator.hurried:

@@ -139,6 +139,51 @@ def test_what_no_trial_meets_is_an_error_with_the_least_found(monkeypatch: pytes
         explained(device_budget=budget)
 
 
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The budget of every trial, those that are refused included."""
+    budgets, trial = list[int](), trials.make_trial
+
+    def noting(analysis: Any, program: Any, goal: Goal) -> Any:
+        budgets.append(goal.device_budget_bytes or 0)
+        return trial(analysis, program, goal)
+
+    monkeypatch.setattr(trials, "make_trial", noting)
+    return budgets
+
+
+def test_nothing_is_tried_for_less_where_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, budgets = int(0.2 * explained(policy="keep").keep_peak_bytes), asked(monkeypatch)
+    with pytest.raises(BudgetError, match="no plan"):
+        explained(device_budget=budget)
+    assert min(budgets) == budget
+
+
+def test_to_name_a_budget_each_way_makes_one_trial_before_any_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = int(0.2 * explained(policy="keep").keep_peak_bytes)
+    make, meets, best, repaired, missed = search.make, search._meets, search.best_trial, list[str](), list[str]()
+
+    def carried_on(*given: Any, **options: Any) -> Any:
+        repaired.extend(["a trial"] if options["first"] is not None else [])
+        return best(*given, **options)
+
+    def named(*given: Any, **options: Any) -> Any:
+        if options.get("any_will_do"):
+            monkeypatch.setattr(search, "make", first_misses)
+            monkeypatch.setattr(search, "best_trial", carried_on)
+        return meets(*given, **options)
+
+    def first_misses(analysis: Any, instance: Any, goal: Goal) -> Any:
+        found = make(analysis, instance, goal)
+        missed.extend(["a trial"] if analysis.unfused_bytes is None else [])
+        return replace(found, excess=1000.0 if analysis.unfused_bytes is None else 0.0)
+
+    monkeypatch.setattr(search, "_meets", named)
+    with pytest.raises(BudgetError, match="The least feasible one found is"):
+        explained(device_budget=budget)
+    assert missed
+    assert not repaired
+
+
 def of_mlps(**options: Any) -> graphoffload.OffloadReport:
     """Planned for a batch of 4096 without memory for it. Recomputing takes more, once partitioned again, than was estimated."""
     with torch.device("meta"):

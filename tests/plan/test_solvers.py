@@ -132,6 +132,28 @@ def test_a_budget_that_cannot_be_met_names_the_least_and_what_holds_it() -> None
         solve(ladder(), toy(), MeetBudget(least - 1))
 
 
+@pytest.mark.parametrize(("freed", "descents"), [(0, 0), (1, 1)])
+def test_what_is_known_of_a_like_instance_ends_a_search(monkeypatch: pytest.MonkeyPatch, freed: int, descents: int) -> None:
+    """One that holds less elsewhere, and has the same least peak, is not searched to the end a second time."""
+    descend, seen = solvers._descended, list[Evaluator]()
+
+    def descended(evaluator: Evaluator, least: Proposal) -> Proposal:
+        seen.append(evaluator)
+        return descend(evaluator, least)
+
+    monkeypatch.setattr(solvers, "_descended", descended)
+    logits = Buffer("logits", 3 - freed, 5, 6)
+    held = dataclasses.replace(ladder(), buffers=(*ladder().buffers, Buffer("held", 1, 0, 0)))
+    program = dataclasses.replace(ladder(), buffers=(logits,))
+    known: list[solvers.Least] = []
+    for one in (held, program):
+        least = solvers.least_of(known, one, toy())
+        with pytest.raises(BudgetError, match="no plan can meet it") as raised:
+            solve(one, toy(), MeetBudget(12), least=least, like=solvers.like(known, least.program))
+    assert len(seen) == 1 + descents
+    assert raised.value.least_bytes == 15 - freed
+
+
 def test_waiting_for_memory_meets_a_budget_that_free_running_copies_miss() -> None:
     """Nothing can be recomputed and a copy takes 3 steps: only a window of outstanding copies keeps the forward small."""
     program = ladder()

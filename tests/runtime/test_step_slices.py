@@ -19,7 +19,9 @@ import graphoffload
 from graphoffload.analysis.token_regions import regions_by_token
 from graphoffload.compiler import compile_variant, dispatch, slices
 from graphoffload.errors import BudgetError
+from graphoffload.facts.limits import Limits
 from graphoffload.facts.recipe import SMALLEST
+from graphoffload.monitor.pattern_coverage import WHOLE
 from graphoffload.options.config import OffloadConfig
 from graphoffload.passes.slices import compute_in_slices
 from graphoffload.planner.step.together import _recipe_from_json, _recipe_to_json
@@ -222,6 +224,41 @@ def test_one_graph_meets_a_budget_that_needs_slices(
     if inner == "aot_eager":
         with pytest.raises(Exception, match="no plan was found"):
             other(x)
+
+
+@pytest.mark.parametrize(
+    ("plain", "sliced", "named", "calls"),
+    [
+        (10, 8, 8, [(True, 0), (False, SLICES)]),
+        (10, 12, 11, [(True, 0), (False, SLICES), (False, 0)]),
+        (10, None, 11, [(True, 0), (False, SLICES), (False, 0)]),
+    ],
+)
+def test_a_refusal_names_its_least_budget_once(
+    monkeypatch: pytest.MonkeyPatch, plain: int, sliced: int | None, named: int, calls: list[tuple[bool, int]]
+) -> None:
+    """Where slices are tried next, nobody searches what the graph as written needs; that of slices is named if it is less."""
+    seen: list[tuple[bool, int]] = []
+    graph = compile_variant.Graph(torch.fx.symbolic_trace(whole()[0]), (), OffloadConfig(), Limits(), WHOLE, "graph0", "cpu")
+
+    def make(one: compile_variant.Graph) -> None:
+        seen.append((one.has_resort, one.slices))
+        if one.slices and sliced is None:
+            raise RuntimeError("not in slices")
+        error = BudgetError("no plan")
+        error.least_bytes = (sliced if one.slices else plain if one.has_resort else 11) or 0
+        raise error
+
+    monkeypatch.setattr(slices, "_has_regions", lambda _: True)
+    monkeypatch.setattr(slices, "_written", lambda graph, _: replace(graph, slices=SLICES))
+    with pytest.raises(BudgetError) as raised:
+        slices.made_or_in_slices(graph, lambda: graph.module, make)
+    assert raised.value.least_bytes == named
+    assert seen == calls
+    monkeypatch.setattr(slices, "_has_regions", lambda _: False)
+    with pytest.raises(BudgetError):
+        slices.made_or_in_slices(graph, lambda: graph.module, make)
+    assert seen[len(calls) :] == [(False, 0)]
 
 
 def test_explain_of_a_step_says_what_training_does() -> None:
