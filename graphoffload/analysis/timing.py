@@ -114,23 +114,34 @@ def _measure(node: Node, device: torch.device, load: _Load, channels_last: bool)
     outputs = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     if any(value is None or (value.device.type != "cuda" and value.is_floating_point()) for value in values):
         return None
-    if "attention" not in str(node.target) and any(value is not None and not value.is_floating_point() for value in values):
-        return None  # random indices could be out of range
-    if "attention" not in str(node.target) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return None  # the user's random numbers stay as they are
-    if "attention" in str(node.target) and (argument_of(node, ("dropout_p",)) or "scaled_dot_product" not in str(node.target)):
-        return None  # an operation that follows random sequence bounds can end the process
+    if not may_run(node):
+        return None
     wanted = sum(tensor_nbytes(value) or 0 for value in (*values, *outputs) if value is not None)
     free, _ = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if 2 * wanted > (free + idle) * _MEMORY_SHARE:
         return None
     try:
-        with outside_all_modes(), torch.no_grad():
+        with outside_all_modes(), torch.no_grad(), _drawing(node, device):
             return _run(node, device, load, channels_last, sum(tensor_nbytes(value) or 0 for value in outputs))
     except Exception as error:  # random values are no valid inputs of this operation: the roofline time stays
         log.debug("not timed, priced by roofline: %s (%s)", node.target, error)
         return None
+
+
+def may_run(node: Node) -> bool:
+    """Whether a kernel can be timed on random values."""
+    name = str(node.target)
+    if "attention" in name:
+        return "scaled_dot_product" in name  # what follows random sequence bounds can end the process
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return False
+    return all(value is None or value.is_floating_point() for value in map(fake, node.all_input_nodes))  # indices have bounds
+
+
+def _drawing(node: Node, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Attention with dropout draws random numbers. Those of the user stay as they are."""
+    return torch.random.fork_rng([device]) if argument_of(node, ("dropout_p",)) else contextlib.nullcontext()
 
 
 class _Load:
