@@ -53,10 +53,13 @@ from graphoffload.torch_internals.operators import OpOverload, packet_of, schema
 from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 
 # Shares of a matrix product's rate that cuDNN's attention reaches on an H200, causal at 32k tokens. A mask that is read from
-# memory multiplies them by the third number (4k tokens). docs/history has the measurements.
+# memory multiplies them by the third number (4k tokens), and dropout by the others (docs/results/attention-dropout.json).
+# docs/history has the other measurements.
 _ATTENTION_FORWARD = 0.91
 _ATTENTION_BACKWARD = 0.75
 _ATTENTION_WITH_MASK = 0.54
+_FORWARD_WITH_DROPOUT = 0.44
+_BACKWARD_WITH_DROPOUT = 0.77
 FLASH = frozenset({"flash_attn", "flash_attn_3"})
 """Namespaces of the flash-attn packages: all their operations are attention."""
 
@@ -266,7 +269,10 @@ def _share_of_matmul(node: Operation) -> float:
     """The share of a matrix product's rate that an operation achieves."""
     if "attention" not in str(node.target) and getattr(node.target, "namespace", "") not in FLASH:
         return 1.0
-    share = _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION_FORWARD
+    backward = "backward" in str(node.target)
+    share = _ATTENTION_BACKWARD if backward else _ATTENTION_FORWARD
+    if argument_of(node, ("dropout_p",)):
+        share *= _BACKWARD_WITH_DROPOUT if backward else _FORWARD_WITH_DROPOUT
     return share * _ATTENTION_WITH_MASK if argument_of(node, ("attn_mask", "attn_bias")) is not None else share
 
 

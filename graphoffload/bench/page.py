@@ -155,7 +155,7 @@ def peers(source: Source, *subjects: str) -> list[str]:
     for subject in subjects:
         (other, from_other), *_ = source.rows(subject, "checkpoint")
         peak = other.get("peak_bytes") or 0
-        ours, from_ours = min(source.rows(subject, "over:*"), key=lambda row: abs(_budget(row[0]) - peak))
+        ours, from_ours = min(source.rows(subject, "over:*"), key=lambda row: abs(_budget(*row) - peak))
         keep = ours.get("keep_ms") or other.get("keep_ms")
         files = map(source.link, _unique(from_other, from_ours))
         lines.append([
@@ -170,8 +170,12 @@ def _unique(*results: Result) -> list[Result]:
     return list({result.path: result for result in results}.values())
 
 
-def _budget(row: dict[str, Any]) -> int:
-    return parse_size(row["variant"].partition(":")[2].partition("+")[0], field="over")
+def _budget(row: dict[str, Any], result: Result) -> int:
+    """What a row was given: a size, or another variant's peak in the same run."""
+    given = row["variant"].partition(":")[2].partition("+")[0]
+    if of := re.fullmatch(r"peak\((.*)\)", given):
+        return int(next(other["peak_bytes"] for other in result.rows if other["variant"] == of[1]))
+    return parse_size(given, field="over")
 
 
 def prediction(source: Source, *subjects: str) -> list[str]:
@@ -179,12 +183,13 @@ def prediction(source: Source, *subjects: str) -> list[str]:
     lines = []
     for subject in subjects:
         rows = [row for row in source.rows(subject, "over:*", "slowdown:*") if row[0].get("ratio") is not None]
-        budgets = [row for row, _ in rows if row["variant"].startswith("over:") and row.get("peak_bytes")]
+        budgets = [row for row in rows if row[0]["variant"].startswith("over:") and row[0].get("peak_bytes")]
+        kept = sum(row["peak_bytes"] <= 1.0005 * _budget(row, result) for row, result in budgets)
         planned = [row for row, _ in rows if _has(row, "peak_bytes", "predicted_peak_bytes")]
         off = [row["peak_bytes"] - row["predicted_peak_bytes"] for row in planned]
         times = [row["predicted_ms"] / row["step_ms"] - 1 for row, _ in rows if _has(row, "predicted_ms", "step_ms")]
         lines.append([
-            subject, f"{sum(row['peak_bytes'] <= 1.0005 * _budget(row) for row in budgets)} of {len(budgets)}",
+            subject, f"{kept} of {len(budgets)}",
             f"{statistics.median(map(abs, off)) / 1e6:.2f}" if off else "-",
             f"{min(off) / 1e6:+.1f} to {max(off) / 1e6:+.1f}" if off else "-",
             f"{min(times):+.1%} to {max(times):+.1%}".replace("%", " %") if times else "-",
