@@ -30,7 +30,7 @@ from graphoffload.api.live_bytes import LiveBytes
 from graphoffload.compiler.cache_key import graph_key
 from graphoffload.compiler.compile_variant import Compiled, Graph, by_recipe, dynamos_graph, needs_gradient, traced_only
 from graphoffload.compiler.device_limits import resolve_limits
-from graphoffload.compiler.dispatch import Family, family_of, look, may_join, widened
+from graphoffload.compiler.dispatch import Family, family_of, look, may_join, widened, with_fitted
 from graphoffload.compiler.link import hardware_of
 from graphoffload.compiler.partitioner import OffloadPartitioner
 from graphoffload.compiler.session import new_key
@@ -80,6 +80,12 @@ class _Explained:
         """Have variants in slices as well from now on, where these may pay."""
         if not any(recipe.slices for recipe in self.family.recipes):
             self.family, _ = widened(self.family, self.graph, self.again, self.graph.limits.device_budget_bytes)
+
+    def fit(self, recomputes: frozenset[str]) -> bool:
+        """Have a variant that computes these activations again, from now on; whether there is one."""
+        family = with_fitted(self.family, self.graph, self.again, recomputes)
+        self.family = family or self.family
+        return family is not None
 
     def variant(self, recipe: Recipe) -> Compiled:
         """The graph planned by a recipe, and not compiled."""

@@ -33,7 +33,7 @@ from graphoffload.compiler.request import Request
 from graphoffload.compiler.session import CompileSession, new_key
 from graphoffload.compiler.slices import SLICES, held_at_once, may_pay
 from graphoffload.errors import PlanError
-from graphoffload.facts.recipe import SMALLEST, Recipe
+from graphoffload.facts.recipe import FITTED, SMALLEST, Recipe
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.log import log
 from graphoffload.monitor.shared_budget import may_link
@@ -51,6 +51,8 @@ from graphoffload.torch_internals.partitioning import CustomPartitionerFn
 
 _MOST = 0.6  # share of all trained parameters: a graph with more is the model
 _ROOM, _ROOM_OF_INPUTS = 8, 2  # what stays in an unplanned run, and what of inputs, takes at most this part of the free memory
+
+_MOST_FITTED = 3  # each is a trace of the graph, and another one comes with another budget
 
 _numbers = itertools.count()
 GRAPHS: weakref.WeakValueDictionary[int, Dispatched] = weakref.WeakValueDictionary()
@@ -119,6 +121,12 @@ class Dispatched:
         family, first = self.family, self.first.plan.variant if self.first.plan is not None else ""
         if not self._in_slices:
             self._family, self._in_slices = widened(family, self.graph, self.again, self._budget_bytes(), ran=first)
+
+    def fit(self, recomputes: frozenset[str]) -> bool:
+        """Have a variant that computes these activations again, from now on; whether there is one."""
+        family = with_fitted(self.family, self.graph, self.again, recomputes)
+        self._family = family or self._family
+        return family is not None
 
     def _budget_bytes(self) -> int | None:
         """What holds where another budget was set since."""
@@ -279,6 +287,31 @@ def widened(
         return family, True
 
 
+def with_fitted(family: Family, graph: Graph, again: Retraceable, recomputes: frozenset[str]) -> Family | None:
+    """A graph's family with one more variant, which computes these activations again; None where it has as many as it may."""
+    count = sum(recipe.name.startswith(FITTED) for recipe in family.recipes)
+    known = any(recipe.recomputes == recomputes and not recipe.blocks and not recipe.slices for recipe in family.recipes)
+    if known or count == _MOST_FITTED:
+        return None
+    try:
+        found = family_of(graph, again, [Recipe(f"{FITTED} {count + 1}", recomputes=recomputes)])
+    except Exception as error:  # the step has a plan without it
+        log.info("%s has no variant for its step: %s", graph.name, error)
+        return None
+    return _joined(family, found)
+
+
+def _joined(family: Family, more: Family) -> Family:
+    """All variants of two families of one graph."""
+    return Family(
+        (*family.variants, *more.variants),
+        (*family.recipes, *more.recipes),
+        family.bound,
+        (*family.input_bytes, *more.input_bytes),
+        family.hardware,
+    )
+
+
 def _with_slices(
     family: Family, graph: Graph, again: Retraceable, given: Sequence[Recipe] | None = None, *, ran: str = ""
 ) -> Family:
@@ -295,13 +328,7 @@ def _with_slices(
     wanted = given is not None or ran in (recipe.name for recipe in found.recipes)
     if not wanted and not is_less(found.variants[-1], family.variants[-1], family.hardware):
         return family
-    return Family(
-        (*family.variants, *found.variants),
-        (*family.recipes, *found.recipes),
-        family.bound,
-        (*family.input_bytes, *found.input_bytes),
-        family.hardware,
-    )
+    return _joined(family, found)
 
 
 def look(graph: Graph, recipes: Sequence[Recipe] | None = None) -> tuple[Family | None, Callable[..., Any]]:

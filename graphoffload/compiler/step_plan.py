@@ -23,8 +23,10 @@ from graphoffload.facts.recipe import Recipe
 from graphoffload.log import log
 from graphoffload.patience import Patience
 from graphoffload.planner.step.facts import StepFacts, StepProblem
+from graphoffload.planner.step.fit import choices_of, is_worth
 from graphoffload.planner.step.flight import plan_flight
-from graphoffload.planner.step.solve import StepSolution, Wider, widened
+from graphoffload.planner.step.parts import Wider, widened
+from graphoffload.planner.step.solve import StepSolution
 from graphoffload.planner.step.together import Decision, followed, with_variants
 from graphoffload.report.dump import write_step_dump
 from graphoffload.report.step_line import line_of_step, slow_host
@@ -55,6 +57,9 @@ class GraphOfStep(Protocol):
 
     def widen(self) -> None:
         """Have variants in slices as well from now on, where these may pay."""
+
+    def fit(self, recomputes: frozenset[str]) -> bool:
+        """Have a variant that computes these activations again, from now on; whether there is one."""
 
     def variant(self, recipe: Recipe) -> Compiled:
         """The graph by a recipe."""
@@ -188,8 +193,11 @@ def make_step_plan(
         solution = solved.solution
     else:
         solution = solution_of(problem, dump_dir, wider)
-    facts = with_families(facts, graphs) if widens else facts
-    problem = replace(problem, facts=facts)
+    if widens:
+        problem = replace(problem, facts=with_families(facts, graphs))
+    if widens and decision is None:
+        problem, solution = fitted(problem, solution, graphs, dump_dir)
+    facts = problem.facts
     planned_s = time.perf_counter() - begun
     if runs:
         _prepare_host(solution, graphs)
@@ -208,6 +216,18 @@ def make_step_plan(
     return plan
 
 
+def fitted(
+    problem: StepProblem, solution: StepSolution, graphs: Sequence[GraphOfStep], dump_dir: str | None
+) -> tuple[StepProblem, StepSolution]:
+    """The problem, and its solution with variants made for this step (planner/step/fit.py) where that is clearly faster."""
+    made = [graphs[graph].fit(names) for graph, names in choices_of(problem, solution).items()]
+    if not any(made):
+        return problem, solution
+    problem = replace(problem, facts=with_families(problem.facts, graphs))
+    found = solution_of(problem, dump_dir)
+    return problem, found if is_worth(problem, found, solution) else solution
+
+
 def _compiled(
     solution: StepSolution, facts: StepFacts, graphs: Sequence[GraphOfStep]
 ) -> tuple[tuple[Compiled, Schedule, int], ...]:
@@ -217,7 +237,8 @@ def _compiled(
         offloads.setdefault((fact.graph, variant), set()).update(schedule.offloads)
     compiled = {}
     for (graph, variant), names in offloads.items():
-        recipe = graphs[graph].family.recipes[variant]
+        name = facts.graphs[graph][variant].name
+        recipe = next(recipe for recipe in graphs[graph].family.recipes if recipe.name == name)
         steps = solution.reload_steps.get((graph, variant), {})
         reload_steps = tuple(sorted((name, step) for name, step in steps.items() if name in names))
         chosen = replace(recipe, offloads=frozenset(names), reload_steps=reload_steps)

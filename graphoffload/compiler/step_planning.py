@@ -38,7 +38,7 @@ from graphoffload.facts.limits import Limits
 from graphoffload.log import log, say
 from graphoffload.options.config import OffloadConfig
 from graphoffload.planner.step.facts import StepFacts, shifted
-from graphoffload.planner.step.solve import without_slices
+from graphoffload.planner.step.parts import without_slices
 from graphoffload.planner.step.together import Decision, with_variants
 from graphoffload.runtime.pinned.pool import POOL
 from graphoffload.runtime.step.calls import STEPS, StepRun

@@ -57,5 +57,7 @@ EVERYTHING_KEPT = Recipe("keep")
 """The variant that changes nothing."""
 IN_BLOCKS = Recipe("blocks", blocks=1.0)
 """Whole blocks again: it reaches what no chain of single activations does, such as attention with its random state."""
+FITTED = "fitted"
+"""Names of variants that are made for one step begin with this."""
 FIRST = Recipe("first")
 """Either of the two, as the graph's size says: for the first compile of a graph that is one of several."""

@@ -23,8 +23,9 @@ from graphoffload.facts.goals import KeepIfFits, MeetBudget
 from graphoffload.planner.step.errors import flight_infeasible
 from graphoffload.planner.step.events import CallSchedule
 from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant, beside
+from graphoffload.planner.step.parts import Wider, widened, without_slices
 from graphoffload.planner.step.runs import Names, Runs
-from graphoffload.planner.step.solve import StepSolution, Wider, follow_step, plan_step, widened, without_slices
+from graphoffload.planner.step.solve import StepSolution, follow_step, in_all, plan_step
 
 _ROUNDS = 4
 _NEAR = 0.02  # of the budget: what may be left of it
@@ -46,7 +47,7 @@ def plan_flight(problem: StepProblem, wider: Wider | None = None) -> StepSolutio
     if wider is None and at_once.graphs == problem.facts.graphs:
         return _plan_flight(problem)
     try:
-        return _plan_flight(replace(problem, facts=at_once, or_least=False))
+        return in_all(_plan_flight(replace(problem, facts=at_once, or_least=False)), at_once, problem.facts)
     except BudgetError:
         problem = widened(problem, wider)
         if problem.facts.graphs == at_once.graphs and not problem.or_least:

@@ -33,12 +33,10 @@ from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
 from graphoffload.planner.step.late_copies import with_late_copies
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
+from graphoffload.planner.step.parts import Wider, numbers_in, only, widened, without_slices
 from graphoffload.planner.step.runs import QUICK, Known, Names, Run, Runs
 
 __all__ = ["StepSolution", "follow_step", "plan_step"]
-
-Wider = Callable[[], StepFacts]
-"""Makes a step with variants in slices as well, which takes long."""
 
 _VALUES = (120, 600)
 _EVALUATIONS = (200, 1000)
@@ -97,6 +95,16 @@ class StepSolution:
         )
 
 
+def in_all(solution: StepSolution, own: StepFacts, facts: StepFacts) -> StepSolution:
+    """A solution of a step with some of its variants, `own`, by the numbers that these have among all of them."""
+    if own.graphs == facts.graphs:
+        return solution
+    chosen = numbers_in(facts, own, solution.chosen)
+    new = {(call.graph, at): to for call, at, to in zip(own.calls, solution.chosen, chosen, strict=True)}
+    steps = {(graph, new[graph, at]): places for (graph, at), places in solution.reload_steps.items()}
+    return replace(solution, chosen=chosen, reload_steps=steps)
+
+
 def plan_step(problem: StepProblem, wider: Wider | None = None) -> StepSolution:
     """The best plan found for a step of one microbatch at a time; the best until the problem's patience ends.
 
@@ -110,9 +118,15 @@ def plan_step(problem: StepProblem, wider: Wider | None = None) -> StepSolution:
     Raises:
         BudgetError: no plan was found within the budget; the message has the least budget of the step, and what holds it up.
     """
+    found, facts = _planned(problem, wider)
+    return in_all(found.solution(), found.runs.problem.facts, facts)
+
+
+def _planned(problem: StepProblem, wider: Wider | None) -> tuple[_Found, StepFacts]:
+    """The best run, and the step with all variants that it was chosen from."""
     known, at_once = Known(), replace(problem, facts=without_slices(problem.facts))
     if wider is None and at_once.facts.graphs == problem.facts.graphs:
-        return _with_blocks(problem, known).solution()
+        return _with_blocks(problem, known), problem.facts
     refused: BudgetError | None = None
     found: _Found | None = None
     try:
@@ -122,26 +136,16 @@ def plan_step(problem: StepProblem, wider: Wider | None = None) -> StepSolution:
     except BudgetError as error:
         refused = error
     if found is not None and found.runs.score(found.run)[0] <= 0.0:
-        return found.solution()
+        return found, problem.facts
     problem = widened(problem, wider)
     if problem.facts.graphs == at_once.facts.graphs:
-        return _with_blocks(problem, known).solution()
+        return _with_blocks(problem, known), problem.facts
     if refused is not None:
-        return _best_instead(problem, known, refused).solution()
+        return _best_instead(problem, known, refused), problem.facts
     other = _best(problem, known)
     if found is None or found.runs.is_clearly_better(other.run, found.run):  # the least plan is as good as none
-        return other.solution()
-    return found.solution()
-
-
-def widened(problem: StepProblem, wider: Wider | None) -> StepProblem:
-    """The problem with the variants in slices as well."""
-    return problem if wider is None else replace(problem, facts=wider())
-
-
-def without_slices(facts: StepFacts) -> StepFacts:
-    """The step with the variants that compute all tokens at once."""
-    return _only(facts, lambda variant: not variant.slices)
+        return other, problem.facts
+    return found, problem.facts
 
 
 class _FarOffError(Exception):
@@ -150,7 +154,7 @@ class _FarOffError(Exception):
 
 def _with_blocks(problem: StepProblem, known: Known, *, gives_up: bool = False) -> _Found:
     """The best run of chains; of whole blocks as well, where it is not as good as its bound says."""
-    chains = _only(problem.facts, lambda variant: variant.bounded)
+    chains = only(problem.facts, lambda variant: variant.bounded)
     if chains.graphs == problem.facts.graphs:
         return _best(problem, known, gives_up=gives_up)
     try:
@@ -166,18 +170,6 @@ def _with_blocks(problem: StepProblem, known: Known, *, gives_up: bool = False) 
     except BudgetError:
         return found
     return other if found.runs.is_clearly_better(other.run, found.run) else found
-
-
-def _only(facts: StepFacts, wanted: Callable[[Variant], bool]) -> StepFacts:
-    """The step with some of its variants. A call that ran another one ran one of these that kept as much of its inputs."""
-    graphs = tuple(tuple(filter(wanted, variants)) for variants in facts.graphs)
-    calls = []
-    for at, call in enumerate(facts.calls):
-        ran, variants = facts.variant(at, call.ran), graphs[call.graph]
-        if not wanted(ran):
-            ran = min(reversed(variants), key=lambda variant: abs(variant.saved_input_bytes - ran.saved_input_bytes))
-        calls.append(replace(call, ran=variants.index(ran)))
-    return replace(facts, graphs=graphs, calls=tuple(calls))
 
 
 def follow_step(
