@@ -326,7 +326,8 @@ def _with_slices(
     if found is None:
         return family
     wanted = given is not None or ran in (recipe.name for recipe in found.recipes)
-    if not wanted and not is_less(found.variants[-1], family.variants[-1], family.hardware):
+    least = next(one for one in reversed(family.variants) if not one.name.startswith(FITTED))
+    if not wanted and not is_less(found.variants[-1], least, family.hardware):
         return family
     return _joined(family, found)
 

@@ -142,8 +142,10 @@ def _ran(graph: Dispatched, call: StepCall) -> int:
     names = [recipe.name for recipe in graph.family.recipes]
     if plan is None or not plan.variant:
         return 0
+    if plan.variant in names:
+        return names.index(plan.variant)
     alike = [at for at, recipe in enumerate(graph.family.recipes) if not recipe.blocks and not recipe.slices]
-    return names.index(plan.variant) if plan.variant in names else alike[-1]
+    return max(alike, key=lambda at: len(graph.family.recipes[at].recomputes or ()))
 
 
 class _Record:

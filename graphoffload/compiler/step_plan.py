@@ -183,6 +183,7 @@ def make_step_plan(
         ShapeGuardError: a variant would hold for fewer sizes than its graph is called with.
     """
     begun = time.perf_counter()
+    facts = with_families(facts, graphs) if widens else facts
     problem = problem_of(graphs, facts, asked)
     hardware = problem.hardware
     dump_dir = graphs[0].graph.config.dump_dir

@@ -324,6 +324,7 @@ def with_variants(facts: StepFacts, families: Sequence[Sequence[Variant]], bound
     for at, call in enumerate(facts.calls):
         names = [variant.name for variant in families[call.graph]]
         ran = facts.variant(at, call.ran).name
-        most = max(index for index, variant in enumerate(families[call.graph]) if variant.bounded)
+        bounded = [(len(variant.recomputes), index) for index, variant in enumerate(families[call.graph]) if variant.bounded]
+        _, most = max(bounded)
         calls.append(replace(call, ran=names.index(ran) if ran in names else most))
     return replace(facts, graphs=tuple(map(tuple, families)), calls=tuple(calls), bounds=tuple(bounds))
