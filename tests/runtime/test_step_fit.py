@@ -114,6 +114,10 @@ def test_a_graph_that_is_called_twice_has_none(lazy: LazyStreams) -> None:
     assert choices_of(replace(problem, goal=WithinSlowdown(0.1)), dear) == {}
     assert choices_of(replace(problem, facts=replace(problem.facts, in_flight=2)), dear) == {}
     assert choices_of(replace(problem, goal=MeetBudget(1)), dear) == {}
+    other = problem.facts.bounds[1]
+    large = replace(other, candidates=tuple(replace(one, nbytes=100 * one.nbytes) for one in other.candidates))
+    beside_large = replace(problem, facts=replace(problem.facts, bounds=(large, other)))
+    assert choices_of(beside_large, dear) == {}
     near = replace(dear, lower_bound_s=dear.timeline.time_s)
     assert choices_of(problem, near) == {}
 

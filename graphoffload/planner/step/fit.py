@@ -16,25 +16,24 @@ from graphoffload.errors import BudgetError
 from graphoffload.facts.goals import MeetBudget, WithinSlowdown
 from graphoffload.planner.simulator import Timeline
 from graphoffload.planner.solver import solve
-from graphoffload.planner.step.facts import StepProblem, Variant
+from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant
 from graphoffload.planner.step.joint import join_programs
 from graphoffload.planner.step.solve import StepSolution
 
 _WORTH = 0.01  # of keep-all's time: a variant is a trace of its graph, and the plan is solved again
+_LARGE = 0.25  # of all activations of a step: of many small graphs, none has a variant of its own
 
 
 def choices_of(problem: StepProblem, solution: StepSolution) -> dict[int, frozenset[str]]:
-    """For each graph that is called once, what it should compute again, by name; nothing where that is not clearly faster.
+    """For each large graph that is called once, what it should compute again, by name; {} where that is not clearly faster.
 
     Steps of several microbatches in flight, and plans for a slowdown, have none.
     """
     facts, budget = problem.facts, problem.goal.device_budget_bytes
-    count = Counter(call.graph for call in facts.calls)
-    free = [count[call.graph] == 1 for call in facts.calls]
-    kept = solution.keep_timeline
+    kept, free = solution.keep_timeline, _alone_and_large(facts)
     near = solution.lower_bound_s is not None and solution.timeline.time_s - solution.lower_bound_s <= _WORTH * kept.time_s
     goal_fits = budget is not None and not isinstance(problem.goal, WithinSlowdown)
-    if not goal_fits or near or facts.in_flight > 1 or not facts.bounds or not any(free):
+    if not goal_fits or near or facts.in_flight > 1 or not any(free):
         return {}
     ran = [facts.variant(at, chosen) for at, chosen in enumerate(solution.chosen)]
     variants = [
@@ -60,6 +59,14 @@ def choices_of(problem: StepProblem, solution: StepSolution) -> dict[int, frozen
         if free[at] and action == "recompute":
             again[facts.calls[at].graph].add(variants[at].program.candidates[index].name)
     return {graph: frozenset(names) for graph, names in again.items() if names}
+
+
+def _alone_and_large(facts: StepFacts) -> list[bool]:
+    """For each call whether it is the only one of its graph, and holds a large share of all activations."""
+    count = Counter(call.graph for call in facts.calls)
+    held = [sum(candidate.nbytes for candidate in bound.candidates) for bound in facts.bounds]
+    least = _LARGE * sum(held[call.graph] for call in facts.calls) if facts.bounds else 0.0
+    return [bool(facts.bounds) and count[call.graph] == 1 and held[call.graph] >= least for call in facts.calls]
 
 
 def is_worth(problem: StepProblem, found: StepSolution, before: StepSolution) -> bool:
