@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphoffload
 from graphoffload.compiler import plan_search as search
+from graphoffload.compiler import step_plan
 from graphoffload.compiler.request import GraphAnalysis
 from graphoffload.errors import BudgetError
 from graphoffload.facts.plan import Plan
@@ -134,17 +135,21 @@ class Broken(Blocks):
 
 
 @pytest.mark.parametrize("block", [pytest.param(Experts, marks=pytest.mark.long), Attention])
-def test_a_step_of_several_graphs_fits_as_well(block: type[nn.Module]) -> None:
+def test_a_step_of_several_graphs_fits_as_well(monkeypatch: pytest.MonkeyPatch, block: type[nn.Module]) -> None:
+    """By blocks; a variant that is made for the step is taken where it is faster than these."""
     torch.manual_seed(0)
     made, x = Broken(3, block).to(torch.bfloat16), torch.randn(TOKENS, WIDTH).to(torch.bfloat16)
     made.checkpointed = True
     checkpointing = explained(made, x, 1 << 40)
     made.checkpointed = False
+    fitted = explained(made, x, checkpointing.keep_peak_bytes)
+    monkeypatch.setattr(step_plan, "choices_of", lambda *_: {})
     report = explained(made, x, checkpointing.keep_peak_bytes)
-    assert report.predicted_peak_bytes <= checkpointing.keep_peak_bytes < report.keep_peak_bytes
+    for found in (report, fitted):
+        assert found.predicted_peak_bytes <= checkpointing.keep_peak_bytes < found.keep_peak_bytes
     assert report.step is not None
     assert "blocks" in {variant for _, variant in report.step.calls}
-    assert 0.0 < report.predicted_slowdown <= 0.5
+    assert 0.0 < fitted.predicted_slowdown <= report.predicted_slowdown <= 0.5
 
 
 def test_a_decision_of_a_block_is_saved_in_its_smallest_form() -> None:
