@@ -121,16 +121,17 @@ def _meets(analysis: GraphAnalysis, ways: tuple[GraphAnalysis, ...], *, any_will
     """The cheapest trial that meets the budget, of these ways and of tighter budgets, until one is near its bound; the first
     that meets it if `any_will_do`: then no trial is repaired before each way has made one."""
     found, start = _SearchResult(None, [], []), (ways[0], instance_of(ways[0]))
-    keep, made = keep_all(start[1], analysis), dict[int, Trial]()
+    keep, made, instances = keep_all(start[1], analysis), dict[int, Trial](), {id(ways[0]): start[1]}
     for way in ways if any_will_do else ():
+        instance = instances[id(way)] = instances.get(id(way)) or instance_of(way)
         with contextlib.suppress(BudgetError):
-            trial = made[id(way)] = make(replace(way, thorough=False), instance_of(way), way.request.goal)
+            trial = made[id(way)] = make(replace(way, thorough=False), instance, way.request.goal)
             if trial.excess <= 0:
                 return replace(found, best=trial if way.unfused_bytes is None else against(trial, analysis.request, keep))
     for way in ways:
         if found.best is not None and (any_will_do or not is_far(found.best) or over(analysis)):
             break
-        instance = start[1] if way is ways[0] else instance_of(way)
+        instance = instances.get(id(way)) or instance_of(way)
         if way.outputs_stay and way is not ways[0] and instance.program == start[1].program:
             continue  # nothing is fused that this way does not fuse
         try:

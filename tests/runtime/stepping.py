@@ -87,9 +87,9 @@ class Wide(nn.Module):
 class Whole(nn.Module):
     """Blocks in one graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64, count: int = COUNT) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Wide(64) for _ in range(COUNT))
+        self.layers = nn.ModuleList(Wide(width) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

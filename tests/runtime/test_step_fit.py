@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lazy import LazyStreams
-from torch import Tensor, nn
 
 import graphoffload
 from graphoffload.compiler import dispatch, step_plan
@@ -23,7 +22,7 @@ from graphoffload.planner.step.solve import StepSolution
 from tests.runtime.stepping import (
     PLENTY,
     Model,
-    Wide,
+    Whole,
     assert_equal,
     batch,
     compiled,
@@ -41,22 +40,9 @@ WORDS = batch(length=64)
 WITHOUT_COPIES: dict[str, Any] = {"host_budget": 0}
 
 
-class Several(nn.Module):
-    """Blocks in one graph."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Wide(width) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def model_of() -> Model:
     torch.manual_seed(0)
-    return Model(Several(64), Several(96))
+    return Model(Whole(64, 3), Whole(96, 3))
 
 
 def planned(model: Model, share: float, order: Sequence[int] = (0, 1), **options: Any) -> StepPlan:
