@@ -10,14 +10,16 @@ BudgetError, and nothing planned. On a CPU no memory is counted: losses and norm
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import os
 import statistics
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ import torch
 from torch import nn
 
 import graphoffload
+from graphoffload.bench import together
 from graphoffload.bench.packages import NotMeasurable, needed
 from graphoffload.errors import BudgetError, BudgetExceededWarning, GraphOffloadWarning
 from graphoffload.facts.plan import Plan
@@ -128,28 +131,39 @@ def uncut(device: torch.device) -> int:
     return int(stats["allocated_bytes.all.peak"] - stats["requested_bytes.all.peak"])
 
 
-def train(case: Case, device: torch.device, tiny: bool, how: Mapping[str, Any], *, since: int) -> Trained:
-    """All steps from the same seed; the peak is that of steps from `since` on."""
+def train(
+    case: Case, device: torch.device, tiny: bool, how: Mapping[str, Any], *, since: int, folder: Path | None = None
+) -> Trained:
+    """All steps from the same seed; the peak is that of steps from `since` on. The last ones run alone: all else that is named
+    in `folder` stands still."""
     fresh(device)
     found = Trained(left_bytes=allocated(device))
     torch.manual_seed(0)
     with device:
         loop = case.build(device, tiny)
     loop.compile(**how)
-    for number in range(STEPS):
-        if number == since and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        loss, norm = loop.step(number)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.seconds.append(time.perf_counter() - began)
-        found.losses.append(loss)
-        found.norms.append(norm)
-        loop.between(number)
+    with contextlib.ExitStack() as until:
+        for number in range(STEPS):
+            if number == since and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            if number == STEPS - TIMED and folder is not None:
+                until.enter_context(together.alone(folder))
+            one_step(loop, number, device, found)
     found.static_bytes, found.peak_bytes = allocated(device), allocated(device, peak=True)
     found.uncut_bytes = uncut(device)
     return found
+
+
+def one_step(loop: Loop, number: int, device: torch.device, found: Trained) -> None:
+    """A step and what comes after it; `found` gets its time and what it gave."""
+    began = time.perf_counter()
+    loss, norm = loop.step(number)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    found.seconds.append(time.perf_counter() - began)
+    found.losses.append(loss)
+    found.norms.append(norm)
+    loop.between(number)
 
 
 def apart(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -177,15 +191,17 @@ def ways(device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"backend": "aot_eager"}, {"backend": "graphoffload", "options": options}
 
 
-def compare(name: str, case: Case, device: torch.device, *, tiny: bool, share: float) -> Verdict:
-    """Train a loop three times and say what differs.
+def compare(
+    name: str, case: Case, device: torch.device, *, tiny: bool, share: float, folder: Path | None = None
+) -> Verdict:
+    """Train a loop three times and say what differs. folder: train.
 
     Raises:
         whatever the loop raises, but a BudgetError, which is a verdict.
     """
     plainly, ours = ways(device)
-    plain = train(case, device, tiny, plainly, since=WARM)
-    again = train(case, device, tiny, plainly, since=WARM)
+    plain = train(case, device, tiny, plainly, since=WARM, folder=folder)
+    again = train(case, device, tiny, plainly, since=WARM, folder=folder)
     budget = budget_of(plain, share)
     if device.type == "cuda":
         ours["options"]["device_budget"] = budget
@@ -194,7 +210,7 @@ def compare(name: str, case: Case, device: torch.device, *, tiny: bool, share: f
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = train(case, device, tiny, ours, since=SETTLED)
+            found = train(case, device, tiny, ours, since=SETTLED, folder=folder)
         except Exception as error:
             cause = getattr(error, "inner_exception", error)  # torch wraps what is raised while it compiles
             if not isinstance(cause, BudgetError):
@@ -290,6 +306,21 @@ def above(budget: int, found: Trained, said: Sequence[warnings.WarningMessage]) 
     ]
 
 
+@contextlib.contextmanager
+def named(folder: Path | None) -> Iterator[None]:
+    """This process is one of those in `folder`, so that others can stop it."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = folder / str(os.getpid())
+    mine.touch()
+    try:
+        yield
+    finally:
+        mine.unlink()
+
+
 def main(cases: Mapping[str, Case]) -> None:
     """The command line: one case, its row, and an exit status."""
     parser = argparse.ArgumentParser(description="A training loop as users write it, under graphoffload and without.")
@@ -300,6 +331,7 @@ def main(cases: Mapping[str, Case]) -> None:
     parser.add_argument("--store", type=Path, help="a file of results, to which this case is added (user_page.py)")
     parser.add_argument("--commit", default="", help="what the results are of")
     parser.add_argument("--beside-others", action="store_true", help="other work runs on this GPU: times are no result")
+    parser.add_argument("--folder", type=Path, help="of all that run on this GPU: who measures time stops the others")
     given = parser.parse_args()
     here = Path(__file__).resolve().parent  # its kernels.py is not the package of that name, which Transformers looks for
     sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != here]
@@ -311,7 +343,8 @@ def main(cases: Mapping[str, Case]) -> None:
         print(f"SKIPPED: {given.case} {missing}")
         sys.exit(SKIPPED)
     share = case.share if given.share is None else given.share
-    verdict = compare(given.case, case, given.device, tiny=given.tiny, share=share)
+    with named(given.folder):
+        verdict = compare(given.case, case, given.device, tiny=given.tiny, share=share, folder=given.folder)
     print(HEADER, verdict.row, *(f"WRONG: {line}" for line in verdict.wrong), *verdict.said, sep="\n")
     if given.store is not None:
         about = {
