@@ -65,6 +65,17 @@ def alone(folder: Path) -> Iterator[None]:
                 _send(process, signal.SIGCONT)
 
 
+@contextlib.contextmanager
+def named(folder: Path) -> Iterator[None]:
+    """This process is one of those in `folder`, so that others can stop it."""
+    mine = folder / str(os.getpid())
+    mine.touch()
+    try:
+        yield
+    finally:
+        mine.unlink()
+
+
 def _return_unused_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -146,13 +157,9 @@ def measure_one(text: str, number: int, folder: Path, given: argparse.Namespace)
         commit=given.commit, command=given.command,
     )  # fmt: skip
     runner = Runner(process.model, device, process.fill(options), in_turns)
-    (folder / str(os.getpid())).touch()
-    try:
-        with replaced(trials, kernel_times=_alone_for_new(folder, kernel_times)):
-            process.measure(runner, given.at_once)
-            runner.finish()
-    finally:
-        (folder / str(os.getpid())).unlink()
+    with named(folder), replaced(trials, kernel_times=_alone_for_new(folder, kernel_times)):
+        process.measure(runner, given.at_once)
+        runner.finish()
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,8 @@ has the loops, and `tests/gpu/user_page.py` the commands that made this page of 
   Whisper's host keeps its GPU idle for a fifth of a plain step already, and blocks that compute again have 150 kernels more to
   launch, many of them casts of weights; runs beside plain ones took 6 to 28 % longer, by how fast the host was.
   T5's plain steps last 18 to 21 ms. Planned ones took 12 % longer on an H100 and 34 to 65 % on H200s; why is not known yet. Its
-  excess is that of the first length, whose graph keeps everything: ends of blocks, where sizes change from step to step.
+  excess was the same to the byte with another plan of the longest length. So it seems to be the first length's, whose graph
+  keeps everything: ends of blocks, where sizes change from step to step.
 * **losses**: the largest difference from plain training in any of twelve steps (six of the GAN), as a share; and that of two
   plain trainings.
 

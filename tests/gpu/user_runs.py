@@ -13,13 +13,12 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import statistics
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -306,21 +305,6 @@ def above(budget: int, found: Trained, said: Sequence[warnings.WarningMessage]) 
     ]
 
 
-@contextlib.contextmanager
-def named(folder: Path | None) -> Iterator[None]:
-    """This process is one of those in `folder`, so that others can stop it."""
-    if folder is None:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    mine = folder / str(os.getpid())
-    mine.touch()
-    try:
-        yield
-    finally:
-        mine.unlink()
-
-
 def main(cases: Mapping[str, Case]) -> None:
     """The command line: one case, its row, and an exit status."""
     parser = argparse.ArgumentParser(description="A training loop as users write it, under graphoffload and without.")
@@ -343,7 +327,10 @@ def main(cases: Mapping[str, Case]) -> None:
         print(f"SKIPPED: {given.case} {missing}")
         sys.exit(SKIPPED)
     share = case.share if given.share is None else given.share
-    with named(given.folder):
+    with contextlib.ExitStack() as until:
+        if given.folder is not None:
+            given.folder.mkdir(parents=True, exist_ok=True)
+            until.enter_context(together.named(given.folder))
         verdict = compare(given.case, case, given.device, tiny=given.tiny, share=share, folder=given.folder)
     print(HEADER, verdict.row, *(f"WRONG: {line}" for line in verdict.wrong), *verdict.said, sep="\n")
     if given.store is not None:
