@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from graphoffload.compiler.alone_host import AloneHost
 from graphoffload.compiler.device_limits import device_budget_now
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.rounds import Rounds
@@ -76,7 +77,8 @@ class Known:
     in_flight: microbatches at a time; overlaps: runs in a row that showed it. most: in the step that runs; steps: in the
     latest ones. flight_bytes: allocated when the first of those that were recorded last began. entering: calls that were
     running when it was learnt: until their backwards have ended, or cannot come, and none is in flight, nothing is recorded.
-    link: how fast its copies are. host: whether it keeps up. refused: an error that is to be said, since a run goes on.
+    link: how fast its copies are. host: whether it keeps up; alone_host: with a graph that is planned alone.
+    refused: an error that is to be said, since a run goes on.
     inside: it began while another run waited for its own backward. ran: the latest run of it, until the next one begins.
     watched: runs whose allocations were recorded.
     """
@@ -112,6 +114,7 @@ class Known:
     entering: Sequence[StepCall] | None = None
     link: LinkSeen = field(default_factory=LinkSeen)
     host: HostSeen = field(default_factory=HostSeen)
+    alone_host: AloneHost = field(default_factory=AloneHost)
     inside: bool = False
     ran: StepRun | None = None
     watched: int = 0

@@ -19,14 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from graphoffload.compiler.looks import Looks
 from graphoffload.compiler.step_plan import Solved, StepPlan
 from graphoffload.log import log
 from graphoffload.runtime.step.calls import StepRun
-from graphoffload.runtime.step.pace import Issued, Pace
+from graphoffload.runtime.step.pace import Issued
 
-LOOKS = 3
-"""At a plan: runs whose fastest counts."""
-_TRIES = 8  # runs that are looked at until enough of them went by their plan
 _IDLE = 0.25
 _SLOWER = 1.05
 _WORTH = 0.02  # of the step: what a new plan may save is less
@@ -43,9 +41,7 @@ class HostSeen:
     copied_s: float | None = None
     solved: Solved | None = None
     _compared: bool = False
-    _tries: int = 0
-    _looked: Pace | None = None
-    _found: list[Issued] = field(default_factory=list)
+    _looks: Looks = field(default_factory=Looks)
 
     @property
     def copies(self) -> bool:
@@ -54,7 +50,7 @@ class HostSeen:
 
     def begin_plan(self) -> None:
         """Another plan runs from now on."""
-        self._tries, self._looked, self._found = 0, None, []
+        self._looks = Looks()
 
     def is_faster(self, plan: StepPlan) -> bool:
         """Whether a plan without copies is predicted to take less than the step took with them."""
@@ -66,14 +62,8 @@ class HostSeen:
 
     def look(self, plan: StepPlan, run: StepRun) -> None:
         """A run by a plan begins: look at it, if something is still to be known."""
-        if self._compared or self._looked is not None or self._tries == _TRIES:
-            return
-        if self.copies and not plan.solution.timeline.host_bytes:
-            return
-        if run.streams is None or run.twin or run.streams.capturing():  # no capture survives a question of what was reached
-            return
-        self._tries += 1
-        run.pace = self._looked = Pace(run.streams)
+        if not self._compared and (plan.solution.timeline.host_bytes or not self.copies):
+            self._looks.at(run)
 
     def why_other(self, plan: StepPlan, without_s: Callable[[], float | None]) -> str:
         """At the start of a run: why the step should be planned again, with copies or without; "" for no reason.
@@ -81,15 +71,9 @@ class HostSeen:
         Args:
             without_s: what the step would take without copies; None where no such plan meets the goal.
         """
-        if self._looked is None or not self._looked.is_reached:
+        fastest = self._looks.fastest()
+        if fastest is None:
             return ""
-        found, self._looked = self._looked.found(), None
-        if found is None:
-            return ""
-        self._found.append(found)
-        if len(self._found) < LOOKS:
-            return ""
-        self._tries, fastest = _TRIES, min(self._found)
         if self.copied_s is None:
             return self._why_without(plan, fastest, without_s)
         return self._why_with(fastest, self.copied_s)

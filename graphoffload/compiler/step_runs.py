@@ -29,6 +29,7 @@ from graphoffload.compiler.step_planning import RECORDED, collect_garbage, confi
 from graphoffload.compiler.step_ranks import plans_none
 from graphoffload.compiler.step_rise import OPTIMIZERS
 from graphoffload.errors import BudgetError, PlanError, StepNotPlannedWarning, warn
+from graphoffload.log import say
 from graphoffload.monitor.step_memory import shortage_of, watch
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.offloaded_tensors import LOCK
@@ -126,13 +127,21 @@ def next_run(graph: Dispatched) -> StepRun:
         ),
     )
     run.room = graph.room(run)
-    if known is not None and known.plan is not None and known.followed >= WARM and known.host_counts:
-        known.host.look(known.plan, run)
+    if known is not None:
+        _look_at_host(graph, known, run)
     with LOCK:  # a late backward of another thread may look at them
         for old in done:
             if not old.recording:
                 old.calls.clear()  # run and calls are a cycle: their memory is used again at once, not when it is collected
     return run
+
+
+def _look_at_host(graph: Dispatched, known: Known, run: StepRun) -> None:
+    """A run begins: whether the host keeps up with its plan is seen in a few of them."""
+    if known.plan is not None and known.followed >= WARM and known.host_counts:
+        known.host.look(known.plan, run)
+    elif known.alone and known.fixed:
+        known.alone_host.look(graph.first.plan, run)
 
 
 def _look_at_alone(graph: Dispatched, known: Known, latest: StepRun | None) -> None:
@@ -141,8 +150,11 @@ def _look_at_alone(graph: Dispatched, known: Known, latest: StepRun | None) -> N
         return
     if known.watched > _WATCHED:
         known.fixed, known.runs = True, []
-    if latest is not None and latest.streams is not None and not latest.twin:
-        plan_if_outgrown(graph, latest.streams.allocated_bytes()[0])
+    if latest is None or latest.streams is None or latest.twin:
+        return
+    if note := known.alone_host.note(graph.first.plan):
+        say(f"{graph.graph.name}: {note}")
+    plan_if_outgrown(graph, latest.streams.allocated_bytes()[0])
 
 
 def _watches(known: Known) -> bool:

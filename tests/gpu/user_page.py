@@ -43,7 +43,9 @@ has the loops, and `tests/gpu/user_page.py` the commands that made this page of 
   "beside others": several loops ran on one GPU at a time, so that the time of a step says nothing.
   Whisper's host keeps its GPU idle for a fifth of a plain step already, and blocks that compute again have 150 kernels more to
   launch, many of them casts of weights; runs beside plain ones took 6 to 28 % longer, by how fast the host was.
-  T5's plain steps last 18 to 21 ms. Planned ones took 12 % longer on an H100 and 34 to 65 % on H200s; why is not known yet. Its
+  T5's plain steps keep an H200 busy for 9 to 19 ms, and its host takes 24 to 28 ms to issue their 700 kernels; steps of one
+  program differ by 20 % there. Planned ones took 12 % longer on an H100 and up to 65 % on an H200, and less than plain ones in
+  a third run, of two layers: the host is what is measured, and since 2026-11-29 a line says so. Its
   excess was the same to the byte with another plan of the longest length. So it seems to be the first length's, whose graph
   keeps everything: ends of blocks, where sizes change from step to step.
 * **losses**: the largest difference from plain training in any of twelve steps (six of the GAN), as a share; and that of two

@@ -13,9 +13,10 @@ import torch
 from lazy import LazyStreams, afresh, clean_slate, once
 
 import graphoffload
-from graphoffload.compiler import step_host, step_plan, step_planning
+from graphoffload.compiler import looks, step_plan, step_planning
+from graphoffload.compiler.looks import LOOKS
 from graphoffload.compiler.step_again import Known, learn_shortage
-from graphoffload.compiler.step_host import LOOKS, HostSeen
+from graphoffload.compiler.step_host import HostSeen
 from graphoffload.compiler.step_plan import Asked
 from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.errors import BudgetError
@@ -211,7 +212,7 @@ def test_what_says_nothing_of_the_host_is_not_looked_at(
         looked.append(Pace(streams))
         return looked[-1]
 
-    monkeypatch.setattr(step_host, "Pace", look)
+    monkeypatch.setattr(looks, "Pace", look)
     model = fresh()
     compiled(model, budget_at(0.5), hardware=slow_link(RATE))
     for _ in range(4):

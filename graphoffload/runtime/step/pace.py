@@ -16,11 +16,14 @@ from graphoffload.runtime.streams.protocol import CopyStreams, Moment
 
 class Issued(NamedTuple):
     """step_s: from the first forward to the end of the last backward, on the device. host_s: what the host took to issue that.
-    idle: the share of moments at which the device was less than one call behind."""
+    idle: the share of moments at which the device was less than one call behind. ran_s, issued_s: as step_s and host_s, of the
+    forwards and backwards alone, without what lies between them."""
 
     step_s: float
     host_s: float
     idle: float
+    ran_s: float = 0.0
+    issued_s: float = 0.0
 
 
 class Pace:
@@ -28,9 +31,9 @@ class Pace:
 
     def __init__(self, streams: CopyStreams) -> None:
         self._streams = streams
-        self._first: Moment | None = None
+        self._begun: list[tuple[Moment, float]] = []
+        self._ended: list[tuple[Moment, float]] = []
         self._last: Moment | None = None
-        self._began_s = self._ended_s = 0.0
         self._moments = self._idle = 0
         self._whole = False
 
@@ -43,10 +46,8 @@ class Pace:
             self._moments += 1
             self._idle += last.query()
         self._last = self._streams.timed_event()
-        if self._first is None:
-            self._first, self._began_s = self._last, now_s
-        if kind == "backward end" and call == 0:
-            self._whole, self._ended_s = True, now_s
+        (self._ended if kind.endswith("end") else self._begun).append((self._last, now_s))
+        self._whole = kind == "backward end" and call == 0
 
     @property
     def is_reached(self) -> bool:
@@ -55,7 +56,14 @@ class Pace:
 
     def found(self) -> Issued | None:
         """What was seen; None for a run that left its plan, or did not come to its end."""
-        if not self._whole or self._first is None or self._last is None:
+        if not self._whole or not self._begun or self._last is None:
             return None
-        step_s = self._first.elapsed_time(self._last) / 1e3
-        return Issued(step_s, self._ended_s - self._began_s, self._idle / self._moments)
+        (first, began_s), (last, ended_s) = self._begun[0], self._ended[-1]
+        parts = list(zip(self._begun, self._ended, strict=False))
+        return Issued(
+            step_s=first.elapsed_time(last) / 1e3,
+            host_s=ended_s - began_s,
+            idle=self._idle / self._moments,
+            ran_s=sum(begin.elapsed_time(end) for (begin, _), (end, _) in parts) / 1e3,
+            issued_s=sum(end_s - begin_s for (_, begin_s), (_, end_s) in parts),
+        )
