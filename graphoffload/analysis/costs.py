@@ -5,8 +5,8 @@
 The roofline model (Williams, Waterman, Patterson, CACM 2009) bounds a kernel by its arithmetic or by its memory traffic. FLOPs
 are those of torch's own registry (torch.utils.flop_counter), and attention's are counted here. A fused kernel reads each of its
 inputs once, and writes only the values that exist in memory (fusion.py). An operation without a FLOP formula is bound by its
-bytes; random numbers take time besides, since a kernel computes them before it can write. A collective is priced by the bytes
-that a device sends to the others, and is never timed; its wait costs nothing:
+bytes; random numbers take time besides, since a kernel computes them before it can write, and so do loops over long rows
+(loops.py). A collective is priced by the bytes that a device sends to the others, and is never timed; its wait costs nothing:
 
     all-gather        result - argument          all-reduce      2 x argument x (n - 1) / n, for a group of n
     reduce-scatter    argument - result          others          argument
@@ -38,6 +38,7 @@ from graphoffload.analysis.fusion import (
     value_of,
 )
 from graphoffload.analysis.lifetimes import lives_in_memory, made_at
+from graphoffload.analysis.loops import bytes_again
 from graphoffload.analysis.regions import subgraph_of
 from graphoffload.analysis.storages import (
     concrete,
@@ -134,13 +135,14 @@ def node_costs(
     sizes = {storage_id(value): example_storage_nbytes(value) for node in fusion.kinds if (value := fake(node)) is not None}
     costs, seen_in_cluster = [], set[int]()
     regions: dict[GraphModule, NodeCost] = {}
+    again = _read_again(fusion, sizes, hardware)
     for node in fusion.order:
         kind = fusion.kinds[node]
         value = fake(node)
         unreal = kind == "fused" and value is not None and storage_id(value) not in fusion.real
-        random_s = _random_s(node, hardware)
+        besides_s = _random_s(node, hardware) + again.get(node, 0.0)
         if kind in ("view", "none") or unreal:
-            costs.append(NodeCost(kind, 0, 0, random_s))
+            costs.append(NodeCost(kind, 0, 0, besides_s))
             continue
         if kind == "kernel":
             seen_in_cluster = set()
@@ -157,7 +159,7 @@ def node_costs(
         if known is None:
             workspace = _workspace_bytes(called) if kind == "kernel" and hardware.source != "cpu" else 0
             known = Measured(work.time_s(hardware), workspace)
-        costs.append(NodeCost(kind, work.flops, moved, known.time_s + random_s, known.workspace_bytes))
+        costs.append(NodeCost(kind, work.flops, moved, known.time_s + besides_s, known.workspace_bytes))
     return costs
 
 
@@ -168,6 +170,18 @@ def _random_s(node: Node, hardware: HardwareProfile) -> float:
     if hardware.source == "cpu" or value is None or not is_random(node):
         return 0.0
     return size_hint(value.numel(), unknown=0) / _RANDOM_PER_S
+
+
+def _read_again(fusion: Fusion, sizes: Mapping[int, int], hardware: HardwareProfile) -> dict[Node, float]:
+    """Seconds that loops over long rows take besides the bytes of their kernels, by operation (loops.py)."""
+    if hardware.source == "cpu":
+        return {}
+    found = dict[Node, float]()
+    for first, last in set(fusion.spans.values()):
+        kernel = fusion.order[first : last + 1]
+        if fusion.kinds[kernel[0]] == "fused":
+            found.update(bytes_again(kernel, fusion, sizes))
+    return {node: nbytes / hardware.device_bandwidth_bytes_per_s for node, nbytes in found.items()}
 
 
 def _cost_of_region(

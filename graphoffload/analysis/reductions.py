@@ -36,7 +36,7 @@ def loops(node: Node, reads: Iterable[torch.Tensor] = ()) -> bool:
     if (reduced := _reduced(node)) is None:
         return False
     source, dims = reduced
-    length = concrete(math.prod(source.shape[dim] for dim in dims))
+    length = row_length(node)
     if axis_of(node) != "rows" or length is None or length > _IN_REGISTERS:
         return True
     if length <= _ALWAYS_IN_REGISTERS:
@@ -44,6 +44,14 @@ def loops(node: Node, reads: Iterable[torch.Tensor] = ()) -> bool:
     rows, whole = math.prod(size for dim, size in enumerate(source.shape) if dim not in dims), source.numel()
     contiguous = {1, length, size_key(rows), size_key(whole)}
     return any(elements(read) not in contiguous for read in reads)
+
+
+def row_length(node: Node) -> int | None:
+    """How many elements a reduction makes one of; None where that is symbolic, and for other operations."""
+    if (reduced := _reduced(node)) is None:
+        return None
+    source, dims = reduced
+    return concrete(math.prod(source.shape[dim] for dim in dims))
 
 
 def _reduced(node: Node) -> tuple[torch.Tensor, set[int]] | None:

@@ -16,12 +16,15 @@ from gpu.races import AFTER, BEFORE, RANDOM, Disturbance, disturbances
 from torch import Tensor, nn
 
 import graphoffload
+from graphoffload.compiler import step_host
 from graphoffload.compiler.step_runs import OVERRIDE
 from graphoffload.errors import BudgetError
+from graphoffload.facts.recipe import FITTED
+from graphoffload.hardware.profile import PROFILES, HardwareProfile
 from graphoffload.planner.step.runs import Run, Runs
 from graphoffload.runtime import twin_copies
 from graphoffload.runtime.offloaded_tensors import OffloadedTensor
-from graphoffload.runtime.step.calls import STEPS
+from graphoffload.runtime.step.calls import STEPS, StepRun
 
 DEVICE, BLOCKS, WIDTH, ROWS = "cuda", 6, 512, 2048
 REPEATS = 6
@@ -37,11 +40,24 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Part(nn.Module):
+    """Several blocks in one graph."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.layers = nn.ModuleList(parts or (Block() for _ in range(BLOCKS)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -58,12 +74,13 @@ def step(model: Model, seed: int) -> list[Tensor]:
     return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
-def compiled(inner: str, budget: int | str) -> Model:
+def compiled(inner: str, budget: int | str, *counts: int, hardware: str | HardwareProfile = "h200-sxm") -> Model:
+    """Blocks compiled one by one, or parts of so many blocks."""
     torch._dynamo.reset()
     gc.collect()
     torch.manual_seed(0)
-    model = Model().to(DEVICE)
-    options = {"device_budget": budget, "reserve": 0, "inner": inner, "min_tensor_bytes": 1, "hardware": "h200-sxm"}
+    model = Model(*map(Part, counts)).to(DEVICE)
+    options = {"device_budget": budget, "reserve": 0, "inner": inner, "min_tensor_bytes": 1, "hardware": hardware}
     for layer in model.layers:
         layer.compile(backend="graphoffload", options=options)
     return model
@@ -83,11 +100,41 @@ def planned(inner: str) -> Model:
     graphoffload.set_budget(int(least * 1.02))
     for seed in range(3):
         step(model, seed)
+    assert copies(last_run()), "the plan copies"
+    return model
+
+
+def last_run() -> StepRun:
     run = STEPS.of(torch.device(DEVICE, torch.cuda.current_device()))
     assert run is not None
     assert run.plan is not None
-    assert any(call.schedule.goes for call in run.calls if call.schedule is not None), "the plan copies"
-    return model
+    return run
+
+
+def copies(run: StepRun) -> bool:
+    return any(call.schedule.goes for call in run.calls if call.schedule is not None)
+
+
+def variants(run: StepRun) -> list[str]:
+    return [run.plan.facts.variant(call, chosen).name for call, chosen in enumerate(run.plan.solution.chosen)]
+
+
+def planned_with_a_variant_of_its_own() -> Model:
+    """A step of two graphs, each called once, of which one runs a variant that was made for this step, with copies."""
+    slow = {"d2h_bytes_per_s": 8e9, "h2d_bytes_per_s": 8e9, "both_ways_bytes_per_s": None}
+    model = compiled("aot_eager", "100GiB", 3, 4, hardware=replace(PROFILES["h200-sxm"], **slow))
+    for seed in range(3):
+        step(model, seed)
+    base = torch.cuda.memory_allocated()
+    peak = last_run().plan.solution.keep_timeline.peak_bytes
+    for share in (0.4, 0.35, 0.45, 0.5):
+        graphoffload.set_budget(int(base + share * (peak - base)))
+        with contextlib.suppress(BudgetError):
+            for seed in range(2):
+                step(model, seed)
+        if copies(last_run()) and any(name.startswith(FITTED) for name in variants(last_run())):
+            return model
+    raise AssertionError("no plan has a variant of its own, and copies")
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +168,19 @@ def test_a_planned_step(inner: str, late: bool) -> None:
     with all_late() if late else contextlib.nullcontext([1]) as moved:
         model = planned(inner)
     assert moved[0] > 0
+    assert_equal_when_disturbed(model)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_variant_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_host, "_IDLE", 2.0)  # a slow host would have the copies taken out of the plan
+    assert_equal_when_disturbed(planned_with_a_variant_of_its_own())
+    assert copies(last_run())
+    assert any(name.startswith(FITTED) for name in variants(last_run()))
+
+
+def assert_equal_when_disturbed(model: Model) -> None:
+    """Its gradients are the twin's to the bit, whatever is late."""
     with twin_copies():
         references = [step(model, seed) for seed in (0, 1)]
     graphoffload.reset_stats()
