@@ -121,7 +121,7 @@ def variants(run: StepRun) -> list[str]:
 
 def planned_with_a_variant_of_its_own() -> Model:
     """A step of two graphs, each called once, of which one runs a variant that was made for this step, with copies."""
-    slow = {"d2h_bytes_per_s": 8e9, "h2d_bytes_per_s": 8e9, "both_ways_bytes_per_s": None}
+    slow = {"d2h_bytes_per_s": 8e9, "h2d_bytes_per_s": 8e9, "both_ways_bytes_per_s": 1.2e10}
     model = compiled("aot_eager", "100GiB", 3, 4, hardware=replace(PROFILES["h200-sxm"], **slow))
     for seed in range(3):
         step(model, seed)
