@@ -1,9 +1,16 @@
-"""Whether a budget was kept: checked after a few steps, with one warning if it was not."""
+"""Whether a budget was kept: checked after a few steps, with one warning if it was not.
+
+    graph0 | its backward | graph1 | its backward | graph0
+    ^ 2.0 GiB             ^ 3.1                   ^ 3.1         graph0's call raised it
+
+The peak so far is read where a call begins. It was raised by the call before, or by its backward.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +27,27 @@ from graphoffload.units import format_bytes
 
 _LOOKS = (3, 10)  # calls of a graph before the peak is read: compiling is over, optimizer state exists
 _said: set[str] = set()
+_RISES: dict[str, _Rise] = {}
+
+
+@dataclass(slots=True)
+class _Rise:
+    """Of the peak of a device, as the first calls of watched graphs find it.
+
+    raised_by: key of the plan whose call was the latest when it rose; "" if that is not known. latest: of the latest call.
+    """
+
+    peak_bytes: int = 0
+    raised_by: str = ""
+    latest: str = ""
+
+    def begin(self, key: str, peak_bytes: int) -> None:
+        """A call begins by the plan of this key."""
+        if peak_bytes > self.peak_bytes:
+            self.raised_by = self.latest
+        elif peak_bytes < self.peak_bytes:  # torch's counter was reset
+            self.raised_by = ""
+        self.peak_bytes, self.latest = peak_bytes, key
 
 
 def watch_budget(compiled: Callable[..., Any], key: str, config: OffloadConfig, limits: Limits) -> Callable[..., Any]:
@@ -34,24 +62,26 @@ def watch_budget(compiled: Callable[..., Any], key: str, config: OffloadConfig, 
     def run(*args: Any) -> Any:
         nonlocal calls, before_bytes
         calls += 1
-        if calls == 1:
-            before_bytes = int(torch.cuda.max_memory_allocated(plan.device))
-        elif calls in _LOOKS:
-            _look(plan, budget, config.digest(), before_bytes)
+        if calls <= _LOOKS[-1]:
+            peak_bytes = int(torch.cuda.max_memory_allocated(plan.device))
+            _RISES.setdefault(plan.device, _Rise()).begin(key, peak_bytes)
+            if calls == 1:
+                before_bytes = peak_bytes
+            elif calls in _LOOKS:
+                _look(plan, budget, config.digest(), before_bytes, peak_bytes)
         return compiled(*args)
 
     return run
 
 
-def _look(plan: Plan, budget_bytes: int, digest: str, before_bytes: int) -> None:
+def _look(plan: Plan, budget_bytes: int, digest: str, before_bytes: int, peak_bytes: int) -> None:
     """Warn of a peak above the budget, unless it is one from before the first step, `before_bytes`, or an optimizer's."""
     if digest in _said:
         return
-    peak_bytes = int(torch.cuda.max_memory_allocated(plan.device))
     if peak_bytes <= budget_bytes or peak_bytes == before_bytes or is_an_optimizers(torch.device(plan.device), peak_bytes):
         return
     _said.add(digest)
-    plan = _highest(plan, budget_bytes)
+    plan = _raised_by(plan, budget_bytes) or _highest(plan, budget_bytes)
     excess, peak, predicted = peak_bytes - budget_bytes, format_bytes(peak_bytes), plan.prediction
     planned = format_bytes(_predicted_bytes(plan))
     reserved = f", {format_bytes(predicted.reserve_bytes)} of it reserved" if predicted.reserve_bytes else ""
@@ -65,9 +95,17 @@ def _look(plan: Plan, budget_bytes: int, digest: str, before_bytes: int) -> None
     )
 
 
+def _raised_by(plan: Plan, budget_bytes: int) -> Plan | None:
+    """The plan whose call raised the peak: graphs that take turns, as for several lengths, are planned one by one, and the
+    first to be called often enough is not the one that took the memory. None of several graphs whose backwards come later."""
+    found = registry.of_key(_RISES[plan.device].raised_by)
+    if found is None or found.part or found.variant or _predicted_bytes(found) > budget_bytes:
+        return None
+    return found
+
+
 def _highest(plan: Plan, budget_bytes: int) -> Plan:
-    """Of the plans for this budget, the one with the highest peak: graphs that take turns, as for several lengths, are planned
-    one by one, and the first to be called often enough is not the one that took the memory."""
+    """Of the plans for this budget, the one with the highest peak."""
     others = (other for other in registry.last_plans() if other.device == plan.device and not other.variant)
     return max((plan, *(other for other in others if _predicted_bytes(other) <= budget_bytes)), key=_predicted_bytes)
 

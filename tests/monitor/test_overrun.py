@@ -26,6 +26,7 @@ LIMITS = Limits(device_budget_bytes=BUDGET)
 @pytest.fixture(autouse=True)
 def _afresh() -> Iterator[None]:
     overrun._said.clear()
+    overrun._RISES.clear()
     yield
     registry._PLANS.pop(KEY, None)
     registry._RUN.pop(KEY, None)
@@ -68,8 +69,9 @@ def test_said_once_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plan_with_the_highest_peak_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of graphs for several lengths, which take turns; not one on another device, or for a larger budget."""
+    """Of graphs of one step, whose backwards come later; not one on another device, or for a larger budget."""
     run = watched()
+    registry._PLANS[KEY] = dataclasses.replace(registry._PLANS[KEY], part=True)
     for name, device, peak_gib in (("long", "cuda:0", 9.5), ("other", "cuda:1", 9.9), ("before", "cuda:0", 20)):
         prediction = Prediction(predicted_peak_bytes=int(peak_gib * 2**30))
         monkeypatch.setitem(registry._PLANS, name, Plan(key=name, graph=name, device=device, prediction=prediction))
@@ -89,9 +91,32 @@ def test_what_is_in_no_tensor_is_said(monkeypatch: pytest.MonkeyPatch, asked: in
     assert uncut in text
 
 
+@pytest.mark.parametrize(
+    ("peaks", "named"),
+    [
+        pytest.param([0, 1, 2, 2, 11, 11, 11, 11], "shorter", id="behind a call of the second one"),
+        pytest.param([0, 1, 2, 11, 11, 11, 11, 11], "graph7", id="behind a call of the first one"),
+        pytest.param([0, 1, 2, 11, 1, 2, 11, 11], "shorter", id="and then torch's counter was reset"),
+    ],
+)
+def test_the_plan_whose_call_raised_the_peak_is_named(monkeypatch: pytest.MonkeyPatch, peaks: list[int], named: str) -> None:
+    """Where graphs take turns, whatever they were predicted to take."""
+    looks = (3, 4)
+    monkeypatch.setattr(overrun, "_LOOKS", looks)
+    first = watched()
+    for name, peak_gib in (("shorter", 8.0), ("longest", 9.9)):
+        prediction = Prediction(predicted_peak_bytes=int(peak_gib * 2**30))
+        monkeypatch.setitem(registry._PLANS, name, Plan(key=name, graph=name, device="cuda:0", prediction=prediction))
+    second = overrun.watch_budget(lambda x: x + 1, "shorter", OffloadConfig(device_budget=BUDGET), LIMITS)
+    found = iter(peaks)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(found) * 2**30)
+    (text,) = [text for _ in range(looks[-1]) for run in (first, second) for text in said(run, 1)]
+    assert f"the plan of {named} predicted" in text
+
+
 def test_a_later_step_may_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizer state that came with the first step's end, say."""
-    peaks = iter([0, BUDGET, BUDGET + 1])
+    peaks = iter([0, *[BUDGET] * 8, BUDGET + 1])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
     assert len(said(watched(), 20)) == 1
 
