@@ -16,6 +16,7 @@ from graphoffload.compiler import dispatch, step_plan
 from graphoffload.compiler.step_plan import StepPlan
 from graphoffload.facts.goals import MeetBudget, WithinSlowdown
 from graphoffload.facts.recipe import FITTED
+from graphoffload.planner.step import fit
 from graphoffload.planner.step.facts import StepProblem
 from graphoffload.planner.step.fit import choices_of
 from graphoffload.planner.step.solve import StepSolution
@@ -31,6 +32,7 @@ from tests.runtime.stepping import (
     lazy,
     loss_of,
     plan_now,
+    slow_link,
     step,
 )
 
@@ -122,6 +124,33 @@ def test_another_budget_gets_another_one_and_no_more_than_three(lazy: LazyStream
         fitted = [variant.name for variant in variants if variant.name.startswith(FITTED)]
         assert fitted == [f"{FITTED} {number}" for number in range(1, len(fitted) + 1)]
         assert 1 < len(fitted) <= dispatch._MOST_FITTED
+
+
+def test_copies_have_time_to_spare(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variant is chosen for a slower link: it computes more again, and copies less, than one for the link as it is."""
+    asked = list[tuple[StepProblem, StepSolution]]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_plan, "choices_of", lambda *given: asked.append(given) or {})
+        model = model_of()
+        model.order = (0, 1)
+        compiled(model, PLENTY, hardware=slow_link(2e9))
+        for _ in range(3):
+            step(model, WORDS)
+        roomy = plan_now(2)
+        assert roomy is not None
+        graphoffload.set_budget(int(0.5 * roomy.solution.keep_timeline.peak_bytes))
+        step(model, WORDS)
+    problem, solution = asked[-1]
+    dear = replace(solution, lower_bound_s=None, timeline=replace(solution.timeline, time_s=1.0))
+    sizes = [{one.name: one.nbytes for one in bound.candidates} for bound in problem.facts.bounds]
+    found = dict[float, int]()
+    for link in (1.0, 0.9, 0.5):
+        monkeypatch.setattr(fit, "_LINK", link)
+        choices = choices_of(problem, dear)
+        found[link] = sum(sizes[graph][name] for graph, names in choices.items() for name in names)
+    assert found[0.5] > found[0.9] >= found[1.0] > 0
+    monkeypatch.undo()
+    assert fit._LINK < 1.0
 
 
 def test_a_variant_that_cannot_be_made_is_no_error(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:

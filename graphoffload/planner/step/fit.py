@@ -6,6 +6,9 @@
 
 The choice is that of the planner for the joint program in which such graphs have all their chains, and the other calls what
 they run by the plan that there is. What it comes to is known once the graph is partitioned by it, so it is one more variant.
+
+It is chosen for a slower link. Such a choice fits so well that copies fill the forward to its end, and one that comes late is
+waited for; a variant that leaves a little less to copy costs less than that.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from graphoffload.planner.step.joint import join_programs
 from graphoffload.planner.step.solve import StepSolution
 
 _WORTH = 0.01  # of keep-all's time: a variant is a trace of its graph, and the plan is solved again
+_LINK = 0.9
 _LARGE = 0.25  # of all activations of a step: of many small graphs, none has a variant of its own
 
 
@@ -44,7 +48,7 @@ def choices_of(problem: StepProblem, solution: StepSolution) -> dict[int, frozen
     try:
         found = solve(
             joined.program,
-            problem.hardware,
+            problem.hardware.scaled(link=_LINK),
             MeetBudget((budget or 0) - problem.reserve_bytes),
             host_budget_bytes=problem.host_budget_bytes,
             patience=problem.patience,
