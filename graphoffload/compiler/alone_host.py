@@ -6,7 +6,7 @@ more slowly than it runs: steps take what the host takes, and what is computed a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from graphoffload.compiler.looks import Looks
 from graphoffload.facts.plan import Plan
@@ -18,22 +18,26 @@ _BEHIND = 0.9  # of the time between the first and the last kernel of a call, th
 
 @dataclass(slots=True)
 class AloneHost:
-    """What is seen of the host of one graph. key: of the plan that is looked at."""
+    """What is seen of the host of one graph.
+
+    key: of the plan that is looked at. looks: None for one that changes nothing, and so makes nothing slower.
+    """
 
     _key: str = ""
-    _looks: Looks = field(default_factory=Looks)
+    _looks: Looks | None = None
 
     def look(self, plan: Plan | None, run: StepRun) -> None:
-        """A run of a graph begins by its plan. One that changes nothing makes nothing slower."""
-        if plan is None or not plan.changes_anything:
+        """A run of a graph begins by its plan."""
+        if plan is None:
             return
         if plan.key != self._key:
-            self._key, self._looks = plan.key, Looks()
-        self._looks.at(run)
+            self._key, self._looks = plan.key, Looks() if plan.changes_anything else None
+        if self._looks is not None:
+            self._looks.at(run)
 
     def note(self, plan: Plan | None) -> str:
         """At the start of a run: that steps are slower than the plan's, since the host is the limit; "" for nothing to say."""
-        if plan is None or plan.key != self._key:
+        if plan is None or self._looks is None or plan.key != self._key:
             return ""
         seen, planned_s = self._looks.fastest(), plan.prediction.predicted_time_s
         if seen is None or not planned_s or seen.ran_s <= _SLOWER * planned_s or seen.issued_s <= _BEHIND * seen.ran_s:

@@ -24,7 +24,7 @@ from graphoffload.planner.step.joint import join_programs
 from graphoffload.planner.step.solve import StepSolution
 
 _WORTH = 0.01  # of keep-all's time: a variant is a trace of its graph, and the plan is solved again
-_LINK = 0.9
+_LINK = 0.9  # of the link, which a choice is made for
 _LARGE = 0.25  # of all activations of a step: of many small graphs, none has a variant of its own
 
 
