@@ -85,9 +85,7 @@ def at_prices_of(trial: Trial, instance: Instance, chains: Mapping[str, Chain]) 
 
 def with_time_to_spare(analysis: GraphAnalysis) -> GraphAnalysis:
     """`analysis` with a link that is a fifth slower."""
-    link = ("d2h_bytes_per_s", "h2d_bytes_per_s", "both_ways_bytes_per_s")
-    slower = {rate: _LINK * value for rate in link if (value := getattr(analysis.hardware, rate)) is not None}
-    return replace(analysis, hardware=replace(analysis.hardware, **slower))
+    return replace(analysis, hardware=analysis.hardware.scaled(link=_LINK))
 
 
 def _taken(trial: Trial, instance: Instance, chains: Mapping[str, Chain], again: list[Candidate]) -> Mapping[str, float]:
