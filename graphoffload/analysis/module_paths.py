@@ -21,6 +21,14 @@ def module_path(node: Node) -> str:
     return stack[-1] if stack else ""
 
 
+def module_class(node: Node) -> str:
+    """Class of the innermost module around an operation, with its module's name; "" if tracing left none."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    entries = [entry for entry in stack.values() if isinstance(entry, tuple) and clean_path(entry[0])]
+    kind = entries[-1][1] if entries else ""
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)
+
+
 def module_roots(node: Node) -> tuple[str, ...]:
     """Modules whose code is compiled on its own. A path of `module_stack` may also be written relative to one of them."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}

@@ -22,20 +22,20 @@ WIDTH, HEADS, TOKENS = 64, 4, 128
 
 
 class Attention(nn.Module):
-    """A block whose attention no chain of single activations runs again; `drops`: it draws random numbers as well, `everywhere`
-    in attention too."""
+    """A block whose attention no chain of single activations runs again, and whose MLP numbers its layers; `drops`: it draws
+    random numbers as well, `everywhere` in attention too."""
 
     def __init__(self, drops: float, everywhere: bool) -> None:
         super().__init__()
         self.norm, self.qkv, self.drops = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), drops
         self.inside = drops if everywhere else 0.0
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (part.view(1, -1, HEADS, WIDTH // HEADS).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(*heads, dropout_p=self.inside, is_causal=True)
         x = x + mixed.transpose(1, 2).reshape(x.shape)
-        return x + F.dropout(self.down(F.gelu(self.up(x))), self.drops)
+        return x + F.dropout(self.mlp(x), self.drops)
 
 
 class Model(nn.Module):
