@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from graphoffload.analysis.program import Instance
-from graphoffload.analysis.saved_values import GraphPair, saved_placeholders
+from graphoffload.analysis.saved_values import GraphPair, saved_outputs, saved_placeholders
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.compiler.constraints import Constraint
 from graphoffload.compiler.decide import Decided
@@ -165,9 +165,9 @@ def _member(analysis: GraphAnalysis, recipe: Recipe) -> _Member:
     if recomputes:
         first, _ = partition_again(again, first, dict.fromkeys(first, ""))
     program = _of_one_call(again.pair, _with_choices(again, instance_of(again), recipe, first))
-    saved, slices = _saved_input_bytes(again), analysis.request.session.slices
+    inputs, outputs, slices = _saved_input_bytes(again), saved_outputs(again.pair, again.table), analysis.request.session.slices
     bounded = not slices and not recipe.blocks
-    variant = Variant(recipe.name, recomputes, program, saved, bounded=bounded, slices=slices)
+    variant = Variant(recipe.name, recomputes, program, inputs, outputs, bounded=bounded, slices=slices)
     recipe = replace(recipe, recomputes=recomputes, offloads=frozenset())
     return _Member(variant, recipe, again.table.saved_bytes, _input_bytes(again))
 

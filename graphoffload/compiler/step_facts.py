@@ -17,7 +17,7 @@ from typing import Any
 
 from graphoffload.compiler.dispatch import Dispatched
 from graphoffload.facts.limits import Limits
-from graphoffload.planner.step.facts import Beside, CallFacts, Gap, StepFacts
+from graphoffload.planner.step.facts import Beside, CallFacts, Dropped, Gap, StepFacts
 from graphoffload.runtime.step.call import StepCall
 from graphoffload.runtime.step.calls import StepRun
 from graphoffload.runtime.step.schedule import Mark
@@ -63,6 +63,7 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
                 before_backward=_less(_gap(records, after, ("backward", index), limits), there),
                 held=_named(graph, stay[index]),
                 held_bytes=sum(stay[index].values()),
+                dropped=_dropped(records[-1], call, limits),
             )
         )
     base = min((min(c.forward_outside_bytes, c.backward_outside_bytes) for c in calls), default=0)
@@ -77,6 +78,19 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
         host_s=min(record.host_s() for record in records),
         copies_between=fsdp.copies_between_calls(),
     )
+
+
+def _dropped(record: _Record, call: StepCall, limits: Limits) -> tuple[Dropped, ...]:
+    """Outputs of a call that nobody held any more at a moment before its backward ended."""
+    count, found = len(record.calls), []
+    for nbytes, (kind, index) in call.let_go:
+        if kind == "forward":
+            moment, start = index, ("forward end", index - 1)
+        else:
+            moment, start = 2 * count - 1 - index, ("backward end", index + 1) if index + 1 < count else ("forward end", index)
+        before = _gap([record], start, (kind, index), limits)
+        found.append(Dropped(nbytes, moment, in_gap=before.outside_peak_bytes > _outside(record.at(*start), limits)))
+    return tuple(found)
 
 
 def _beside(records: Sequence[_Record], kind: str, limits: Limits, held: Sequence[int]) -> tuple[Beside, ...]:

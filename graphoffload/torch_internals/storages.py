@@ -35,3 +35,8 @@ def lasting(storage: torch.UntypedStorage) -> Any:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)
+
+
+def is_gone(known: Any) -> bool:
+    """Whether nobody owns the storage any more that is known by this."""
+    return bool(known.expired())

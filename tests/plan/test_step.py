@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from graphoffload.errors import PlanError
 from graphoffload.planner.problem import Buffer, Candidate, Program, Step
 from graphoffload.planner.simulator import simulate
-from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
+from graphoffload.planner.step.facts import CallFacts, Dropped, Gap, StepFacts, Variant
 from graphoffload.planner.step.joint import Joined, join
 from tests.plan.instances import hardwares, programs, toy
 from tests.plan.steps import alone, llama, steps
@@ -92,6 +92,29 @@ def test_what_others_hold_is_kept_or_outside():
     free, held = (simulate(join(each, (0, 1)).program, ["keep"], toy(1.0)) for each in (alone, facts))
     more = tuple(one - other for one, other in zip(held.memory, free.memory, strict=True))
     assert more == (0, 0, 10, 10, 10, 10, 10, 0, 0)
+
+
+@pytest.mark.parametrize("in_gap", [False, True])
+def test_an_output_that_only_its_call_holds(in_gap: bool):
+    """What the first of two calls returns, 7 bytes: its caller lets go of it before the backwards, or before the last of them.
+    A variant that saves it keeps it from then on, in memory that was not seen when another variant was measured."""
+    kept, again = two_variants()
+    family, gap = (replace(kept, saved_outputs=(5, 7)), again), Gap(1.0, 150)
+
+    def memory(moment: int, chosen: tuple[int, int]) -> tuple[int, ...]:
+        first = CallFacts(0, 100, 104, 1, before_backward=gap, dropped=(Dropped(7, moment, in_gap),))
+        second = CallFacts(0, 100, 104, 1, before_forward=gap, before_backward=gap)
+        found = []
+        for each in (first, replace(first, dropped=())):
+            joined = join(StepFacts((family,), (each, second)), chosen)
+            found.append(simulate(joined.program, ["keep"] * len(joined.of), toy(1.0)).memory)
+        return tuple(one - other for one, other in zip(*found, strict=True))
+
+    # forward: two steps, a gap, two steps, and the gap of the loss; backward: two steps, a gap, two steps
+    assert memory(1, (0, 0)) == (0, 0, 7 * in_gap, 7, 7, 7, 7, 7, 7, 7, 7)
+    assert memory(2, (0, 0)) == (0, 0, 0, 0, 0, 7 * in_gap, 7, 7, 7, 7, 7)
+    assert memory(3, (0, 0)) == (0, 0, 0, 0, 0, 0, 0, 0, 7 * in_gap, 7, 7)
+    assert not any(memory(2, (1, 0))), "the variant of call 0 does not save it"
 
 
 def expected_memory(facts: StepFacts, chosen: list[int], joined: Joined) -> tuple[list[int], list[int]]:

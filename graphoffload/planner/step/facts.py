@@ -9,7 +9,8 @@ after torch partitioned the graph with that recomputation, so its candidates are
 graph give the same gradients. A call runs one of them.
 
 Bytes outside are measured: what the allocator held when a call started, less what our graphs had saved by then. They contain
-the inputs that the variant that ran saves for its backward. Another variant's saved inputs change them by the difference.
+the inputs that the variant that ran saves for its backward. Another variant's saved inputs change them by the difference. They
+contain what a graph returns, too, until its caller lets go of it; a variant that saves it keeps it until its backward ends.
 Wrong when: memory outside rises and falls between two measurements other than in the peak that a gap has.
 """
 
@@ -33,6 +34,7 @@ class Variant:
         program: one call alone. Every buffer ends in the forward or backward that it begins in; static_bytes is 0.
         saved_input_bytes: activations among the graph's inputs that its backward reads. They are its caller's memory, and this
             variant keeps them alive until its backward ends.
+        saved_outputs: bytes of each activation that it saves and that the graph returns as well.
         reason: why the graph has this variant.
         bounded: whether all that it does is among what the graph's bound allows.
         slices: of the tokens, in which its MLPs are computed; 0: all at once.
@@ -42,6 +44,7 @@ class Variant:
     recomputes: frozenset[str]
     program: Program
     saved_input_bytes: int = 0
+    saved_outputs: tuple[int, ...] = ()
     reason: str = ""
     bounded: bool = True
     slices: int = 0
@@ -68,6 +71,20 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
+class Dropped:
+    """Memory of a call's output that nobody held any more at a moment before its backward ended, in the run that was measured.
+
+    Attributes:
+        moment: the forwards of all calls count from 0, the backwards from there on in the order in which they run.
+        in_gap: whether the highest memory of the gap right before it may have come after it was let go.
+    """
+
+    nbytes: int
+    moment: int
+    in_gap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CallFacts:
     """One call of a compiled graph.
 
@@ -77,6 +94,7 @@ class CallFacts:
             optimizer state, inputs. backward_outside_bytes: the same when its backward starts.
         ran: the variant that ran when this was measured. The bytes outside contain its saved inputs.
         held, held_bytes: its inputs, activations by name, that others hold until its backward: they stay on the device.
+        dropped: its outputs that were let go before its backward: the variant that ran does not save them.
         before_forward: from the forward of the call before. before_backward: from the backward of the call after; for the last
             call, from its own forward: the loss.
     """
@@ -89,6 +107,7 @@ class CallFacts:
     before_backward: Gap = Gap()
     held: tuple[str, ...] = ()
     held_bytes: int = 0
+    dropped: tuple[Dropped, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@
 A gap is one step of its time. It is left out where it takes no time and no more memory than the calls around it.
 A variant that saves more inputs than the one that was measured adds the difference from its forward's start to its backward's
 end. One that saves fewer takes it off from its forward's end, since the caller holds an input while the forward reads it.
+One that saves an output which nobody else held for so long adds it from the moment at which it was let go.
 Candidates have the variant's own group or name as group, so that equal ones of equal calls are folded.
 """
 
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 
 from graphoffload.errors import PlanError
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step, StepIndex
-from graphoffload.planner.step.facts import CallFacts, Gap, StepFacts, Variant
+from graphoffload.planner.step.facts import CallFacts, Dropped, Gap, StepFacts, Variant
 
 _Made = TypeVar("_Made")
 
@@ -162,20 +163,41 @@ def _saved_more(facts: StepFacts, variants: Sequence[Variant], call: int) -> int
     return more
 
 
+class _Outputs:
+    """Outputs that calls save and nobody else holds, each from the moment at which it was let go to its call's backward."""
+
+    def __init__(self, facts: StepFacts, variants: Sequence[Variant]) -> None:
+        self._found: list[tuple[int, int, Dropped]] = []
+        for call, (fact, variant) in enumerate(zip(facts.calls, variants, strict=True)):
+            sizes = list(variant.saved_outputs) if fact.dropped else []
+            for one in fact.dropped:
+                if one.nbytes in sizes:
+                    sizes.remove(one.nbytes)
+                    self._found.append((one.moment, 2 * len(facts.calls) - 1 - call, one))
+
+    def at(self, moment: int) -> int:
+        """Bytes while a call runs."""
+        return sum(one.nbytes for first, last, one in self._found if first <= moment <= last)
+
+    def before(self, moment: int) -> int:
+        """Bytes in the gap before it."""
+        return sum(one.nbytes for first, last, one in self._found if first + (not one.in_gap) <= moment <= last)
+
+
 def _forward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> list[int]:
     """Fill the forward; where each call begins."""
     starts: list[int] = []
-    change = around = 0
+    outputs, change, around = _Outputs(facts, variants), 0, 0
     for call, fact in enumerate(facts.calls):
         more = _saved_more(facts, variants, call)
-        own = max(facts.base_bytes, fact.forward_outside_bytes + change + max(0, more))
-        line.gap(fact.before_forward, max(around, own), change, f"before forward of call {call}")
+        own = max(facts.base_bytes, fact.forward_outside_bytes + change + max(0, more) + outputs.at(call))
+        line.gap(fact.before_forward, max(around, own), change + outputs.before(call), f"before forward of call {call}")
         starts.append(line.call(variants[call].program.forward, own, call, "forward"))
         change, around = change + more, own
     if facts.calls:
-        last = facts.calls[-1]
-        around = max(around, facts.base_bytes, last.backward_outside_bytes + change)
-        line.gap(last.before_backward, around, change, "between forward and backward")
+        last, turn = facts.calls[-1], len(facts.calls)
+        around = max(around, facts.base_bytes, last.backward_outside_bytes + change + outputs.at(turn))
+        line.gap(last.before_backward, around, change + outputs.before(turn), "between forward and backward")
     return starts
 
 
@@ -183,12 +205,13 @@ def _backward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> lis
     """Fill the backward; where each call begins, by call."""
     starts = [0] * len(facts.calls)
     change = sum(_saved_more(facts, variants, call) for call in range(len(facts.calls)))
-    around = 0
+    outputs, around, moment = _Outputs(facts, variants), 0, len(facts.calls) - 1
     for call in reversed(range(len(facts.calls))):
-        fact = facts.calls[call]
-        own = max(facts.base_bytes, fact.backward_outside_bytes + change)
+        fact, moment = facts.calls[call], moment + 1
+        own = max(facts.base_bytes, fact.backward_outside_bytes + change + outputs.at(moment))
         if call < len(facts.calls) - 1:
-            line.gap(fact.before_backward, max(around, own), change, f"before backward of call {call}")
+            more = change + outputs.before(moment)
+            line.gap(fact.before_backward, max(around, own), more, f"before backward of call {call}")
         starts[call] = line.call(variants[call].program.backward, own, call, "backward")
         change, around = change - _saved_more(facts, variants, call), own
     return starts

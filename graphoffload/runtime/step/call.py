@@ -14,11 +14,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from graphoffload.errors import RuntimeStateError
 from graphoffload.runtime.counters import COUNTERS
 from graphoffload.runtime.offloaded_tensors import LOCK, PREFETCHED, RELEASE_PENDING, OffloadedTensor
 from graphoffload.runtime.step.schedule import Schedule
-from graphoffload.torch_internals import autograd
+from graphoffload.torch_internals import autograd, pytrees, storages
 
 if TYPE_CHECKING:
     from graphoffload.runtime.step.calls import StepRun
@@ -33,13 +35,14 @@ class StepCall:
     without an op. is_variant: it is one of several, whose tensors may stay if nothing is planned. entries: its offloaded
     tensors by id; None for one that is closed. In a recorded run: inputs, memory of those that other graphs computed; by id,
     (memory, bytes) of those that went to the host (gone) and of those that others held until its backward (held);
-    output_bytes, of what it returned, by output of its autograd node. schedule: None where nothing is planned for it. hooked:
-    hooks tell it of its backward. node: its autograd node.
+    output_bytes, of what it returned, by output of its autograd node; returned, the bytes of its outputs by their memory, and
+    let_go, (bytes, moment) of those that nobody held any more at a moment before its backward ended. schedule: None where
+    nothing is planned for it. hooked: hooks tell it of its backward. node: its autograd node.
     """
 
     __slots__ = (
         "began", "ended", "entries", "gone", "graph", "held", "hooked", "index", "inputs", "is_variant", "kept_bytes", "key",
-        "node", "output_bytes", "run", "schedule", "variant",
+        "let_go", "node", "output_bytes", "returned", "run", "schedule", "variant",
     )  # fmt: skip
 
     def __init__(self, run: StepRun, index: int, graph: int) -> None:
@@ -48,7 +51,8 @@ class StepCall:
         self.variant = 0
         self.kept_bytes = 0
         self.inputs, self.gone, self.held = tuple[Any, ...](), dict[int, Any](), dict[int, Any]()
-        self.output_bytes = _NONE
+        self.output_bytes, self.returned = _NONE, dict[Any, int]()
+        self.let_go: list[tuple[int, tuple[str, int]]] = []
         self.schedule: Schedule | None = None
         self.entries: dict[int, OffloadedTensor | None] = {}
         self.began = self.ended = self.hooked = self.is_variant = False
@@ -63,6 +67,18 @@ class StepCall:
     def waits(self) -> bool:
         """Whether its backward is still to come, and may."""
         return not self.began and self.node is not None and self.node() is not None
+
+    def returns(self, outputs: Any) -> None:
+        """What its forward returned."""
+        for value in pytrees.tree_leaves(outputs):
+            if type(value) is torch.Tensor:  # what a subclass holds is not known
+                memory = value.untyped_storage()
+                self.returned[storages.lasting(memory)] = memory.nbytes()
+
+    def look_at_outputs(self, moment: tuple[str, int]) -> None:
+        """Note which outputs nobody holds any more."""
+        for memory in [memory for memory in self.returned if storages.is_gone(memory)]:
+            self.let_go.append((self.returned.pop(memory), moment))
 
     def begin(self, gradients: Sequence[Any] = ()) -> None:
         """Its backward starts."""

@@ -113,6 +113,7 @@ class StepRun:
             self.aborted = True
         if self.recording:
             call.output_bytes = {} if node is None else autograd.output_bytes(outputs, node)
+            call.returns(outputs)
         self._mark("forward end", call)
 
     def backward_began(self, call: StepCall, gradients: Sequence[Any] = ()) -> None:
@@ -265,6 +266,10 @@ class StepRun:
             self.pace.mark(kind, call.index)
         if not self.recording:
             return
+        if kind in ("forward", "backward"):
+            for other in self.calls:
+                if not other.ended:
+                    other.look_at_outputs((kind, call.index))
         streams = self.streams
         now, peak = (0, 0) if streams is None else streams.allocated_bytes()
         event = None if streams is None else streams.timed_event()
