@@ -38,5 +38,6 @@ def lasting(storage: torch.UntypedStorage) -> Any:
 
 
 def is_gone(known: Any) -> bool:
-    """Whether nobody owns the storage any more that is known by this."""
+    """Whether nobody owns the storage any more that is known by this (`lasting`). Without it: outputs that only autograd holds
+    are not counted."""
     return bool(known.expired())
