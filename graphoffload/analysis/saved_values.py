@@ -147,15 +147,6 @@ def saved_table(pair: GraphPair, tags_from: Iterable[Node] = (), activations: Co
     return SavedTable(tuple(sorted(tensors, key=lambda tensor: tensor.produced_position)))
 
 
-def saved_outputs(pair: GraphPair, table: SavedTable) -> tuple[int, ...]:
-    """Bytes of the memory of each saved activation that the model also returns; symbolic sizes as in the example."""
-    returned = (fake(node) for node in graph_outputs(pair.forward)[: pair.num_fwd_outputs] if node is not None)
-    held = {storage_id(value): example_storage_nbytes(value) for value in returned if value is not None}
-    nodes = {node.name: node for node in pair.forward.graph.nodes}
-    saved = (fake(nodes[tensor.name]) for tensor in table.tensors)
-    return tuple(held[storage_id(value)] for value in saved if value is not None and storage_id(value) in held)
-
-
 def _is_whole(node: Node) -> bool:
     """Whether a value is all of its storage: a part of one frees nothing."""
     value = fake(node)

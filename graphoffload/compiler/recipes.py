@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from graphoffload.analysis.program import Instance
-from graphoffload.analysis.saved_values import GraphPair, saved_outputs, saved_placeholders
+from graphoffload.analysis.saved_values import GraphPair, saved_placeholders
 from graphoffload.analysis.storages import example_storage_nbytes, fake, storage_id
 from graphoffload.compiler.constraints import Constraint
 from graphoffload.compiler.decide import Decided
@@ -27,6 +27,7 @@ from graphoffload.compiler.trial import Trial, excess_of, instance_of, keep_all,
 from graphoffload.errors import PlanError
 from graphoffload.facts.plan import Action
 from graphoffload.facts.recipe import EVERYTHING_KEPT, IN_BLOCKS, SMALLEST, Recipe
+from graphoffload.facts.refusals import Refusal, refusal_of
 from graphoffload.facts.saved_tensors import INPUT
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.problem import Candidate, Program
@@ -165,7 +166,9 @@ def _member(analysis: GraphAnalysis, recipe: Recipe) -> _Member:
     if recomputes:
         first, _ = partition_again(again, first, dict.fromkeys(first, ""))
     program = _of_one_call(again.pair, _with_choices(again, instance_of(again), recipe, first))
-    inputs, outputs, slices = _saved_input_bytes(again), saved_outputs(again.pair, again.table), analysis.request.session.slices
+    inputs, slices = _saved_input_bytes(again), analysis.request.session.slices
+    returned = (t for t in again.table.tensors if refusal_of(t.why_not) is Refusal.SHARES_WITH_OUTPUT)
+    outputs = tuple(tensor.example_bytes for tensor in returned)
     bounded = not slices and not recipe.blocks
     variant = Variant(recipe.name, recomputes, program, inputs, outputs, bounded=bounded, slices=slices)
     recipe = replace(recipe, recomputes=recomputes, offloads=frozenset())

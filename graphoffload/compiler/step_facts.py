@@ -50,8 +50,8 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
     for call in last.calls:
         index, graph = call.index, graphs[position[call.graph]]
         forward, backward = records[-1].at("forward", index), records[-1].at("backward", index)
-        before = ("forward end", index - 1) if index else None
-        after = ("backward end", index + 1) if index + 1 < count else None if last.flies else ("forward end", index)
+        before = _gap_start("forward", index, count) if index else None
+        after = None if last.flies and index + 1 == count else _gap_start("backward", index, count)
         here, there = held[index] + forward.beside * held[-1], held[index + 1] + backward.beside * held[-1]
         calls.append(
             CallFacts(
@@ -80,14 +80,18 @@ def facts_of(runs: Sequence[StepRun], graphs: Sequence[Dispatched], limits: Limi
     )
 
 
+def _gap_start(kind: str, index: int, count: int) -> tuple[str, int]:
+    """Where the gap before the forward or backward of one of so many calls begins."""
+    if kind == "forward":
+        return "forward end", index - 1
+    return ("backward end", index + 1) if index + 1 < count else ("forward end", index)
+
+
 def _dropped(record: _Record, call: StepCall, limits: Limits) -> tuple[Dropped, ...]:
     """Outputs of a call that nobody held any more at a moment before its backward ended."""
     count, found = len(record.calls), []
     for nbytes, (kind, index) in call.let_go:
-        if kind == "forward":
-            moment, start = index, ("forward end", index - 1)
-        else:
-            moment, start = 2 * count - 1 - index, ("backward end", index + 1) if index + 1 < count else ("forward end", index)
+        start, moment = _gap_start(kind, index, count), index if kind == "forward" else 2 * count - 1 - index
         before = _gap([record], start, (kind, index), limits)
         found.append(Dropped(nbytes, moment, in_gap=before.outside_peak_bytes > _outside(record.at(*start), limits)))
     return tuple(found)

@@ -124,9 +124,9 @@ def join(facts: StepFacts, chosen: Sequence[int], pieces: Pieces | None = None) 
 def join_programs(facts: StepFacts, variants: Sequence[Variant], pieces: Pieces | None = None) -> Joined:
     """As `join`, of a variant for each call that need not be one of its graph's."""
     pieces = Pieces() if pieces is None else pieces
-    forward, backward = _Line(pieces), _Line(pieces)
-    forward_start = _forward(facts, variants, forward)
-    backward_start = _backward(facts, variants, backward)
+    forward, backward, outputs = _Line(pieces), _Line(pieces), _Outputs(facts, variants)
+    forward_start = _forward(facts, variants, outputs, forward)
+    backward_start = _backward(facts, variants, outputs, backward)
     candidates: list[Candidate] = []
     of: list[tuple[int, int]] = []
     buffers = _outside(forward, facts.base_bytes, 0) + _outside(backward, facts.base_bytes, len(forward.steps))
@@ -184,10 +184,10 @@ class _Outputs:
         return sum(one.nbytes for first, last, one in self._found if first + (not one.in_gap) <= moment <= last)
 
 
-def _forward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> list[int]:
+def _forward(facts: StepFacts, variants: Sequence[Variant], outputs: _Outputs, line: _Line) -> list[int]:
     """Fill the forward; where each call begins."""
     starts: list[int] = []
-    outputs, change, around = _Outputs(facts, variants), 0, 0
+    change = around = 0
     for call, fact in enumerate(facts.calls):
         more = _saved_more(facts, variants, call)
         own = max(facts.base_bytes, fact.forward_outside_bytes + change + max(0, more) + outputs.at(call))
@@ -201,11 +201,11 @@ def _forward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> list
     return starts
 
 
-def _backward(facts: StepFacts, variants: Sequence[Variant], line: _Line) -> list[int]:
+def _backward(facts: StepFacts, variants: Sequence[Variant], outputs: _Outputs, line: _Line) -> list[int]:
     """Fill the backward; where each call begins, by call."""
     starts = [0] * len(facts.calls)
     change = sum(_saved_more(facts, variants, call) for call in range(len(facts.calls)))
-    outputs, around, moment = _Outputs(facts, variants), 0, len(facts.calls) - 1
+    around, moment = 0, len(facts.calls) - 1
     for call in reversed(range(len(facts.calls))):
         fact, moment = facts.calls[call], moment + 1
         own = max(facts.base_bytes, fact.backward_outside_bytes + change + outputs.at(moment))
