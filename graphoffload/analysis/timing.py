@@ -19,7 +19,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from graphoffload.cache_files import write_whole
 from graphoffload.log import log
 from graphoffload.torch_internals import allocator
 from graphoffload.torch_internals.fake_tensors import outside_all_modes
-from graphoffload.torch_internals.operators import OpOverload
+from graphoffload.torch_internals.operators import OpOverload, packet_of, schema_of
 from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 
 _EDITION = 2
@@ -188,6 +188,8 @@ def _run(node: Node, device: torch.device, load: _Load, channels_last: bool, out
 
     target: Any = node.target
     args, kwargs = tree_map(argument, node.args), tree_map(argument, node.kwargs)
+    if argument_of(node, ("dropout_p",)):
+        args, kwargs = with_seeds_of_forward(node.target, args, kwargs)
     stream = torch.cuda.current_stream(device)
     target(*args, **kwargs)
     load.run(0.0)
@@ -214,6 +216,33 @@ def _run(node: Node, device: torch.device, load: _Load, channels_last: bool, out
     torch.cuda.synchronize(device)
     seconds: list[float] = sorted(start.elapsed_time(end) / 1e3 for start, end in laps)
     return Measured(seconds[repeats // 2], workspace_bytes)
+
+
+def with_seeds_of_forward(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments of an attention's backward with the seeds of dropout that its forward makes; any other operation's own.
+
+    Where seeds lie is known to the operations alone, and their fake tensors are wrong about it. Memory-efficient attention
+    reads them on the host, and the address of device memory there ends the process.
+
+    Raises:
+        LookupError, AttributeError: forward is not known, or gives another number of seeds.
+    """
+    arguments = schema_of(target).arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    seeds = [name for name, value in named.items() if isinstance(value, torch.Tensor) and not value.is_floating_point()]
+    if not seeds:
+        return args, kwargs
+    forward = getattr(getattr(torch.ops, target.namespace), packet_of(target).__name__.removesuffix("_backward")).default
+    takes = {argument.name for argument in schema_of(forward).arguments}
+    wants = {"compute_log_sumexp": True} if "compute_log_sumexp" in takes else {}
+    results = forward(**{name: value for name, value in named.items() if name in takes}, **wants)
+    made = [one for one in results if isinstance(one, torch.Tensor) and not one.is_floating_point()]
+    if len(made) != len(seeds):
+        raise LookupError(f"{forward} makes {len(made)} seeds, and {target} reads {len(seeds)}")
+    named |= dict(zip(seeds, made, strict=True))
+    return [named.pop(argument.name) for argument, _ in zip(arguments, args, strict=False)], named
 
 
 def repeats_of(once_s: float) -> tuple[int, float]:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphoffload.analysis.costs import Operation, work_of
-from graphoffload.analysis.timing import may_run
+from graphoffload.analysis.timing import may_run, with_seeds_of_forward
 from graphoffload.hardware.profile import PROFILES
 
 ATEN = torch.ops.aten
@@ -58,3 +58,45 @@ def test_attention_with_dropout_is_timed_and_what_follows_random_bounds_is_not()
     assert may_run(node(ATEN.mm.default, x[0, 0], x[0, 0]))
     assert not may_run(node(ATEN.bernoulli.p, x, 0.5)), "the user's random numbers stay as they are"
     assert not may_run(node(ATEN.embedding.default, x[0, 0], bounds)), "random indices are out of range"
+
+
+HEADS = torch.empty(1, 2, 64, 32, device="meta", dtype=torch.bfloat16)
+BACKWARDS: dict[str, tuple[str, ...]] = {
+    "efficient": ("grad", "q", "k", "v", "", "out", "rows", "seed", "offset", "0.1", "mask", "causal"),
+    "cudnn": ("grad", "q", "k", "v", "out", "rows", "seed", "offset", "", "", "", "64", "64", "0.1", "causal"),
+    "flash": ("grad", "q", "k", "v", "out", "rows", "", "", "64", "64", "0.1", "causal", "seed", "offset"),
+}
+
+
+@pytest.mark.parametrize("kind", BACKWARDS)
+def test_an_attentions_backward_reads_the_seeds_that_its_forward_makes(kind: str) -> None:
+    """Memory-efficient attention reads them on the host. Its fake tensors say that they are on the device."""
+    values = {"": None, "mask": [True, True, True, False], "causal": False, "rows": torch.empty(1, 2, 64, device="meta"),
+              "64": 64, "0.1": 0.1}  # fmt: skip
+    values |= {name: torch.zeros((), dtype=torch.int64, device="meta") for name in ("seed", "offset")}
+    args = [values.get(name, HEADS) for name in BACKWARDS[kind]]
+    target = getattr(ATEN, f"_scaled_dot_product_{kind}_attention_backward").default
+    made, kwargs = with_seeds_of_forward(target, args, {})
+    for name, before, after in zip(BACKWARDS[kind], args, made, strict=True):
+        assert (after is before) is (name not in ("seed", "offset"))
+    assert not kwargs
+    target(*made)
+    assert with_seeds_of_forward(ATEN.mm.default, [HEADS, HEADS], {}) == ([HEADS, HEADS], {})
+
+
+def test_the_seeds_are_where_forward_leaves_them() -> None:
+    library = torch.library.Library("graphoffload_seeds", "DEF")
+    library.define("attention(Tensor query, float dropout_p=0.) -> (Tensor output, Tensor seed)")
+    library.define("attention_backward(Tensor grad, Tensor query, Tensor seed, float dropout_p) -> Tensor")
+    library.define("other_backward(Tensor grad, Tensor query, Tensor seed, Tensor offset, float dropout_p) -> Tensor")
+    library.define("other(Tensor query, float dropout_p=0.) -> (Tensor output, Tensor seed)")
+    for name in ("attention", "other"):
+        library.impl(name, lambda query, dropout_p=0.0: (query.clone(), torch.tensor(7)), "CompositeExplicitAutograd")
+    ops, wrong = torch.ops.graphoffload_seeds, torch.zeros((), dtype=torch.int64, device="meta")
+    x = torch.zeros(2)
+    args, _ = with_seeds_of_forward(ops.attention_backward.default, [x, x, wrong, 0.1], {})
+    assert (args[2].device.type, int(args[2])) == ("cpu", 7)
+    args, kwargs = with_seeds_of_forward(ops.attention_backward.default, [x, x], {"seed": wrong, "dropout_p": 0.1})
+    assert (len(args), int(kwargs["seed"]), kwargs["dropout_p"]) == (2, 7, 0.1)
+    with pytest.raises(LookupError, match="makes 1 seeds"):
+        with_seeds_of_forward(ops.other_backward.default, [x, x, wrong, wrong, 0.1], {})
