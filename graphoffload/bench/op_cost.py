@@ -114,6 +114,9 @@ class NoStreams(CopyStreams):
         """This moment."""
         return self._event
 
+    def hold_compute(self) -> None:
+        """Nothing to hold."""
+
     def compute_waits(self, event: Any) -> None:
         """Nothing to wait for."""
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from graphoffload.compiler.device_limits import device_budget_now
 from graphoffload.compiler.dispatch import Dispatched
+from graphoffload.compiler.garbage import collected
 from graphoffload.compiler.partitioner import summary_of
 from graphoffload.compiler.step_again import MOST_EXCESS_BYTES, differs
 from graphoffload.compiler.step_facts import Turn, turn_of
@@ -219,6 +220,11 @@ def _say_that_it_broke(name: str, given: int | None, excess: int, what: str, why
 
 def _plan(graph: Dispatched) -> bool:
     """Plan again, by the least plan there is if none meets the budget: training goes on. Whether there is another plan."""
+    with collected(graph.device):
+        return _plan_or_least(graph)
+
+
+def _plan_or_least(graph: Dispatched) -> bool:
     config, turn = config_of(graph), format_bytes(graph.own.outside.turn_bytes or 0)
     try:
         try:

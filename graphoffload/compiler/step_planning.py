@@ -6,15 +6,13 @@
 A plan that is made again for what it was made for before costs no compile. Only what breaks the budget, or frees a good part
 of it, is a reason.
 
-Python's garbage holds device memory until it is collected, at any time: a model that was deleted is a cycle, with all its
-parameters. It is collected before the run that facts are made of and before a plan that was asked for, or that plan would
-leave room for it and refuse budgets that can be met. It counts where a step is planned again for what grew: garbage that
-comes back in each step is memory that the step needs.
+Python's garbage (garbage.py) is collected before the run that facts are made of and before a plan that was asked for, or that
+plan would leave room for it and refuse budgets that can be met. It counts where a step is planned again for what grew: garbage
+that comes back in each step is memory that the step needs. What planning itself leaves is collected after it.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +21,7 @@ import torch
 
 from graphoffload.compiler.device_limits import device_budget_now, map_by_pages_if_tight, resolve_limits
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
+from graphoffload.compiler.garbage import collect_garbage, collected, streams_on
 from graphoffload.compiler.optimizer_state import unmade_state_bytes
 from graphoffload.compiler.override import OVERRIDE, asked_now
 from graphoffload.compiler.ranks import StoreFailed, ranks_text
@@ -41,7 +40,7 @@ from graphoffload.planner.step.facts import StepFacts, shifted
 from graphoffload.planner.step.parts import without_slices
 from graphoffload.planner.step.together import Decision, with_variants
 from graphoffload.runtime.pinned.pool import POOL
-from graphoffload.runtime.step.calls import STEPS, StepRun
+from graphoffload.runtime.step.calls import StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
 from graphoffload.units import format_bytes
 
@@ -106,10 +105,11 @@ def _without_copies_s(known: Known, device: torch.device, asked: Asked) -> float
     """What the step would take by a plan that copies nothing, if it were made now; None: no such plan meets the goal."""
     facts, asked = _without_copies(_facts_at(known, _allocated_bytes(known, device)), asked)
     problem = problem_of(_graphs(known.sequence), facts, asked)
-    try:
-        known.host.solved = Solved(problem, solution_of(problem, None))
-    except BudgetError:
-        return None
+    with collected(device):
+        try:
+            known.host.solved = Solved(problem, solution_of(problem, None))
+        except BudgetError:
+            return None
     return known.host.solved.solution.timeline.time_s
 
 
@@ -120,7 +120,7 @@ def _without_copies(facts: StepFacts, asked: Asked) -> tuple[StepFacts, Asked]:
 
 def _allocated_bytes(known: Known, device: torch.device) -> int:
     """What is allocated on the device now, with what will be until the optimizer steps."""
-    streams = _streams(device)
+    streams = streams_on(device)
     return (streams.allocated_bytes()[0] if streams is not None else 0) + known.rise.ahead_bytes
 
 
@@ -173,11 +173,6 @@ def _keep_all_bytes(facts: StepFacts, asked: Asked) -> int:
     return saved + outside + asked.reserve_bytes
 
 
-def _streams(device: torch.device) -> Any:
-    run = STEPS.of(device)
-    return None if run is None else run.streams
-
-
 def _found_facts(known: Known, graphs: list[Dispatched], limits: Limits) -> bool:
     """Make facts of what was recorded; False where a graph cannot be traced again."""
     try:
@@ -189,16 +184,6 @@ def _found_facts(known: Known, graphs: list[Dispatched], limits: Limits) -> bool
     known.start_bytes = known.flight_bytes if known.flies else known.runs[-1].marks[0].allocated_bytes
     known.runs = []
     return True
-
-
-def collect_garbage(device: torch.device) -> None:
-    """Free what only Python's garbage holds, or it counts as memory outside, and an optimizer in it as one that will step."""
-    streams = _streams(device)
-    before = streams.allocated_bytes()[0] if streams is not None else 0
-    gc.collect()
-    freed = before - streams.allocated_bytes()[0] if streams is not None else 0
-    if freed > 0:
-        log.info("%s of device memory were garbage that Python had not collected; they are free now", format_bytes(freed))
 
 
 def _give_up(known: Known, error: Exception) -> None:
@@ -235,7 +220,8 @@ def _hear(known: Known, device: torch.device, rounds: Rounds, proposal: Proposal
     elif isinstance(news, Solve):
         if news.missing:
             rounds.peers.warn_alone(news.missing, "plans its step without some ranks")
-        rounds.decide(solved(news, proposal, _graphs(known.sequence), rounds.peers))
+        with collected(device):
+            rounds.decide(solved(news, proposal, _graphs(known.sequence), rounds.peers))
     elif isinstance(news, Decided):
         known.proposal = None
         _take(known, device, rounds, proposal, news.value)
@@ -295,7 +281,12 @@ def _prepared(known: Known, device: torch.device, why: str) -> Proposal | None:
 
 def _make(known: Known, device: torch.device, proposal: Proposal, decision: Decision | None, who: Any = None) -> None:
     """Plan and compile what was proposed, or what was decided of it. who: the decision as it was told."""
-    graphs, before, streams = _graphs(known.sequence), known.plan, _streams(device)
+    with collected(device):
+        _make_plan(known, device, proposal, decision, who)
+
+
+def _make_plan(known: Known, device: torch.device, proposal: Proposal, decision: Decision | None, who: Any) -> None:
+    graphs, before, streams = _graphs(known.sequence), known.plan, streams_on(device)
     known.followed = 0
     known.link.begin_plan()
     if decision is None:

@@ -21,11 +21,12 @@ import torch
 
 from graphoffload.compiler.alone import learn_from, plan_if_outgrown
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
+from graphoffload.compiler.garbage import collect_garbage, collected
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_again import WARM, Known, learn_shortage
 from graphoffload.compiler.step_flight import OVERLAPS, microbatch_of
 from graphoffload.compiler.step_link import stop_timing
-from graphoffload.compiler.step_planning import RECORDED, collect_garbage, config_of, plan_if_due, say_what_was_refused
+from graphoffload.compiler.step_planning import RECORDED, config_of, plan_if_due, say_what_was_refused
 from graphoffload.compiler.step_ranks import plans_none
 from graphoffload.compiler.step_rise import OPTIMIZERS
 from graphoffload.errors import BudgetError, PlanError, StepNotPlannedWarning, warn
@@ -35,6 +36,7 @@ from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.offloaded_tensors import LOCK
 from graphoffload.runtime.step.calls import STEPS, StepRun
 from graphoffload.torch_internals.dynamo import ShapeGuardError
+from graphoffload.torch_internals.processes import default_group
 
 _SEQUENCES = 64  # that are remembered, the latest
 _WINDOW = 64  # runs; a warning, if more than half of them were not the sequence that was planned
@@ -123,7 +125,14 @@ def next_run(graph: Dispatched) -> StepRun:
     run = STEPS.start(
         device,
         lambda streams: StepRun(
-            streams, recording=recording, watching=watching, plan=plan, hooked=hooked, step=step, flies=flies
+            streams,
+            recording=recording,
+            watching=watching,
+            holding=recording and not flies and default_group() is None,  # other ranks would wait as well, and hide it
+            plan=plan,
+            hooked=hooked,
+            step=step,
+            flies=flies,
         ),
     )
     run.room = graph.room(run)
@@ -311,7 +320,8 @@ def _count_irregular(run: StepRun) -> None:
 
 def _plan_alone_with_less(graph: Dispatched, lacking_bytes: int) -> None:
     """A graph with a plan of its own had too little memory: its next run is planned with less, if there is such a plan."""
-    try:
-        graph.plan_alone(config_of(graph), lacking_bytes)
-    except (BudgetError, ShapeGuardError, PlanError) as error:
-        warn(StepNotPlannedWarning, f"{error} After this allocation failed, {graph.graph.name} runs on as it is.")
+    with collected(graph.device):
+        try:
+            graph.plan_alone(config_of(graph), lacking_bytes)
+        except (BudgetError, ShapeGuardError, PlanError) as error:
+            warn(StepNotPlannedWarning, f"{error} After this allocation failed, {graph.graph.name} runs on as it is.")

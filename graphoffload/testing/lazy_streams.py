@@ -84,7 +84,7 @@ class LazyStreams(CaptureStreams):
 
     Attributes:
         stream: the current one. captures: whether a capture is pretended. headroom, allocated: what the allocator says.
-        refuses: the error of the next wait; None: it succeeds.
+        held: how often compute was held. refuses: the error of the next wait; None: it succeeds.
         waits: "STREAM waits for COPY", of every wait. log: "DIRECTION NAME" of every copy and "OP NAME" of every op's wait.
         complaints: copies that ran on free memory. record: what a capture is to run. joined: recorded copies that were joined.
     """
@@ -98,6 +98,7 @@ class LazyStreams(CaptureStreams):
         self.queues: dict[str, list[LazyEvent]] = {"d2h": [], "h2d": []}
         self.stream: Any = "compute"
         self.headroom = 10**12
+        self.held = 0
         self.allocated = 0, 0
         self.captures = False
         self.refuses: Exception | None = None
@@ -114,6 +115,10 @@ class LazyStreams(CaptureStreams):
     def timed_event(self) -> LazyTime:
         """This moment."""
         return LazyTime()
+
+    def hold_compute(self) -> None:
+        """Nothing takes any time here; it is counted."""
+        self.held += 1
 
     def made(self, name: str) -> LazyEvent:
         """The event of a copy that was made already."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 import graphoffload
 from graphoffload.compiler import step_plan
 from graphoffload.errors import BudgetError
-from tests.runtime.stepping import OPTIONS, PLENTY, lazy, plan_now
+from graphoffload.planner.step.facts import StepProblem
+from graphoffload.runtime.step.pace import Issued, Pace
+from tests.runtime.stepping import OPTIONS, PLENTY, lazy, plan_now, slow_link
 
 __all__ = ["lazy"]
 
@@ -125,3 +129,47 @@ def test_some_of_the_blocks_of_a_graph_run_again(lazy: LazyStreams) -> None:
     variants = {compiled.plan.variant for compiled, _, _ in plan.calls if compiled.plan is not None}
     assert variants & {"third of blocks", "two thirds of blocks"}, variants
     assert re.search("the last (block|3 blocks) computed again whole", plan.summary), plan.summary
+
+
+@pytest.mark.long
+def test_planning_holds_nothing_of_those_who_called(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that was caught in planning is a cycle with the frames of its traceback. Those hold the frames that called them,
+    with what these have on the device: the first block's input and result, and whatever a user's loop has."""
+    monkeypatch.setattr(step_plan, "choices_of", lambda *_: {})
+    monkeypatch.setattr(Pace, "found", lambda _: Issued(step_s=10.0, host_s=10.0, idle=1.0))
+    refused = list[bool]()
+    solve = step_plan.plan_flight
+
+    def noted(problem: StepProblem, *rest: Any) -> Any:
+        refused.append(True)
+        solved = solve(problem, *rest)
+        refused[-1] = False
+        return solved
+
+    torch.manual_seed(0)
+    model, x = Model(0.0, 4), torch.randn(TOKENS, WIDTH)
+    backend: Any = graphoffload.OffloadBackend(**{**OPTIONS, "hardware": slow_link(1e9)}, device_budget=PLENTY)
+    for block in model.blocks:
+        block.compile(backend=backend, dynamic=False)
+    for _ in range(3):
+        gradients(model, x)
+    graphoffload.set_budget("1B")
+    with pytest.raises(BudgetError) as error:
+        gradients(model, x)
+    graphoffload.set_budget(error.value.least_bytes)
+    monkeypatch.setattr(step_plan, "plan_flight", noted)
+
+    def own_step() -> weakref.ref[Tensor]:
+        own = torch.zeros(1)
+        gradients(model, x)
+        return weakref.ref(own)
+
+    del error
+    gc.collect()
+    gc.disable()
+    try:
+        left = [own_step()() is not None for _ in range(12)]
+    finally:
+        gc.enable()
+    assert refused == [False, True], "with copies, and without"
+    assert not any(left), left

@@ -46,7 +46,8 @@ class StepRun:
     """One run of a step on one device.
 
     plan: what gives each call its schedule; None where nothing is planned. recording: moments are marked. watches: what the
-    allocator does is recorded as well; `changes` are found at the run's end.
+    allocator does is recorded as well; `changes` are found at the run's end. holding: the device waits where a gap
+    between two calls begins, or the gap would take what a host takes that is late.
     copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
     hooked: its calls are told of their backwards by hooks. tells: a backward came by a function that is `told`.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
@@ -59,9 +60,9 @@ class StepRun:
     """
 
     __slots__ = (
-        "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "hooked", "inside", "learnt", "marks",
-        "off", "outlived", "pace", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes", "step", "streams",
-        "tells", "turned", "twin", "watches",
+        "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "holding", "hooked", "inside", "learnt",
+        "marks", "off", "outlived", "pace", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes", "step",
+        "streams", "tells", "turned", "twin", "watches",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +71,7 @@ class StepRun:
         *,
         recording: bool,
         watching: bool = False,
+        holding: bool = False,
         plan: Any = None,
         hooked: bool = True,
         step: Sequence[int] = (),
@@ -78,7 +80,7 @@ class StepRun:
         self.streams = streams
         self.watches = watching and streams is not None and (allocator.start() or allocator.join())
         self.changes: list[allocator.Change] = []
-        self.recording, self.hooked = recording, hooked or recording
+        self.recording, self.holding, self.hooked = recording, holding, hooked or recording
         self.plan, self.step, self.flies = plan, step, flies
         self.alive: list[StepRun] = []
         self.calls: list[StepCall] = []
@@ -272,11 +274,18 @@ class StepRun:
                     other.look_at_outputs((kind, call.index))
         streams = self.streams
         now, peak = (0, 0) if streams is None else streams.allocated_bytes()
+        if streams is not None and self.holding and kind.endswith("end"):
+            self._hold(streams)
         event = None if streams is None else streams.timed_event()
         beside = list(self.beside())
         ours = self.ours_bytes() + sum(run.ours_bytes() for run in beside)
         now_us = time.time_ns() // 1000
         self.marks.append(Mark(kind, call.index, now + soon_bytes, peak, ours, event, now_us, len(beside), soon_bytes))
+
+    def _hold(self, streams: CopyStreams) -> None:
+        """A gap begins: its work is there before the device comes to it. A device that is a call behind waits for none."""
+        if not streams.capturing() and self.marks and self.marks[-1].event.query():
+            streams.hold_compute()
 
 
 class Steps(threading.local):

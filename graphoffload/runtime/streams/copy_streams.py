@@ -25,6 +25,7 @@ from graphoffload.runtime.streams.protocol import Block, CaptureStreams, CopyStr
 from graphoffload.torch_internals import autograd, streams
 
 _MOST_STREAMS = 64
+_HOLD_CYCLES = 2_000_000
 _CAPTURED = (
     "{name}: its {direction} copy was called inside the capture of a CUDA graph. Every replay would use the host buffer of the "
     "capture again, and microbatches in flight would overwrite each other, so the capture was stopped. Leave the capture to "
@@ -88,6 +89,11 @@ class DeviceStreams:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.compute())
         return event
+
+    def hold_compute(self) -> None:
+        """Keep compute busy for about a millisecond."""
+        with torch.cuda.stream(self.compute()):
+            streams.busy_wait(_HOLD_CYCLES)
 
     def recycle(self, event: Any) -> None:
         """Give an event back. A wait enqueued on it earlier is unaffected by its next record."""

@@ -64,6 +64,9 @@ class CopyStreams(Protocol):
     def timed_event(self) -> Moment:
         """This moment of the compute stream."""
 
+    def hold_compute(self) -> None:
+        """Keep compute busy for a moment: what the host issues meanwhile runs without a break, as on a faster host."""
+
     def recycle(self, event: CopyEvent | None) -> None:
         """Give an event back."""
 
