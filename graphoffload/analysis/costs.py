@@ -5,8 +5,8 @@
 The roofline model (Williams, Waterman, Patterson, CACM 2009) bounds a kernel by its arithmetic or by its memory traffic. FLOPs
 are those of torch's own registry (torch.utils.flop_counter), and attention's are counted here. A fused kernel reads each of its
 inputs once, and writes only the values that exist in memory (fusion.py). An operation without a FLOP formula is bound by its
-bytes; random numbers take time besides, since a kernel computes them before it can write, and so do loops over long rows
-(loops.py). A collective is priced by the bytes that a device sends to the others, and is never timed; its wait costs nothing:
+bytes; random numbers, erf and tanh take time besides (arithmetic.py), and so do loops over long rows (loops.py). A collective
+is priced by the bytes that a device sends to the others, and is never timed; its wait costs nothing:
 
     all-gather        result - argument          all-reduce      2 x argument x (n - 1) / n, for a group of n
     reduce-scatter    argument - result          others          argument
@@ -28,6 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
+from graphoffload.analysis.arithmetic import besides_s
 from graphoffload.analysis.fusion import (
     SAVES_STATE,
     TAKES_STATE,
@@ -49,7 +50,6 @@ from graphoffload.analysis.storages import (
     size_hint,
     storage_id,
 )
-from graphoffload.analysis.stored import is_random
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.torch_internals.collectives import group_size, is_collective
 from graphoffload.torch_internals.operators import OpOverload, packet_of, schema_of
@@ -63,8 +63,6 @@ _ATTENTION_BACKWARD = 0.75
 _ATTENTION_WITH_MASK = 0.54
 _FORWARD_WITH_DROPOUT = 0.44
 _BACKWARD_WITH_DROPOUT = 0.77
-_RANDOM_PER_S = 4.5e11
-"""Random numbers that compiled kernels make on an H200, above the time of their bytes (docs/results/fused-kernels.json)."""
 FLASH = frozenset({"flash_attn", "flash_attn_3"})
 """Namespaces of the flash-attn packages: all their operations are attention."""
 
@@ -140,9 +138,9 @@ def node_costs(
         kind = fusion.kinds[node]
         value = fake(node)
         unreal = kind == "fused" and value is not None and storage_id(value) not in fusion.real
-        besides_s = _random_s(node, hardware) + again.get(node, 0.0)
+        extra_s = besides_s(node, fusion, sizes, hardware) + again.get(node, 0.0)
         if kind in ("view", "none") or unreal:
-            costs.append(NodeCost(kind, 0, 0, besides_s))
+            costs.append(NodeCost(kind, 0, 0, extra_s))
             continue
         if kind == "kernel":
             seen_in_cluster = set()
@@ -159,17 +157,8 @@ def node_costs(
         if known is None:
             workspace = _workspace_bytes(called) if kind == "kernel" and hardware.source != "cpu" else 0
             known = Measured(work.time_s(hardware), workspace)
-        costs.append(NodeCost(kind, work.flops, moved, known.time_s + besides_s, known.workspace_bytes))
+        costs.append(NodeCost(kind, work.flops, moved, known.time_s + extra_s, known.workspace_bytes))
     return costs
-
-
-def _random_s(node: Node, hardware: HardwareProfile) -> float:
-    """What a fused kernel takes to make random numbers, besides its bytes. One for each element: four that are made at once
-    are three too many, as Inductor has it."""
-    value = fake(node)
-    if hardware.source == "cpu" or value is None or not is_random(node):
-        return 0.0
-    return size_hint(value.numel(), unknown=0) / _RANDOM_PER_S
 
 
 def _read_again(fusion: Fusion, sizes: Mapping[int, int], hardware: HardwareProfile) -> dict[Node, float]:

@@ -36,7 +36,7 @@ from graphoffload.torch_internals.fake_tensors import outside_all_modes
 from graphoffload.torch_internals.operators import OpOverload, packet_of, schema_of
 from graphoffload.torch_internals.pytrees import tree_leaves, tree_map
 
-_EDITION = 2
+_EDITION = 3
 """Of what is measured; figures of another edition are measured again."""
 
 _REPEATS = 9
@@ -51,7 +51,7 @@ _loaded: set[Path] = set()
 
 
 def kernel_times(
-    graphs: Iterable[Graph], device: torch.device, store: Path, channels_last: bool = False
+    graphs: Iterable[Graph], device: torch.device, store: Path, channels_last: bool = False, fuses: bool = False
 ) -> dict[str, Measured]:
     """Time and workspace of every kernel that can be timed on `device`, by signature; {} without a CUDA device.
 
@@ -60,6 +60,7 @@ def kernel_times(
         device: the device to run them on.
         store: folder for the cache on disk.
         channels_last: convolutions of images run on channels_last memory, whatever strides the graphs say.
+        fuses: convolutions run without their bias, as Inductor has it: a fused kernel adds it.
     """
     if device.type != "cuda":
         return {}
@@ -68,9 +69,10 @@ def kernel_times(
     new, load = 0, _Load(device)
     for graph in graphs:
         for node in graph.nodes:
-            if kind_of(node, fuses=True) != "kernel" or (name := signature(node, channels_last)) is None or name in _known:
+            name = signature(node, channels_last, fuses) if kind_of(node, fuses=True) == "kernel" else None
+            if name is None or name in _known:
                 continue
-            found = _measure(node, device, load, channels_last)
+            found = _measure(node, device, load, channels_last, fuses)
             if found is not None:
                 _known[name] = found
                 new += 1
@@ -79,15 +81,16 @@ def kernel_times(
     return _known
 
 
-def signature(node: Node, channels_last: bool = False) -> str | None:
+def signature(node: Node, channels_last: bool = False, fuses: bool = False) -> str | None:
     """A text that is equal for two kernels that take the same time.
 
-    None if a size is symbolic, or if an argument is neither a tensor nor a plain value. `channels_last`: as in kernel_times.
+    None if a size is symbolic, or if an argument is neither a tensor nor a plain value. `channels_last`, `fuses`: as in
+    kernel_times.
     """
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return None
     parts = [str(node.target)]
-    for argument in tree_leaves((node.args, node.kwargs)):
+    for argument in tree_leaves((_arguments(node, fuses), node.kwargs)):
         if isinstance(argument, Node):
             value = fake(argument)
             if value is None or tensor_nbytes(value) is None:
@@ -97,6 +100,13 @@ def signature(node: Node, channels_last: bool = False) -> str | None:
         else:
             parts.append(repr(argument))
     return " ".join(parts)
+
+
+def _arguments(node: Node, fuses: bool) -> tuple[Any, ...]:
+    """A kernel's arguments by position when it runs."""
+    if fuses and node.target == torch.ops.aten.convolution.default:
+        return *node.args[:2], None, *node.args[3:]
+    return node.args
 
 
 def _strides(node: Node, argument: Node, value: torch.Tensor, channels_last: bool) -> tuple[int, ...]:
@@ -109,7 +119,7 @@ def _strides(node: Node, argument: Node, value: torch.Tensor, channels_last: boo
     return channels * height * width, 1, width * channels, channels
 
 
-def _measure(node: Node, device: torch.device, load: _Load, channels_last: bool) -> Measured | None:
+def _measure(node: Node, device: torch.device, load: _Load, channels_last: bool, fuses: bool) -> Measured | None:
     values = [fake(argument) for argument in node.all_input_nodes]
     outputs = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     if any(value is None or (value.device.type != "cuda" and value.is_floating_point()) for value in values):
@@ -123,7 +133,7 @@ def _measure(node: Node, device: torch.device, load: _Load, channels_last: bool)
         return None
     try:
         with outside_all_modes(), torch.no_grad(), _drawing(node, device):
-            return _run(node, device, load, channels_last, sum(tensor_nbytes(value) or 0 for value in outputs))
+            return _run(node, device, load, channels_last, fuses, sum(tensor_nbytes(value) or 0 for value in outputs))
     except Exception as error:  # random values are no valid inputs of this operation: the roofline time stays
         log.debug("not timed, priced by roofline: %s (%s)", node.target, error)
         return None
@@ -174,7 +184,9 @@ class _Load:
         self._product_s = passed_s / count
 
 
-def _run(node: Node, device: torch.device, load: _Load, channels_last: bool, output_bytes: int) -> Measured | None:
+def _run(
+    node: Node, device: torch.device, load: _Load, channels_last: bool, fuses: bool, output_bytes: int
+) -> Measured | None:
     made: dict[Node, torch.Tensor] = {}
 
     def argument(value: Any) -> Any:
@@ -187,7 +199,7 @@ def _run(node: Node, device: torch.device, load: _Load, channels_last: bool, out
         return made[value]
 
     target: Any = node.target
-    args, kwargs = tree_map(argument, node.args), tree_map(argument, node.kwargs)
+    args, kwargs = tree_map(argument, _arguments(node, fuses)), tree_map(argument, node.kwargs)
     if argument_of(node, ("dropout_p",)):
         args, kwargs = with_seeds_of_forward(node.target, args, kwargs)
     stream = torch.cuda.current_stream(device)
@@ -282,11 +294,12 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _filled(like: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Random floats; zeros for the seeds, offsets and masks of an attention operation."""
-    made = torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
-    if like.dtype.is_floating_point:
-        return made.normal_(generator=_generator(like.device))
-    return made.zero_()
+    """Random floats; zeros for the seeds, offsets and masks of an attention operation. Its memory is filled, as that of an
+    expanded gradient is shorter."""
+    length = 1 + sum((size - 1) * step for size, step in zip(like.shape, stride, strict=True)) if like.numel() else 0
+    memory = torch.empty(length, dtype=like.dtype, device=like.device)
+    filled = memory.normal_(generator=_generator(like.device)) if like.dtype.is_floating_point else memory.zero_()
+    return filled.as_strided(like.shape, stride)
 
 
 def _load(path: Path) -> None:

@@ -26,6 +26,7 @@ from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_again import WARM, Known, learn_shortage
 from graphoffload.compiler.step_flight import OVERLAPS, microbatch_of
 from graphoffload.compiler.step_link import stop_timing
+from graphoffload.compiler.step_plan import StepPlan
 from graphoffload.compiler.step_planning import RECORDED, config_of, plan_if_due, say_what_was_refused
 from graphoffload.compiler.step_ranks import plans_none
 from graphoffload.compiler.step_rise import OPTIMIZERS
@@ -117,24 +118,8 @@ def next_run(graph: Dispatched) -> StepRun:
             known.flight_bytes = latest.streams.allocated_bytes()[0]
     plan = None if known is None else known.plan
     recording = known is None or (may and known.plan is None and not known.fixed and known.proposal is None)
-    watching = recording and known is not None and _watches(known)
-    if watching:
-        collect_garbage(device)
     _PLANNER.tells = _PLANNER.tells if last is None else last.tells
-    flies, hooked = known is not None and known.flies, not _PLANNER.tells
-    run = STEPS.start(
-        device,
-        lambda streams: StepRun(
-            streams,
-            recording=recording,
-            watching=watching,
-            holding=recording and not flies and default_group() is None,  # other ranks would wait as well, and hide it
-            plan=plan,
-            hooked=hooked,
-            step=step,
-            flies=flies,
-        ),
-    )
+    run = _begun(device, known, recording, plan)
     run.room = graph.room(run)
     if known is not None:
         _look_at_host(graph, known, run)
@@ -143,6 +128,27 @@ def next_run(graph: Dispatched) -> StepRun:
             if not old.recording:
                 old.calls.clear()  # run and calls are a cycle: their memory is used again at once, not when it is collected
     return run
+
+
+def _begun(device: torch.device, known: Known | None, recording: bool, plan: StepPlan | None) -> StepRun:
+    """A run, which is recorded or has a plan. What other ranks wait for would be hidden by a device that is held."""
+    flies = known is not None and known.flies
+    watching = recording and known is not None and _watches(known)
+    if watching:
+        collect_garbage(device)
+    return STEPS.start(
+        device,
+        lambda streams: StepRun(
+            streams,
+            recording=recording,
+            watching=watching,
+            holding=recording and not flies and default_group() is None,
+            plan=plan,
+            hooked=not _PLANNER.tells,
+            step=() if known is None else known.sequence,
+            flies=flies,
+        ),
+    )
 
 
 def _look_at_host(graph: Dispatched, known: Known, run: StepRun) -> None:

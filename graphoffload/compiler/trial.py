@@ -170,10 +170,11 @@ def instance_of(analysis: GraphAnalysis) -> Instance:
     images = analysis.fuses and inductor.images_channels_last(analysis.pair.forward, on_gpu=on_gpu)
     if analysis.hardware.source == "measured":
         graphs = (analysis.pair.forward.graph, analysis.pair.backward.graph)
-        times = kernel_times(with_regions(graphs), torch.device(device_name(analysis.table)), cache_dir(), images)
+        device = torch.device(device_name(analysis.table))
+        times = kernel_times(with_regions(graphs), device, cache_dir(), images, analysis.fuses)
 
     def measured(node: Node) -> Measured | None:
-        name = signature(node, images) if times else None
+        name = signature(node, images, analysis.fuses) if times else None
         return times.get(name) if name is not None else None
 
     return build_program(

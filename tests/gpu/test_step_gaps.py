@@ -68,7 +68,8 @@ def products_s(factor: Tensor) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def test_a_late_host_is_no_part_of_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[float, float]], Late]:
+    """Seconds of the gaps before each forward and each backward, as a plan has them, and the model."""
     forget_steps()
     found = list[StepFacts]()
 
@@ -85,11 +86,17 @@ def test_a_late_host_is_no_part_of_a_gap(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(4):
         model(x).backward()
     (facts,) = found
-    gaps = [(call.before_forward.time_s, call.before_backward.time_s) for call in facts.calls]
-    busy_s = products_s(model.factor)
-    print([(round(1e6 * forward), round(1e6 * backward)) for forward, backward in gaps], "products", round(1e6 * busy_s))
+    return [(call.before_forward.time_s, call.before_backward.time_s) for call in facts.calls], model
+
+
+def test_a_late_host_is_no_part_of_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest of three tries: another process on the device has slices of 2 ms."""
+    tries = [recorded(monkeypatch) for _ in range(3)]
+    forward = [min(gaps[at][0] for gaps, _ in tries) for at in range(BLOCKS)]
+    backward = [min(gaps[at][1] for gaps, _ in tries) for at in range(BLOCKS)]
+    busy_s = min(products_s(model.factor) for _, model in tries)
+    print([round(1e6 * seconds) for seconds in (*forward, *backward)], "products", round(1e6 * busy_s))
     assert busy_s > 4 * LATE_S, "the products are to take longer than the host is late"
-    assert gaps[BUSY][0] == pytest.approx(busy_s, rel=0.2)
-    empty = [forward for at, (forward, _) in enumerate(gaps) if at not in (0, BUSY)] + [backward for _, backward in gaps[:-1]]
-    assert max(empty) < LATE_S / 3
+    assert forward.pop(BUSY) == pytest.approx(busy_s, rel=0.2)
+    assert max(*forward, *backward[:-1]) < LATE_S / 3
     assert graphoffload.last_plans()

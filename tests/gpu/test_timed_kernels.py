@@ -33,7 +33,7 @@ def backward(kind: str, dropout: float, dtype: torch.dtype) -> Node:
 
     def loss(*inputs: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(getattr(SDPBackend, kind)):
-            return torch.nn.functional.scaled_dot_product_attention(*inputs, dropout_p=dropout).sum()
+            return torch.nn.functional.scaled_dot_product_attention(*inputs, dropout_p=dropout).sum()  # an expanded gradient
 
     inputs = [torch.zeros(4, 8, 256, 64, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3)]
     traced = make_fx(torch.func.grad(loss, (0, 1, 2)), tracing_mode="fake")(*inputs)

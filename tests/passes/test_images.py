@@ -96,6 +96,19 @@ def test_a_convolution_is_timed_in_the_layout_that_it_runs_in(last: bool) -> Non
         assert (contiguous in named) != last
 
 
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_convolution_is_timed_without_the_bias_that_inductor_adds(fuses: bool) -> None:
+    def biased(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, weight, gradient.mean((0, 2, 3)), groups=64)
+
+    module = make_fx(biased)(*fakes(last=False))
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
+    assert node.args[2] is not None
+    named = signature(node, fuses=fuses)
+    assert named is not None
+    assert (" None " in named) is fuses
+
+
 class Net(nn.Module):
     """A convolution that Inductor runs on channels_last memory, or none."""
 
