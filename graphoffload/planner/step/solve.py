@@ -32,6 +32,7 @@ from graphoffload.planner.step.events import CallSchedule, ReloadSteps
 from graphoffload.planner.step.facts import StepFacts, StepProblem, Variant
 from graphoffload.planner.step.joint import Joined, join_programs
 from graphoffload.planner.step.late_copies import with_late_copies
+from graphoffload.planner.step.less import better_with_less
 from graphoffload.planner.step.mixes import ALL_MIXES, Mixes, MixSearch, choose, neighbours, uniform
 from graphoffload.planner.step.parts import Wider, numbers_in, only, widened, without_slices
 from graphoffload.planner.step.runs import QUICK, Known, Names, Run, Runs
@@ -240,6 +241,8 @@ def _best(problem: StepProblem, known: Known | None = None, *, gives_up: bool = 
         best = _repaired(runs, [best, *(runs.run(chosen, evaluations=QUICK) for chosen in reversed(levels))])
         if runs.score(best)[0] > 0.0:
             return _least(runs)
+    else:
+        best = better_with_less(runs, best, _found(runs, best).bound, _search)
     return _found(runs, best)
 
 
