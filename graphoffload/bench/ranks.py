@@ -32,6 +32,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 from graphoffload.bench import parallel, results
@@ -140,8 +141,18 @@ def _launch(way: str, names: list[str], given: argparse.Namespace, limit_s: floa
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
     finally:  # also where this process is ended: ranks that live on would hold the GPUs, and spin in a collective
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            _end(process.pid)
+
+
+def _end(pid: int) -> None:
+    """End a launcher and all that it started. Ranks ask to end with it (rank.py), but not before they have imported that."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(pid)
+        launcher.suspend()  # it starts nothing more
+        for process in [*launcher.children(recursive=True), launcher]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _count(path: Path) -> int:
