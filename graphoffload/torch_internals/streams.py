@@ -29,8 +29,8 @@ assert_async = torch._assert_async
 another step's host copy is not stopped."""
 
 busy_wait: Any = torch.cuda._sleep
-"""Keep the current stream busy for a number of cycles. Without it: the time between two kernels is measured together with the
-host's."""
+"""Keep the current stream busy for a number of cycles. Without it: the time between two kernels, and between two calls of a
+step, is measured together with the host's."""
 
 
 def empty_host_cache() -> None:
