@@ -3,7 +3,7 @@
     a plan ──▶ runs that compile ──▶ the copies of one run are timed ──▶ rates
        as planned, or the plan takes no longer with them ──▶ nothing
        slower, and the plan replayed with them takes longer ──▶ planned again, for copies that are as fast as these
-       far slower ──▶ two more runs are timed first, and the fastest of the three counts
+       far slower ──▶ up to two more runs are timed first, and the best rate of each direction counts
 
 Rates are measured once, for a device and all processes of a host that copy then. A step's own kernels, other users of the host
 and other GPUs slow copies by more or less than that. Copies that are faster than planned cost nothing.
@@ -74,12 +74,14 @@ class LinkSeen:
             self._times = None
             if len(found) == 2:
                 self._seen.append((found["d2h"], found["h2d"]))
+                self._tries = min(self._tries, _TRIES - 1)
+            if self._seen:
                 rates = max(d2h for d2h, _ in self._seen), max(h2d for _, h2d in self._seen)
-                if len(self._seen) == _RUNS or not _is_slower(rates, plan.rates, _FAR_SLOWER):
+                enough = len(self._seen) == _RUNS or self._tries == _TRIES
+                if enough or not _is_slower(rates, plan.rates, _FAR_SLOWER):
                     self._tries = _TRIES
                     self.looks += 1
                     return self._judged(plan, planned, rates)
-                self._tries = min(self._tries, _TRIES - 1)
         if self._tries < _TRIES and self.looks < LOOKS and plan.solution.timeline.host_bytes and last.streams is not None:
             self._tries += 1
             self._times = last.streams.times = CopyTimes()

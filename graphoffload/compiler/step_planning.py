@@ -204,7 +204,8 @@ def _plan(known: Known, device: torch.device, why: str) -> None:
 def _propose(known: Known, device: torch.device, rounds: Rounds, why: str) -> None:
     """Tell the other ranks what is known of a step, and run on as before until they have decided with this one."""
     known.proposal = None
-    proposal = _prepared(known, device, why)
+    with collected(device):
+        proposal = _prepared(known, device, why)
     if proposal is None:
         rounds.leave()
         return
@@ -224,7 +225,8 @@ def _hear(known: Known, device: torch.device, rounds: Rounds, proposal: Proposal
             rounds.decide(solved(news, proposal, _graphs(known.sequence), rounds.peers))
     elif isinstance(news, Decided):
         known.proposal = None
-        _take(known, device, rounds, proposal, news.value)
+        with collected(device):
+            _take(known, device, rounds, proposal, news.value)
     elif isinstance(news, Alone):
         known.proposal = None
         rounds.peers.warn_alone(news.missing, "plans its step alone")

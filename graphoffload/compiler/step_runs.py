@@ -99,7 +99,8 @@ def next_run(graph: Dispatched) -> StepRun:
         known.version = OVERRIDE.version
         if known.alone:
             graph.own.outside.again = 0
-            graph.plan_alone(config_of(graph))
+            with collected(device):
+                graph.plan_alone(config_of(graph))
         else:
             known.fixed = False
             known.begin_goal()
@@ -131,7 +132,8 @@ def next_run(graph: Dispatched) -> StepRun:
 
 
 def _begun(device: torch.device, known: Known | None, recording: bool, plan: StepPlan | None) -> StepRun:
-    """A run, which is recorded or has a plan. What other ranks wait for would be hidden by a device that is held."""
+    """A run, which is recorded or has a plan. The device is held in the one whose allocations are recorded: many programs have
+    runs that nothing is ever planned from. Not among ranks, where that would hide what is waited for."""
     flies = known is not None and known.flies
     watching = recording and known is not None and _watches(known)
     if watching:
@@ -142,7 +144,7 @@ def _begun(device: torch.device, known: Known | None, recording: bool, plan: Ste
             streams,
             recording=recording,
             watching=watching,
-            holding=recording and not flies and default_group() is None,
+            holding=watching and default_group() is None,
             plan=plan,
             hooked=not _PLANNER.tells,
             step=() if known is None else known.sequence,

@@ -63,7 +63,7 @@ def better(
 
     monkeypatch.setattr(less, "Runs", FakeRuns)
     runs: Any = FakeRuns(Problem(0, SimpleNamespace(calls=range(calls), base_bytes=BASE)), **how)
-    return better_with_less(runs, best, bound, search), asked  # type: ignore[arg-type]
+    return better_with_less(runs, best, lambda: bound, search), asked  # type: ignore[arg-type]
 
 
 def test_the_better_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,16 +17,19 @@ _LESS = 0.05  # of what activations may take
 _FAR = 1.01  # times its bound: what is nearer stays
 
 
-def better_with_less(runs: Runs, best: Run, bound: float | None, search: Callable[[Runs], Run | None]) -> Run:
+def better_with_less(
+    runs: Runs, best: Run, bound: Callable[[], float | None], search: Callable[[Runs], Run | None]
+) -> Run:
     """The better one of a run within the budget and of one that is searched for within less.
 
     Args:
-        bound: of the best run's value; None: nothing is known. search: what found the best run.
+        bound: of the best run's value, which takes an LP to find; None: nothing is known. search: what found the best run.
     """
     limit_bytes, facts = runs.limit_bytes, runs.problem.facts
-    if limit_bytes is None or bound is None or runs.score(best)[0] > 0.0 or runs.near(best, bound, _FAR) or runs.over():
+    if limit_bytes is None or len(facts.calls) <= ALL_MIXES or runs.score(best)[0] > 0.0 or runs.over():
         return best
-    if len(facts.calls) <= ALL_MIXES:
+    least = bound()
+    if least is None or runs.near(best, least, _FAR):
         return best
     saved_bytes = max(0, limit_bytes - facts.base_bytes)
     less = replace(runs.problem, reserve_bytes=runs.problem.reserve_bytes + int(_LESS * saved_bytes))

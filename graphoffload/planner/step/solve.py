@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from graphoffload.errors import BudgetError, PlanError
 from graphoffload.facts.goals import FAR, WithinSlowdown
@@ -242,7 +243,7 @@ def _best(problem: StepProblem, known: Known | None = None, *, gives_up: bool = 
         if runs.score(best)[0] > 0.0:
             return _least(runs)
     else:
-        best = better_with_less(runs, best, _found(runs, best).bound, _search)
+        best = better_with_less(runs, best, partial(_bound, runs, best.chosen), _search)
     return _found(runs, best)
 
 

@@ -274,12 +274,12 @@ class StepRun:
                     other.look_at_outputs((kind, call.index))
         streams = self.streams
         now, peak = (0, 0) if streams is None else streams.allocated_bytes()
+        now_us = time.time_ns() // 1000
         if streams is not None and self.holding and kind.endswith("end"):
             self._hold(streams)
         event = None if streams is None else streams.timed_event()
         beside = list(self.beside())
         ours = self.ours_bytes() + sum(run.ours_bytes() for run in beside)
-        now_us = time.time_ns() // 1000
         self.marks.append(Mark(kind, call.index, now + soon_bytes, peak, ours, event, now_us, len(beside), soon_bytes))
 
     def _hold(self, streams: CopyStreams) -> None:
