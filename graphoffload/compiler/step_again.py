@@ -3,7 +3,7 @@
     memory outside, the device's free memory     another amount than it was planned with, by more than a percent
     the last run's own peak                      above the budget: planned with that much less, unless that changes nothing
     its copies                                   slower than planned (step_link.py)
-    its host                                     slower than the device, and copies are why (step_host.py)
+    its host                                     slower than the device, and fewer copies may help (step_host.py)
     what was asked for                           set_budget, set_slowdown
 
 A run's own peak is one that it raised between its first forward and the end of its last backward. What an optimizer takes

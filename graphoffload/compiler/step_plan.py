@@ -112,8 +112,11 @@ class Solved:
     solution: StepSolution
 
     def answers(self, problem: StepProblem) -> bool:
-        """Whether another problem is the same, whatever time it may take."""
-        return replace(self.problem, patience=None) == replace(problem, patience=None)
+        """Whether another problem is the same, whatever time it may take, and the host has room for what is copied."""
+        host = problem.host_budget_bytes
+        fits = host is None or self.solution.timeline.host_bytes <= host
+        own, other = (replace(each, patience=None, host_budget_bytes=None) for each in (self.problem, problem))
+        return fits and own == other
 
 
 def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) -> StepProblem:
@@ -121,6 +124,8 @@ def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) ->
     hardware = hardware_of(graphs[0].graph.config.hardware, str(graphs[0].device))
     if facts.copy_rates is not None:
         hardware = hardware.no_faster(*facts.copy_rates)
+    if facts.host_s_per_copy:
+        hardware = replace(hardware, host_s_per_copy=facts.host_s_per_copy)
     reserve = asked.reserve_bytes + asked.taken_bytes
     return StepProblem(
         facts, hardware, asked.goal, reserve, asked.host_budget_bytes, Patience("step"), asked.or_least, asked.taken_bytes

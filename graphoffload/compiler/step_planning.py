@@ -98,12 +98,12 @@ def _why_slower(known: Known, device: torch.device, last: StepRun | None) -> str
     why = known.link.why_slower(plan, last, lambda: problem_of(_graphs(known.sequence), _facts_now(known), asked))
     if why or not known.host_counts:
         return why
-    return known.host.why_other(plan, lambda: _without_copies_s(known, device, asked))
+    return known.host.why_other(plan, lambda price_s: _priced_s(known, device, asked, price_s))
 
 
-def _without_copies_s(known: Known, device: torch.device, asked: Asked) -> float | None:
-    """What the step would take by a plan that copies nothing, if it were made now; None: no such plan meets the goal."""
-    facts, asked = _without_copies(_facts_at(known, _allocated_bytes(known, device)), asked)
+def _priced_s(known: Known, device: torch.device, asked: Asked, price_s: float) -> float | None:
+    """What the step would take by a plan for a price of copies, if it were made now; None: no such plan meets the goal."""
+    facts, asked = _at_price(_facts_at(known, _allocated_bytes(known, device)), asked, price_s)
     problem = problem_of(_graphs(known.sequence), facts, asked)
     with collected(device):
         try:
@@ -113,9 +113,9 @@ def _without_copies_s(known: Known, device: torch.device, asked: Asked) -> float
     return known.host.solved.solution.timeline.time_s
 
 
-def _without_copies(facts: StepFacts, asked: Asked) -> tuple[StepFacts, Asked]:
-    """The same step for a plan that copies nothing, and rounds as one with copies does."""
-    return without_slices(facts), replace(asked, or_least=False, host_budget_bytes=0)
+def _at_price(facts: StepFacts, asked: Asked, price_s: float) -> tuple[StepFacts, Asked]:
+    """The same step for a plan with fewer copies, which rounds as one with more does."""
+    return replace(without_slices(facts), host_s_per_copy=price_s), replace(asked, or_least=False)
 
 
 def _allocated_bytes(known: Known, device: torch.device) -> int:
@@ -293,9 +293,9 @@ def _make_plan(known: Known, device: torch.device, proposal: Proposal, decision:
     known.link.begin_plan()
     if decision is None:
         known.host.begin_plan()
-    else:  # what all ranks do may copy
+    else:  # what all ranks do has no price
         known.host = HostSeen()
-    plan = None if known.host.copies else _plan_without_copies(known, graphs, proposal)
+    plan = _plan_at_price(known, graphs, proposal) if known.host.price_s else None
     if plan is None:
         asked = replace(proposal.asked, or_least=proposal.may_exceed)
         try:
@@ -323,18 +323,18 @@ def _make_plan(known: Known, device: torch.device, proposal: Proposal, decision:
         _warn_of_excess(plan, proposal.asked, proposal.why)
 
 
-def _plan_without_copies(known: Known, graphs: Sequence[Dispatched], proposal: Proposal) -> StepPlan | None:
-    """None: that does not fit, or is no faster than with copies, or cannot be compiled. They are back from then on."""
-    facts, asked = _without_copies(proposal.facts, proposal.asked)
+def _plan_at_price(known: Known, graphs: Sequence[Dispatched], proposal: Proposal) -> StepPlan | None:
+    """None: nothing fits, or it is no faster than before, or cannot be compiled. Copies are free from then on."""
+    facts, asked = _at_price(proposal.facts, proposal.asked, known.host.price_s)
     solved, known.host.solved = known.host.solved, None
     try:
         plan = make_step_plan(known.sequence, graphs, facts, asked, widens=False, solved=solved)
     except (BudgetError, ShapeGuardError, PlanError) as error:
-        log.info("there is no plan without copies any more: %s", error)
+        log.info("there is no plan with fewer copies any more: %s", error)
     else:
         if known.host.is_faster(plan):
             return plan
-    known.host.allow_copies()
+    known.host.give_up()
     return None
 
 

@@ -34,6 +34,7 @@ _OF_THE_DEVICE = ("memory_bytes", "device_bandwidth_bytes_per_s", "peer_bytes_pe
 _TIMES = ("compute_slowdown_while_copying", "kernel_launch_s", "collective_latency_s")
 _AT_LEAST_ZERO = (
     "copy_latency_s", "compute_slowdown_while_copying", "kernel_launch_s", "collective_latency_s", "both_ways_bytes_per_s",
+    "host_s_per_copy",
 )  # fmt: skip
 
 
@@ -56,6 +57,8 @@ class HardwareProfile:
         links_shared_by: number of GPUs that use this link at the same time; each gets an equal share.
         both_ways_bytes_per_s: rate of copies in both directions at once, added up; 0: not known. No plan uses it.
         measured_by_ranks: processes of this host that copied at the same time while the link was measured.
+        host_s_per_copy: for how long compute stands still for each tensor that goes to the host and comes back, since the host
+            is the limit and issues both copies; 0: it is ahead of the device.
     """
 
     name: str
@@ -73,6 +76,7 @@ class HardwareProfile:
     links_shared_by: int = 1
     both_ways_bytes_per_s: float = 0.0
     measured_by_ranks: int = 1
+    host_s_per_copy: float = 0.0
 
     def __post_init__(self) -> None:
         for field in _ABOVE_ZERO:

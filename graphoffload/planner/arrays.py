@@ -55,6 +55,11 @@ class Arrays:
     production_order: tuple[int, ...]
     reload_steps: tuple[int, ...]
 
+    @property
+    def late_s(self) -> float:
+        """For how long compute stands still at each end of a transfer."""
+        return self.hardware.host_s_per_copy / 2
+
 
 _recent: list[Arrays] = []
 

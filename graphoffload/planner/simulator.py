@@ -20,8 +20,9 @@ The model, exactly:
   steps (`Program.reload_steps`) takes its memory before both. Time is counted as if it could.
 * A recompute chain runs right before the first use of what it makes, after the chains of what it reads.
 * Compute that overlaps a copy takes (1 + compute_slowdown_while_copying) times as long.
+* Compute stands still for half of `host_s_per_copy` where a copy is issued, and where compute waits for its way back.
 Capuchin (Peng et al., ASPLOS 2020) adjusts a reload's place, its in-trigger, by feedback at run time; here it is computed.
-Wrong when: the host cannot issue work as fast as the device runs it; the allocator fragments; kernels overlap each other.
+Wrong when: the host cannot issue kernels as fast as the device runs them; the allocator fragments; kernels overlap each other.
 Cost: O(candidates log steps) plus a few vector operations over the steps.
 """
 
@@ -39,10 +40,10 @@ from graphoffload.errors import PlanError
 from graphoffload.facts.plan import Action
 from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.arrays import Arrays, Ints, arrays_of, needs
-from graphoffload.planner.moments import Span, wall_times_s
+from graphoffload.planner.clock import TIME_EPSILON_S, Clock
+from graphoffload.planner.moments import wall_times_s
 from graphoffload.planner.problem import Program
 
-_TIME_EPSILON_S = 1e-12
 _NONE: Mapping[int, int] = MappingProxyType({})
 
 
@@ -119,47 +120,6 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class Clock:
-    """Compute time, how long the running channel is busy, and what is to be drawn."""
-
-    factor: float
-    now_s: float = 0.0
-    busy_until_s: float = 0.0
-    segment_start_s: float = 0.0
-    stalls: list[tuple[int, int, float]] = field(default_factory=list)
-    compute: list[tuple[float, float]] = field(default_factory=list)
-
-    def run(self, work_s: float) -> None:
-        """Advance by `work_s` of compute, slower while the channel is busy."""
-        overlap_s = self.busy_until_s - self.now_s
-        if overlap_s <= 0.0:
-            self.now_s += work_s
-        elif work_s * self.factor <= overlap_s:
-            self.now_s += work_s * self.factor
-        else:
-            self.now_s = self.busy_until_s + work_s - overlap_s / self.factor
-
-    def copy(self, duration_s: float) -> Span:
-        """Queue a copy now; when it starts and ends."""
-        start_s = self.busy_until_s if self.busy_until_s > self.now_s else self.now_s
-        self.busy_until_s = start_s + duration_s
-        return start_s, self.busy_until_s
-
-    def wait(self, until_s: float, candidate: int, where: int) -> None:
-        """Stall until a copy is done, if it is not."""
-        if until_s > self.now_s + _TIME_EPSILON_S:
-            self.stalls.append((candidate, where, until_s - self.now_s))
-            self.close()
-            self.now_s = self.segment_start_s = until_s
-
-    def close(self) -> None:
-        """End a stretch of compute."""
-        if self.now_s > self.segment_start_s:
-            self.compute.append((self.segment_start_s, self.now_s))
-        self.segment_start_s = self.now_s
-
-
-@dataclass(slots=True)
 class Evaluation:
     """Result of `evaluate`: what solvers look at, and the raw parts of a Timeline."""
 
@@ -193,9 +153,9 @@ def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, 
         nonlocal done_steps, inflight_bytes
         start_s = clock.now_s
         clock.run(sums[end] - sums[done_steps])
-        while queue and queue[0][0] <= clock.now_s + _TIME_EPSILON_S:
+        while queue and queue[0][0] <= clock.now_s + TIME_EPSILON_S:
             done_s, index = queue.popleft()
-            work_s = sums[done_steps] + max(0.0, done_s - start_s) / clock.factor - _TIME_EPSILON_S
+            work_s = sums[done_steps] + max(0.0, done_s - start_s) / clock.factor - TIME_EPSILON_S
             position = min(bisect_left(sums, work_s, min(done_steps + 1, end), end), end) - 1
             out.release[index] = max(position, last_use[index], arrays.produced_at[index])
             inflight_bytes -= int(nbytes[index])
@@ -204,6 +164,7 @@ def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, 
     for index in copies:
         position = arrays.produced_at[index]
         advance(position + 1)
+        clock.stand(arrays.late_s, index, position)
         start_s, done_s = clock.copy(arrays.d2h_s[index])
         out.d2h.append((start_s, done_s, index))
         queue.append((done_s, index))
@@ -239,7 +200,7 @@ def _backward(
     order = sorted(copies, key=lambda k: (first[k], k))
     for index in reversed(order):
         next_start_s = min(sums[first[index]], next_start_s) - arrays.h2d_s[index]
-        latest[index] = max(0, bisect_right(sums, next_start_s + _TIME_EPSILON_S, 0, first[index] + 1) - 1)
+        latest[index] = max(0, bisect_right(sums, next_start_s + TIME_EPSILON_S, 0, first[index] + 1) - 1)
         latest[index] = min(latest[index], reload_by.get(index, latest[index]))
     done_steps = waited = 0
     done_s: list[float] = []
@@ -250,13 +211,14 @@ def _backward(
         clock.run(sums[need] - sums[done_steps])
         done_steps = need
         clock.wait(done_s[waited], order[waited], arrays.forward_steps + need)
+        clock.owe(arrays.late_s, order[waited], arrays.forward_steps + need)
         waited += 1
 
     for rank, index in enumerate(order):
         by, need = latest[index], first[index]
         while True:
             busy_s = clock.busy_until_s - clock.now_s
-            work_s = busy_s / clock.factor + _TIME_EPSILON_S if busy_s > 0.0 else _TIME_EPSILON_S
+            work_s = busy_s / clock.factor + TIME_EPSILON_S if busy_s > 0.0 else TIME_EPSILON_S
             position = bisect_right(sums, sums[done_steps] + work_s, done_steps) - 1
             position = min(position if position > by else by, need)
             if waited == rank or first[order[waited]] > position:
@@ -271,6 +233,7 @@ def _backward(
     while waited < len(order):
         wait_for_next()
     clock.run(sums[steps] - sums[done_steps])
+    clock.pay()
     clock.close()
 
 

@@ -33,7 +33,7 @@ def test_a_plan_for_another_link(link: float, capfd: pytest.CaptureFixture[str])
             inner="aot_eager", device_budget=budget, reserve=0, hardware=measured.scaled(link=link)
         )
         layer.compile(backend=backend, dynamic=False)
-    for count in range(14):
+    for count in range(24):
         found = step(model, count % 2)
         torch.cuda.synchronize()
         for one, other in zip(found, kept[count % 2], strict=True):

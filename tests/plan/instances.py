@@ -8,7 +8,9 @@ from graphoffload.hardware.profile import HardwareProfile
 from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, Step
 
 
-def toy(bytes_per_s: float = 1.0, *, latency_s: float = 0.0, slowdown: float = 0.0) -> HardwareProfile:
+def toy(
+    bytes_per_s: float = 1.0, *, latency_s: float = 0.0, slowdown: float = 0.0, host_s_per_copy: float = 0.0
+) -> HardwareProfile:
     """A link of so many bytes a second each way."""
     return HardwareProfile(
         name="toy",
@@ -18,14 +20,16 @@ def toy(bytes_per_s: float = 1.0, *, latency_s: float = 0.0, slowdown: float = 0
         h2d_bytes_per_s=bytes_per_s,
         copy_latency_s=latency_s,
         compute_slowdown_while_copying=slowdown,
+        host_s_per_copy=host_s_per_copy,
     )
 
 
 @st.composite
 def hardwares(draw: st.DrawFn) -> HardwareProfile:
-    """Links from far too slow to far too fast for `programs`."""
-    rate = draw(st.sampled_from([2.0, 10.0, 40.0, 1000.0]))
-    return toy(rate, latency_s=draw(st.sampled_from([0.0, 0.1])), slowdown=draw(st.sampled_from([0.0, 0.04, 0.5])))
+    """Links from far too slow to far too fast for `programs`, of hosts that are late or not."""
+    rate, late_s = draw(st.sampled_from([2.0, 10.0, 40.0, 1000.0])), draw(st.sampled_from([0.0, 0.0, 0.3, 2.0]))
+    latency_s, slowdown = draw(st.sampled_from([0.0, 0.1])), draw(st.sampled_from([0.0, 0.04, 0.5]))
+    return toy(rate, latency_s=latency_s, slowdown=slowdown, host_s_per_copy=late_s)
 
 
 @st.composite

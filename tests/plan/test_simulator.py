@@ -10,7 +10,7 @@ from graphoffload.planner.problem import Buffer, Candidate, Program, Recompute, 
 from graphoffload.planner.simulator import Scheduled, Stall, simulate
 
 
-def link(bytes_per_s: float = 1.0, *, slowdown: float = 0.0) -> HardwareProfile:
+def link(bytes_per_s: float = 1.0, *, slowdown: float = 0.0, host_s_per_copy: float = 0.0) -> HardwareProfile:
     """A link of so many bytes a second without latency, so that times can be read off."""
     return HardwareProfile(
         name="toy",
@@ -20,6 +20,7 @@ def link(bytes_per_s: float = 1.0, *, slowdown: float = 0.0) -> HardwareProfile:
         h2d_bytes_per_s=bytes_per_s,
         copy_latency_s=0.0,
         compute_slowdown_while_copying=slowdown,
+        host_s_per_copy=host_s_per_copy,
     )
 
 
@@ -52,6 +53,16 @@ def test_offload_hides_and_frees_between_release_and_reload() -> None:
     assert timeline.host_bytes == 1
     assert [(i.start_s, i.end_s, i.candidate) for i in timeline.lanes.d2h] == [(1.0, 2.0, 0)]
     assert [(i.start_s, i.end_s, i.candidate) for i in timeline.lanes.h2d] == [(6.0, 7.0, 0)]
+
+
+def test_a_host_that_is_late_stops_compute_at_both_ends_of_a_copy() -> None:
+    """0.5 s before x0's copy starts, at 1.5 s, and 0.5 s after it is back."""
+    timeline = simulate(chain(), ["offload", "keep", "keep", "keep"], link(host_s_per_copy=1.0))
+    assert timeline.time_s == 9.0
+    assert timeline.stalls == (Stall("x0", "f0", 0.5), Stall("x0", "b3", 0.5))
+    assert [(i.start_s, i.end_s) for i in timeline.lanes.d2h] == [(1.5, 2.5)]
+    assert timeline.ends_s == (1.0, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 9.0)
+    assert simulate(chain(), ["keep"] * 4, link(host_s_per_copy=1.0)).time_s == 8.0
 
 
 def test_copies_that_do_not_fit_the_forward_are_waited_for_at_its_end() -> None:

@@ -136,6 +136,7 @@ class StepFacts:
         copies_between: code between the backwards of two calls copies to the device on the compute stream. Such a copy waits
             for all reloads that have started, and compute waits for it (decision 38).
         copy_rates: bytes a second to the host and back that copies of this step reached, where a plan had them faster.
+        host_s_per_copy: as HardwareProfile has it, of this step.
     """
 
     graphs: tuple[tuple[Variant, ...], ...]
@@ -148,6 +149,7 @@ class StepFacts:
     host_s: float = 0.0
     copies_between: bool = False
     copy_rates: tuple[float, float] | None = None
+    host_s_per_copy: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse indices that point at nothing."""

@@ -16,7 +16,8 @@ from itertools import pairwise
 
 from graphoffload.facts.plan import Action
 from graphoffload.planner.arrays import Arrays, needs
-from graphoffload.planner.simulator import Clock, Evaluation, fill_memory
+from graphoffload.planner.clock import Clock
+from graphoffload.planner.simulator import Evaluation, fill_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def _forward(arrays: Arrays, moments: Moments, out: Evaluation) -> Clock:
         clock.run(sums[position] - sums[before])
         while len(done_s) < len(copies) and arrays.produced_at[copies[len(done_s)]] + 1 == position:
             index = copies[len(done_s)]
+            clock.stand(arrays.late_s, index, position - 1)
             start_s, end_s = clock.copy(arrays.d2h_s[index])
             done_s.append(end_s)
             out.d2h.append((start_s, end_s, index))
@@ -102,10 +104,13 @@ def _backward(arrays: Arrays, moments: Moments, clock: Clock, out: Evaluation) -
             awaited = index if kind else newest
             if awaited >= 0:
                 clock.wait(done_s[awaited], awaited, arrays.forward_steps + position)
+            if kind:
+                clock.owe(arrays.late_s, index, arrays.forward_steps + position)
             continue
         newest = index
         start_s, done_s[index] = clock.copy(arrays.h2d_s[index])
         out.h2d.append((start_s, done_s[index], index))
         out.loads.append((index, position, first[index]))
     clock.run(sums[arrays.backward_steps] - sums[before])
+    clock.pay()
     clock.close()

@@ -1,6 +1,7 @@
 """Exact search where assignments are few: bound all of them, then simulate them from the best bound until none can win.
 
     time   >= compute + recompute times + slowdown of compute under the copies     of candidates that backward itself needs
+              + what the host is late for each of the copies                       while it stands still, nothing slows it down
     memory >= fixed + kept between its last uses + anything from its own first backward use to its last
 
 Both bounds hold for every assignment: chains only make a first use earlier and a last use later, and stalls only add time. So
@@ -75,7 +76,8 @@ def _bounds(arrays: Arrays, choices: list[tuple[Action, ...]], index: Ints) -> t
                 steps[rank, begin:end] = arrays.nbytes[k]
                 time_s[rank] = arrays.recompute_s[k] if action == "recompute" else 0.0
                 if action == "offload":
-                    time_s[rank] = slow / (1.0 + slow) * (arrays.d2h_s[k] + arrays.h2d_s[k])
+                    copied_s = arrays.d2h_s[k] + arrays.h2d_s[k]
+                    time_s[rank] = (slow * copied_s + arrays.hardware.host_s_per_copy) / (1.0 + slow)
                     host[rank] = arrays.nbytes[k]
         lives.append(steps)
         seconds += time_s[index[k]]

@@ -2,7 +2,8 @@
 
     gain  bytes x time of the steps above the target that the move vacates, no more bytes than a step is above it
     cost  recompute: its time, and the stall of an offloaded tensor it reads earlier
-          offload: the slowdown of compute under both copies, and the copy time that does not hide: with O the offloaded,
+          offload: what the host is late for it, the slowdown of compute under both copies, and the copy time that does not
+              hide: with O the offloaded,
               slack of D2H for k  = min over p <= produced_at(k) of  end of forward - end(p) - sum of D2H of {o in O: o >= p}
               slack of H2D for k  = min over j >= first use(k)   of  start(j) - sum of H2D of {o in O: first use <= j}
 
@@ -105,7 +106,8 @@ class Prices:
         d2h_s, h2d_s = arrays.d2h_s[index], arrays.h2d_s[index]
         late_d2h = d2h_s - max(0.0, float(self.slack_d2h[arrays.produced_at[index]]) - self.used_d2h_s)
         late_h2d = h2d_s - max(0.0, float(self.slack_h2d[first]) - self.used_h2d_s)
-        return self.drag * (d2h_s + h2d_s) + max(0.0, late_d2h) + max(0.0, late_h2d)
+        host_s = arrays.hardware.host_s_per_copy
+        return host_s + self.drag * (d2h_s + h2d_s) + max(0.0, late_d2h) + max(0.0, late_h2d)
 
 
 def greedy_moves(

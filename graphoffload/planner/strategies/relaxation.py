@@ -2,10 +2,11 @@
 
 Variables per class of candidates (count c, bytes n, copies d and h, recompute time r): O, R offloaded and recomputed, N needed
 in backward (c when backward uses them, else at least R of each class whose chains read them); O + R <= N <= c.
-Tf, Tb: length of forward and backward; E(g): when forward step g starts; M: peak. With s' = s / (1 + s), s the slowdown:
+Tf, Tb: length of forward and backward; E(g): when forward step g starts; M: peak. With s' = s / (1 + s), s the slowdown, and
+l what the host is late at each end of a transfer, while compute stands still and is not slowed down:
 
-    Tf >= end(p) + sum of d O {produced after p}  + s' sum of d O {the others}      copies follow production, end in the forward
-    Tb >= sum of h O {first use by j} + rest(j) + r R {first use after j} + s' ...  copies precede first use
+    Tf >= end(p) + sum of d O {produced after p} + sum of (s' d + (1 - s') l) O {the others}    copies follow production
+    Tb >= sum of h O {first use by j} + rest(j) + r R {first use after j} + sum of (s' h + (1 - s') l) O {the others}
     Tf >= E(g) + rest(g), E(g) >= start(g)
     M  >= fixed(g) + n (N - O - R) {alive at g} + n (O or R) {in use at g} + what D2H cannot have copied by E(g)
        and n O alone {in use at g, if a kernel writes over those that are kept}
@@ -80,6 +81,8 @@ class Relaxation:
         self.seen_memory: set[int] = set()
         slow = arrays.hardware.compute_slowdown_while_copying
         self.drag = slow / (1.0 + slow)
+        self.out_s = [self.drag * c.d2h_s + (1.0 - self.drag) * arrays.late_s for c in self.classes]
+        self.back_s = [self.drag * c.h2d_s + (1.0 - self.drag) * arrays.late_s for c in self.classes]
         others = sum(c.recompute_s + c.d2h_s + c.h2d_s for c in self.classes)
         self.unit_s = arrays.compute_s or others or 1.0
         self.unit_bytes = float(
@@ -128,9 +131,9 @@ class Relaxation:
 
     def _plain_times(self) -> None:
         arrays, unit = self.arrays, self.unit_s
-        forward = {self.o[i]: self.drag * c.d2h_s / unit for i, c in enumerate(self.classes)}
+        forward = {self.o[i]: seconds / unit for i, seconds in enumerate(self.out_s)}
         self.rows.add({**forward, self.tf: -1.0}, -arrays.forward_sum_s[-1] / unit)
-        backward = {self.o[i]: self.drag * c.h2d_s / unit for i, c in enumerate(self.classes)}
+        backward = {self.o[i]: seconds / unit for i, seconds in enumerate(self.back_s)}
         backward |= {self.r[i]: c.recompute_s / unit for i, c in enumerate(self.classes)}
         self.rows.add({**backward, self.tb: -1.0}, -float(arrays.backward_time_s.sum()) / unit)
 
@@ -138,14 +141,16 @@ class Relaxation:
         """Copies of what is produced at `position` or later follow its end."""
         row = {self.tf: -1.0}
         for i, c in enumerate(self.classes):
-            row[self.o[i]] = c.d2h_s * (1.0 if c.produced[0] >= position else self.drag) / self.unit_s
+            before_s = self.out_s[i] if c.produced[-1] < position else self.drag * c.d2h_s
+            row[self.o[i]] = (c.d2h_s if c.produced[0] >= position else before_s) / self.unit_s
         self.rows.add(row, -self.arrays.forward_sum_s[position + 1] / self.unit_s)
 
     def cut_backward(self, position: int) -> None:
         """Copies of what is used first by `position` come before it; recomputation for later steps after it."""
         row = {self.tb: -1.0}
         for i, c in enumerate(self.classes):
-            row[self.o[i]] = c.h2d_s * (1.0 if c.late_first <= position else self.drag) / self.unit_s
+            after_s = self.back_s[i] if c.early_first > position else self.drag * c.h2d_s
+            row[self.o[i]] = (c.h2d_s if c.late_first <= position else after_s) / self.unit_s
             if c.early_first >= position:
                 row[self.r[i]] = c.recompute_s / self.unit_s
         self.rows.add(row, -float(self.arrays.backward_time_s[position:].sum()) / self.unit_s)
@@ -237,11 +242,10 @@ class Relaxation:
             np.zeros(arrays.backward_steps + 1),
         )
         for i, c in enumerate(self.classes):
-            queue[c.produced[0]] += offload[i] * c.d2h_s * (1.0 - self.drag)
-            early[max(c.late_first, 0)] += offload[i] * c.h2d_s * (1.0 - self.drag)
+            queue[c.produced[0]] += offload[i] * (c.d2h_s - self.out_s[i])
+            early[max(c.late_first, 0)] += offload[i] * (c.h2d_s - self.back_s[i])
             again[c.early_first] += recompute[i] * c.recompute_s
-        drag_d = self.drag * sum(offload[i] * c.d2h_s for i, c in enumerate(self.classes))
-        drag_h = self.drag * sum(offload[i] * c.h2d_s for i, c in enumerate(self.classes))
+        drag_d, drag_h = float(np.dot(offload, self.out_s)), float(np.dot(offload, self.back_s))
         least_f = end + np.cumsum(queue[::-1])[::-1][:-1] + drag_d
         rest = np.cumsum((arrays.backward_time_s + again[:-1])[::-1])[::-1]
         least_b = np.cumsum(early)[:-1] + rest + drag_h

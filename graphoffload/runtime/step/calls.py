@@ -134,7 +134,7 @@ class StepRun:
         if call.index == 0 and self.streams is not None and not self.twin:
             self.peak_bytes = self.streams.allocated_bytes()[1]
         self._mark("backward end", call)
-        if self.recording and call.index == 0 and self.streams is not None and len(self.calls) > 1:
+        if self.recording and call.index == 0 and self.streams is not None and not self.streams.capturing():
             self.streams.empty_cache()  # or an optimizer's first state lies in pieces of what activations left
 
     @property
