@@ -126,10 +126,11 @@ class Entries:
         return entry
 
     def start_forward(self, plan: str) -> bool:
-        """Close finished entries: of this plan, and of all plans after a backward or after a dropped forward.
+        """Close finished entries: of all plans after a backward or after a dropped forward, else of this plan, if its oldest or
+        its latest one is finished.
 
-        Many graphs cost no more than one this way. Buffers of a dropped forward would otherwise block memory for other sizes.
-        Returns whether training goes from a backward to a forward.
+        Many graphs cost no more than one this way, nor do many calls of one. Buffers of a dropped forward would otherwise block
+        memory for other sizes. Returns whether training goes from a backward to a forward.
         """
         turned = self.reloaded
         if turned or self._dropped():
@@ -137,9 +138,15 @@ class Entries:
             self.reloaded = False
             self.sweep()
             self._close_old()
-        else:
+        elif self._has_finished(plan):
             self.sweep(plan)
         return turned
+
+    def _has_finished(self, plan: str) -> bool:
+        """Whether the oldest or the latest handle of a plan has no owner any more."""
+        with self._lock:
+            entries = self._by_storage.get(plan)
+            return bool(entries) and (expired(next(iter(entries))) or expired(next(reversed(entries))))
 
     def _close_old(self) -> None:
         """Close entries of tickets that no backward has asked for in so many turns; no hook may be active ever again."""

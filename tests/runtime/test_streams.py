@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphoffload.errors import RuntimeStateError
-from graphoffload.runtime import copy_hook, ops, reset_stats, stats, trace_stalls
+from graphoffload.runtime import copy_hook, handles, ops, reset_stats, stats, trace_stalls
 from graphoffload.runtime import offloaded_tensors as entries
 from graphoffload.runtime.handles import ENTRIES
 from graphoffload.runtime.layouts import Layout
@@ -26,6 +26,7 @@ from graphoffload.runtime.streams.copy_times import LARGE_BYTES, CopyTimes
 from graphoffload.runtime.streams.memcpy import find_memcpy
 from graphoffload.testing.lazy_streams import LazyStreams
 from graphoffload.torch_internals import streams as internals
+from graphoffload.torch_internals.storages import expired as is_expired
 
 DEVICE = torch.device("cuda", 1)
 ENTRY = types.SimpleNamespace(name="a of layer0")
@@ -508,6 +509,32 @@ def test_plans_do_not_sweep_each_other_but_after_a_backward_or_a_dropped_forward
     handles[1] = forward(x, "block1")
     assert len(ENTRIES) == living + 2, "a backward ran: block2 went"
     del handles
+    ENTRIES.sweep()
+
+
+def test_many_calls_of_a_plan_do_not_look_at_all_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eighty equal blocks share a plan: each would look at those of all before it."""
+    asked = list[int]()
+
+    def expired(identity: int) -> bool:
+        asked.append(identity)
+        return is_expired(identity)
+
+    x = torch.randn(64)
+    ready = [forward(x, "deep") for _ in range(44)]  # a miss in the pool would sweep all
+    del ready
+    ENTRIES.sweep()
+    ENTRIES.reloaded = False
+    ready = [forward(x, "deep") for _ in range(40)]
+    monkeypatch.setattr(handles, "expired", expired)
+    ready.append(forward(x, "deep"))
+    assert len(asked) <= 3
+    living = len(ENTRIES)
+    ready[0] = torch.empty(0)
+    ready[1] = torch.empty(0)
+    ready.append(forward(x, "deep"))
+    assert len(ENTRIES) == living - 2 + 1, "a forward of its own that was dropped"
+    del ready
     ENTRIES.sweep()
 
 
