@@ -86,6 +86,7 @@ def _changed(problem: StepProblem, args: argparse.Namespace) -> StepProblem:
     if args.hardware is not None:
         if args.hardware == "measure":
             raise CommandError("--hardware measure: give a named profile; the dump has the one that was measured.")
-        shared = problem.hardware.links_shared_by
-        problem = replace(problem, hardware=replace(resolve_hardware(args.hardware), links_shared_by=shared))
+        before, named = problem.hardware, resolve_hardware(args.hardware)
+        hardware = replace(named, links_shared_by=before.links_shared_by, host_s_per_copy=before.host_s_per_copy)
+        problem = replace(problem, hardware=hardware)
     return problem

@@ -12,7 +12,7 @@ estimated here but the step at that price, and what comes of it is measured.
 
 Several ranks have one plan, and each has a host of its own: their plans are not looked at. Nor are microbatches in flight
 together, and plans for a slowdown: with fewer copies they would free less memory than was asked for. MLPs in slices, which
-round gradients otherwise, are no way to do without copies.
+round gradients otherwise, are no way to copy less.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class HostSeen:
         """Another plan runs from now on."""
         self._looks = Looks()
 
-    def is_faster(self, plan: StepPlan) -> bool:
-        """Whether a plan at the price is predicted to take less than the step took before."""
-        return plan.solution.timeline.time_s < self.free_s
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether a plan at the price is to run: it is predicted to take less than the step took before, or one did so."""
+        return self._compared or plan.solution.timeline.time_s < self.free_s
 
     def give_up(self) -> None:
         """Copies are free until another goal is set: fewer are no better, or not possible any more."""

@@ -125,7 +125,7 @@ def problem_of(graphs: Sequence[GraphOfStep], facts: StepFacts, asked: Asked) ->
     if facts.copy_rates is not None:
         hardware = hardware.no_faster(*facts.copy_rates)
     if facts.host_s_per_copy:
-        hardware = replace(hardware, host_s_per_copy=facts.host_s_per_copy)
+        hardware = replace(hardware, host_s_per_copy=hardware.host_s_per_copy + facts.host_s_per_copy)
     reserve = asked.reserve_bytes + asked.taken_bytes
     return StepProblem(
         facts, hardware, asked.goal, reserve, asked.host_budget_bytes, Patience("step"), asked.or_least, asked.taken_bytes

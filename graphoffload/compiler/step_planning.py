@@ -95,7 +95,7 @@ def _why_slower(known: Known, device: torch.device, last: StepRun | None) -> str
     plan, asked = known.plan, known.asked
     if last is None or plan is None or asked is None or known.followed <= WARM:
         return ""
-    why = known.link.why_slower(plan, last, lambda: problem_of(_graphs(known.sequence), _facts_now(known), asked))
+    why = known.link.why_slower(plan, last, lambda: problem_of(_graphs(known.sequence), plan.facts, asked))
     if why or not known.host_counts:
         return why
     return known.host.why_other(plan, lambda price_s: _priced_s(known, device, asked, price_s))
@@ -332,7 +332,7 @@ def _plan_at_price(known: Known, graphs: Sequence[Dispatched], proposal: Proposa
     except (BudgetError, ShapeGuardError, PlanError) as error:
         log.info("there is no plan with fewer copies any more: %s", error)
     else:
-        if known.host.is_faster(plan):
+        if known.host.takes(plan):
             return plan
     known.host.give_up()
     return None

@@ -28,7 +28,7 @@ def _reason(arrays: Arrays, index: int, action: Action, result: Evaluation, wait
         return "not needed in backward"
     if action == "offload":
         copies = f"{arrays.d2h_s[index] * 1e3:.2f} + {arrays.h2d_s[index] * 1e3:.2f} ms of copies"
-        return f"{copies}, hidden" if index not in waits else f"{copies}, {waits[index] * 1e3:.2f} ms of them waited for"
+        return f"{copies}, hidden" if index not in waits else f"{copies}, {waits[index] * 1e3:.2f} ms waited for"
     if action == "recompute":
         return f"{arrays.recompute_s[index] * 1e3:.3f} ms again"
     if fits:

@@ -115,7 +115,7 @@ class Timeline:
 
     @property
     def stall_s(self) -> float:
-        """All waiting of compute for copies."""
+        """All waiting of compute for copies, and for the host where it is late for them."""
         return sum(stall.seconds for stall in self.stalls)
 
 

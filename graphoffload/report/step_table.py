@@ -25,10 +25,12 @@ def _asked_lines(problem: StepProblem) -> list[str]:
     host = "no limit" if problem.host_budget_bytes is None else format_bytes(problem.host_budget_bytes)
     gaps = sum(call.before_forward.time_s + call.before_backward.time_s for call in facts.calls)
     flight = f", {facts.in_flight} microbatches in flight" if facts.in_flight > 1 else ""
+    late_s = hardware.host_s_per_copy
+    price = f", compute waits {late_s * 1e6:.0f} us for the host of each copied tensor" if late_s else ""
     rates = " and ".join(f"{hardware.copy_rate_bytes_per_s(way) / 1e9:.1f} GB/s" for way in ("d2h", "h2d"))
     return [
         f"goal: {_goal_text(problem.goal)}; reserve: {format_bytes(problem.reserve_bytes)}; host memory: {host}",
-        f"device: {hardware.name}, {rates} to the host and back",
+        f"device: {hardware.name}, {rates} to the host and back{price}",
         f"step: {len(facts.calls)} calls, {len(facts.graphs)} different graphs{flight}",
         f"as recorded: kernels {facts.ran_s * 1e3:.1f} ms, gaps {gaps * 1e3:.1f} ms, host {facts.host_s * 1e3:.1f} ms",
     ]

@@ -145,7 +145,7 @@ class Entries:
     def _has_finished(self, plan: str) -> bool:
         """Whether the oldest or the latest handle of a plan has no owner any more."""
         with self._lock:
-            entries = self._by_storage.get(plan)
+            entries = self._by_storage[plan]
             return bool(entries) and (expired(next(iter(entries))) or expired(next(reversed(entries))))
 
     def _close_old(self) -> None:

@@ -245,12 +245,17 @@ def test_what_says_nothing_of_the_host_is_not_looked_at(
 def test_a_plan_that_is_no_faster_any_more_is_none(
     lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As where less memory leaves only plans that compute much again."""
+    """As where less memory leaves only plans that compute much again, before the first one was seen to be faster."""
     found += [SLOW] * LOOKS + [SLOW._replace(step_s=9.0)]
     model, _ = train(capfd)
     assert not copied_bytes()
     known = next(iter(_PLANNER.known.values()))
     known.host.free_s = 0.0
+    learn_shortage(known, 1)
+    step(model, batch())
+    assert known.host.price_s, "one at the price was faster: the other one would be slower as well"
+    assert not copied_bytes()
+    known.host._compared = False
     learn_shortage(known, 1)
     step(model, batch())
     assert copied_bytes()

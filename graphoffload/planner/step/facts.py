@@ -136,7 +136,7 @@ class StepFacts:
         copies_between: code between the backwards of two calls copies to the device on the compute stream. Such a copy waits
             for all reloads that have started, and compute waits for it (decision 38).
         copy_rates: bytes a second to the host and back that copies of this step reached, where a plan had them faster.
-        host_s_per_copy: as HardwareProfile has it, of this step.
+        host_s_per_copy: beside what the hardware's profile has, as it does.
     """
 
     graphs: tuple[tuple[Variant, ...], ...]

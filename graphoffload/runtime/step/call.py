@@ -50,8 +50,11 @@ class StepCall:
         self.key = ""
         self.variant = 0
         self.kept_bytes = 0
-        self.inputs, self.gone, self.held = tuple[Any, ...](), dict[int, Any](), dict[int, Any]()
-        self.output_bytes, self.returned = _NONE, dict[Any, int]()
+        self.inputs: tuple[Any, ...] = ()
+        self.gone: dict[int, Any] = {}  # a display: `dict[int, Any]()` takes ten times as long, and there is one of each a call
+        self.held: dict[int, Any] = {}
+        self.output_bytes = _NONE
+        self.returned: dict[Any, int] = {}
         self.let_go: list[tuple[int, tuple[str, int]]] = []
         self.schedule: Schedule | None = None
         self.entries: dict[int, OffloadedTensor | None] = {}
