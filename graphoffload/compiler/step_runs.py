@@ -22,7 +22,6 @@ import torch
 from graphoffload.compiler.alone import learn_from, plan_if_outgrown
 from graphoffload.compiler.dispatch import GRAPHS, Dispatched
 from graphoffload.compiler.garbage import collect_garbage, collected
-from graphoffload.compiler.optimizer_state import unmade_state_bytes
 from graphoffload.compiler.override import OVERRIDE
 from graphoffload.compiler.step_again import WARM, Known, learn_shortage
 from graphoffload.compiler.step_flight import OVERLAPS, microbatch_of
@@ -146,7 +145,6 @@ def _begun(device: torch.device, known: Known | None, recording: bool, plan: Ste
             recording=recording,
             watching=watching,
             holding=watching and default_group() is None,
-            empties=recording and unmade_state_bytes(device) > 0,
             plan=plan,
             hooked=not _PLANNER.tells,
             step=() if known is None else known.sequence,

@@ -84,8 +84,7 @@ class LazyStreams(CaptureStreams):
 
     Attributes:
         stream: the current one. captures: whether a capture is pretended. headroom, allocated: what the allocator says.
-        held: how often compute was held. emptied: how often the allocator was to give back what it caches.
-        refuses: the error of the next wait; None: it succeeds.
+        held: how often compute was held. refuses: the error of the next wait; None: it succeeds.
         waits: "STREAM waits for COPY", of every wait. log: "DIRECTION NAME" of every copy and "OP NAME" of every op's wait.
         complaints: copies that ran on free memory. record: what a capture is to run. joined: recorded copies that were joined.
     """
@@ -99,7 +98,7 @@ class LazyStreams(CaptureStreams):
         self.queues: dict[str, list[LazyEvent]] = {"d2h": [], "h2d": []}
         self.stream: Any = "compute"
         self.headroom = 10**12
-        self.held = self.emptied = 0
+        self.held = 0
         self.allocated = 0, 0
         self.captures = False
         self.refuses: Exception | None = None
@@ -201,7 +200,6 @@ class LazyStreams(CaptureStreams):
 
     def empty_cache(self) -> None:
         """Nothing is cached."""
-        self.emptied += 1
 
     def allocated_bytes(self) -> tuple[int, int]:
         """As the test says: now, and at the peak."""

@@ -17,7 +17,6 @@ from graphoffload.compiler.device_limits import resolve_limits
 from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.facts.limits import Limits
 from graphoffload.options.config import OffloadConfig
-from graphoffload.runtime.step.calls import StepRun
 from graphoffload.units import format_bytes
 from tests.runtime.stepping import Whole, assert_equal
 from tests.runtime.whole import CONFIG, backward_of, budget_of, inputs, lazy, left_by, now, plain, plan_of, step, whole
@@ -51,35 +50,6 @@ def test_a_loss_that_breaks_the_budget_is_planned_with(lazy: LazyStreams) -> Non
         assert_equal(found, expected)
         assert not texts
     assert now() == second
-
-
-def test_an_optimizers_first_state_finds_an_empty_cache(lazy: LazyStreams) -> None:
-    """It is made after the first step: in blocks that activations left, ends below 1 MiB would stay with it for good."""
-    model, emptied = whole(device_budget=budget_of(0.8)), list[int]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    for _ in range(4):
-        step(model, lazy)
-        optimizer.step()
-        emptied.append(lazy.emptied)
-    assert emptied == [1, 1, 1, 1]
-
-
-def test_a_step_without_an_optimizer_leaves_the_cache_as_it_is(lazy: LazyStreams) -> None:
-    model = whole(device_budget=budget_of(0.8))
-    for _ in range(3):
-        step(model, lazy)
-    assert lazy.emptied == 0
-
-
-def test_a_capture_gives_nothing_back(lazy: LazyStreams) -> None:
-    """The allocator must not be asked then."""
-    run = StepRun(lazy, recording=True, empties=True)
-    call, lazy.captures = run.begin(0), True
-    run.backward_ended(call)
-    assert lazy.emptied == 0
-    lazy.captures = False
-    run.backward_ended(call)
-    assert lazy.emptied == 1
 
 
 def test_ends_of_blocks_have_room_beside_what_is_learnt(lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch) -> None:

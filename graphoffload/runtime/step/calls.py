@@ -47,8 +47,7 @@ class StepRun:
 
     plan: what gives each call its schedule; None where nothing is planned. recording: moments are marked. watches: what the
     allocator does is recorded as well; `changes` are found at the run's end. holding: the device waits where a gap
-    between two calls begins, or the gap would take what a host takes that is late. empties: an optimizer is still to make
-    state, so that the allocator's cache is emptied behind its last backward; so it is if several calls are recorded.
+    between two calls begins, or the gap would take what a host takes that is late.
     copies: what is copied to the host, in the order in which the copies start; the first `settled` of them are waited for.
     hooked: its calls are told of their backwards by hooks. tells: a backward came by a function that is `told`.
     ahead: what is reloaded before its call asks. off: the calls are not those of the plan. turned: a backward has begun.
@@ -61,9 +60,9 @@ class StepRun:
     """
 
     __slots__ = (
-        "aborted", "ahead", "alive", "calls", "changes", "copies", "empties", "ended", "flies", "holding", "hooked", "inside",
-        "learnt", "marks", "off", "outlived", "pace", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes",
-        "step", "streams", "tells", "turned", "twin", "watches",
+        "aborted", "ahead", "alive", "calls", "changes", "copies", "ended", "flies", "holding", "hooked", "inside", "learnt",
+        "marks", "off", "outlived", "pace", "peak_bytes", "plan", "recording", "room", "settled", "start_peak_bytes", "step",
+        "streams", "tells", "turned", "twin", "watches",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +72,6 @@ class StepRun:
         recording: bool,
         watching: bool = False,
         holding: bool = False,
-        empties: bool = False,
         plan: Any = None,
         hooked: bool = True,
         step: Sequence[int] = (),
@@ -82,7 +80,7 @@ class StepRun:
         self.streams = streams
         self.watches = watching and streams is not None and (allocator.start() or allocator.join())
         self.changes: list[allocator.Change] = []
-        self.recording, self.holding, self.empties, self.hooked = recording, holding, empties, hooked or recording
+        self.recording, self.holding, self.hooked = recording, holding, hooked or recording
         self.plan, self.step, self.flies = plan, step, flies
         self.alive: list[StepRun] = []
         self.calls: list[StepCall] = []
@@ -136,8 +134,7 @@ class StepRun:
         if call.index == 0 and self.streams is not None and not self.twin:
             self.peak_bytes = self.streams.allocated_bytes()[1]
         self._mark("backward end", call)
-        empties = self.empties or (self.recording and len(self.calls) > 1)
-        if empties and call.index == 0 and self.streams is not None and not self.streams.capturing():
+        if self.recording and call.index == 0 and self.streams is not None and len(self.calls) > 1:
             self.streams.empty_cache()  # or an optimizer's first state lies in pieces of what activations left
 
     @property
