@@ -1,17 +1,47 @@
-"""What graphoffload did during a run of the bench: its plans, its counters, and how far it is from its synchronous twin."""
+"""What graphoffload did during a run of the bench: its plans, what it said of them, its counters, and how far it is from its
+synchronous twin."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from graphoffload.bench.measure import Session
+from graphoffload.log import log
 from graphoffload.report.offload_report import running
 from graphoffload.runtime import registry, stats, twin_copies
 
 REPEATS = 3
 """Steps from which it is learnt how far gradients are from themselves."""
+
+
+class _Noted(logging.Handler):
+    """Notes what is said."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note one line."""
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """All lines that graphoffload says inside, as they come: what was planned, planned again, and why."""
+    handler, before = _Noted(), log.level
+    log.addHandler(handler)
+    log.setLevel(min(before, logging.INFO) or logging.INFO)
+    try:
+        yield handler.lines
+    finally:
+        log.setLevel(before)
+        log.removeHandler(handler)
 
 
 def forget_plans() -> None:

@@ -14,6 +14,7 @@ and one row a variant with medians, intervals, predictions and the way in which 
     predicted_ms, predicted_ratio, bound_ratio    the plan's time, its ratio to keep-all's, the least that any plan has
     gradient_error, twin_error    of the whole gradient: against keep-all's, against the same graphs with synchronous copies
     copied_bytes, offloaded_bytes, recomputed_bytes, pinned_bytes
+    said                    lines of graphoffload while this variant, and those that took turns with it, compiled and ran
 
 Other kinds have rows of their own: "longest" (examples/longest.py) and "op-cost" (op_cost.py).
 """
@@ -245,6 +246,7 @@ def row_record(row: Row, baseline: str = "keep-all") -> dict[str, Any]:
         "offloaded_bytes": sum(plan["offloaded_bytes"] for plan in plans),
         "recomputed_bytes": sum(plan["recomputed_bytes"] for plan in plans),
         "pinned_bytes": row.pinned_bytes,
+        **({"said": row.ours["said"]} if row.ours.get("said") else {}),
     }
 
 

@@ -27,7 +27,7 @@ from graphoffload.bench import measure, overlap, results
 from graphoffload.bench.jax_row import measure_jax
 from graphoffload.bench.measure import Row, Session
 from graphoffload.bench.models import Workload, build
-from graphoffload.bench.observed import REPEATS, forget_plans, our_plans, our_stats, twin_error
+from graphoffload.bench.observed import REPEATS, forget_plans, heard, our_plans, our_stats, twin_error
 from graphoffload.bench.packages import NotMeasurable
 from graphoffload.bench.run_options import Options, baseline_row
 from graphoffload.bench.table import progress_line, show_table
@@ -199,7 +199,7 @@ class Runner:
         """
         rows: list[Row] = []
         lanes: list[_Lane] = []
-        with self._watched(texts):
+        with self._watched(texts), heard() as said:
             for text in texts:
                 row, lane = self._prepare(text, rows)
                 rows.append(row)
@@ -210,6 +210,7 @@ class Runner:
             pinned_bytes = measure.pinned_bytes()
             for lane in lanes:
                 lane.row.pinned_bytes = pinned_bytes
+                lane.row.ours |= {"said": said} if lane.variant.ours else {}
                 self.bar.doing(f"{lane.row.variant}: checking copies and gradients")
                 self._look_closer(lane)
         self._notice_dead_device()

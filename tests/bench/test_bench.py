@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import threading
 import time
 import types
@@ -19,11 +20,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphoffload.bench import measure, together, variants, where
 from graphoffload.bench.measure import Row, Sample, bootstrap_ratio, compare_gradients
 from graphoffload.bench.models import MODELS, build
+from graphoffload.bench.observed import heard
+from graphoffload.bench.results import row_record
 from graphoffload.bench.run_options import Options
 from graphoffload.bench.runner import Runner
 from graphoffload.bench.table import progress_line, show_table
 from graphoffload.bench.variants import parse, split_names
 from graphoffload.errors import ConfigError
+from graphoffload.log import log, say
 from graphoffload.torch_internals import allocator
 
 
@@ -137,6 +141,27 @@ def test_variants_in_turns_share_weights_and_a_baseline(monkeypatch: pytest.Monk
     assert offload.ours["per_step"]["d2h_bytes"] > 0
     assert offload.ours["twin_error"] == 0.0, "against its own gradients, not those that another variant left"
     assert keep.predicted_peak_bytes is None
+    assert [line for line in row_record(offload)["said"] if "offloads " in line and "predicted peak" in line]
+    assert "said" not in keep.ours
+    assert "said" not in row_record(keep)
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING, logging.DEBUG])
+def test_what_is_said_is_noted(level: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever the command line has silenced; and nothing changes for what comes after."""
+    before, handlers = log.level, list(log.handlers)
+    try:
+        log.setLevel(level)
+        with heard() as lines:
+            say("planned again: copies ran at 3 GB/s")
+            log.debug("not for people")
+        assert (log.level, log.handlers) == (level, handlers)
+        say("afterwards")
+    finally:
+        log.setLevel(before)
+    assert lines[0] == "planned again: copies ran at 3 GB/s"
+    assert "not for people" not in lines
+    assert "afterwards" not in lines
 
 
 def test_kernels_that_were_timed_before_stop_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from graphoffload.compiler import looks, step_plan, step_planning
 from graphoffload.compiler.looks import LOOKS
 from graphoffload.compiler.step_again import Known, learn_shortage
 from graphoffload.compiler.step_host import HostSeen
+from graphoffload.compiler.step_link import LinkSeen
 from graphoffload.compiler.step_plan import Asked
 from graphoffload.compiler.step_runs import _PLANNER
 from graphoffload.errors import BudgetError
@@ -314,6 +315,29 @@ def test_slices_are_no_way_to_do_without_copies(lazy: LazyStreams) -> None:
     facts, asked = step_planning._at_price(replace(known.facts, graphs=sliced), known.asked, 0.25)
     assert facts == replace(known.facts, host_s_per_copy=0.25)
     assert asked == replace(known.asked, or_least=False)
+
+
+def test_a_plans_copies_are_judged_by_the_variants_that_it_chose_from(
+    lazy: LazyStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a price has none in slices, and numbers that count without them."""
+    problems: list[StepProblem] = []
+
+    def judged(_: Any, plan: Any, last: Any, problem: Any) -> str:
+        problems.append(problem())
+        return ""
+
+    monkeypatch.setattr(LinkSeen, "why_slower", judged)
+    compiled(model := fresh(), budget_at(0.5), hardware=slow_link(RATE))
+    for _ in range(8):
+        step(model, batch())
+    known, plan = next(iter(_PLANNER.known.values())), plan_now()
+    assert known.facts is not None
+    assert plan is not None
+    sliced = tuple((replace(variants[-1], slices=4), *variants) for variants in known.facts.graphs)
+    known.facts = replace(known.facts, graphs=sliced)
+    step(model, batch())
+    assert problems[-1].facts == plan.facts
 
 
 def test_a_capture_is_not_asked(lazy: LazyStreams) -> None:
