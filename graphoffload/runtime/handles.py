@@ -205,6 +205,8 @@ class Entries:
 
     def _close(self, entry: OffloadedTensor, *, came_about: bool = True) -> None:
         COUNTERS.dropped += came_about and entry.reloads == 0
+        if self._last is entry:
+            self._last = None
         if entry.call is not None:
             entry.call.leave(entry)
         if entry.weak:

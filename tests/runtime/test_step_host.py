@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from lazy import LazyStreams, afresh, clean_slate, once
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lazy import LazyStreams, afresh, clean_slate, lazy_steps, once
 
 import graphoffload
 from graphoffload.compiler import looks, step_plan, step_planning
@@ -199,6 +201,30 @@ def test_another_goal_is_looked_at_afresh(lazy: LazyStreams, found: list[Issued]
         step(model, batch())
     again = lines_of_plans_again(capfd)
     assert ["another goal was set" in line for line in again] == [True, False, False]
+
+
+_SEEN = st.builds(
+    Issued, st.sampled_from([1e-6, 1e-3, 1.0, 10.0]), st.just(1.0), st.sampled_from([0.0, 1.0]), st.just(0.0), st.just(0.0)
+)
+
+
+@given(st.lists(_SEEN, min_size=1, max_size=6), st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.8]), min_size=1, max_size=3))
+@settings(max_examples=8)
+def test_whatever_is_seen_of_the_host_gradients_are_right(seen: list[Issued], shares: list[float]) -> None:
+    """Prices come and go, other budgets in between; no plan exceeds its budget."""
+    looks = itertools.cycle(seen)
+    with pytest.MonkeyPatch.context() as patch, lazy_steps():
+        patch.setattr(Pace, "found", lambda _: next(looks))
+        (expected,) = kept(fresh(), [batch()])
+        compiled(model := fresh(), budget_at(shares[0]), hardware=slow_link(RATE))
+        for number, share in enumerate(shares):
+            if number:
+                graphoffload.set_budget(budget_at(share))
+            for _ in range(12):
+                assert_equal(step(model, batch()), expected)
+            plan = plan_now()
+            assert plan is not None
+            assert plan.solution.timeline.peak_bytes <= budget_at(share)
 
 
 def test_a_slowdown_is_left_alone(lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]) -> None:
