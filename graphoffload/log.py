@@ -21,5 +21,10 @@ def say(line: str) -> None:
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", line)
     else:
-        rank = os.environ.get("RANK", "0")
-        print(f"graphoffload{'' if rank == '0' else f' (rank {rank})'}: {line}", file=sys.stderr)
+        show(line)
+
+
+def show(line: str) -> None:
+    """Print a line on stderr, with the rank of all but the first process."""
+    rank = os.environ.get("RANK", "0")
+    print(f"graphoffload{'' if rank == '0' else f' (rank {rank})'}: {line}", file=sys.stderr)

@@ -11,36 +11,45 @@ from typing import Any
 import torch
 
 from graphoffload.bench.measure import Session
-from graphoffload.log import log
+from graphoffload.log import log, say, show
 from graphoffload.report.offload_report import running
 from graphoffload.runtime import registry, stats, twin_copies
 
+_LONGEST = 1000
 REPEATS = 3
 """Steps from which it is learnt how far gradients are from themselves."""
 
 
 class _Noted(logging.Handler):
-    """Notes what is said."""
+    """Notes what is said, a line each, and shows it where nobody else would."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows: bool) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
+        self.shows = shows
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note one line."""
-        self.lines.append(record.getMessage())
+        line = (record.getMessage().splitlines() or [""])[0][:_LONGEST]
+        self.lines.append(line)
+        if self.shows and record.funcName == say.__name__:  # others are for those who set up logging
+            show(line)
 
 
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
-    """All lines that graphoffload says inside, as they come: what was planned, planned again, and why."""
-    handler, before = _Noted(), log.level
+    """All lines that graphoffload says inside, as they come: what was planned, planned again, and why. Who sees them otherwise
+    sees them as before."""
+    level, propagates, silenced = log.level, log.propagate, log.level > logging.INFO
+    handler = _Noted(shows=not silenced and not log.hasHandlers())
     log.addHandler(handler)
-    log.setLevel(min(before, logging.INFO) or logging.INFO)
+    log.propagate = propagates and not silenced
+    log.setLevel(min(level, logging.INFO) or logging.INFO)
     try:
         yield handler.lines
     finally:
-        log.setLevel(before)
+        log.setLevel(level)
+        log.propagate = propagates
         log.removeHandler(handler)
 
 

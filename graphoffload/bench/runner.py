@@ -67,6 +67,7 @@ class Runner:
         self.baseline: Session | None = None
         self.reference: list[Tensor] = []
         self.reference_loss = float("nan")
+        self.said: list[str] = []
         self.noise: float | None = None
         self.repeat_noise = 0.0
         self.fatal = ""
@@ -199,7 +200,7 @@ class Runner:
         """
         rows: list[Row] = []
         lanes: list[_Lane] = []
-        with self._watched(texts), heard() as said:
+        with self._watched(texts), heard() as self.said:
             for text in texts:
                 row, lane = self._prepare(text, rows)
                 rows.append(row)
@@ -210,7 +211,6 @@ class Runner:
             pinned_bytes = measure.pinned_bytes()
             for lane in lanes:
                 lane.row.pinned_bytes = pinned_bytes
-                lane.row.ours |= {"said": said} if lane.variant.ours else {}
                 self.bar.doing(f"{lane.row.variant}: checking copies and gradients")
                 self._look_closer(lane)
         self._notice_dead_device()
@@ -261,6 +261,7 @@ class Runner:
         self.bar.doing(f"{text}: compiling")
         try:
             variant = self._with_bytes(parse(text), rows)
+            row.ours |= {"said": self.said} if variant.ours else {}
             if variant.kind == "jax" and self.baseline is not None:
                 measure_jax(row, variant.argument, self.baseline, self.reference, self.options.steps, self.noise or 0.0)
                 return row, None
@@ -349,7 +350,7 @@ class Runner:
     def _hung(self, text: str, limit_s: float) -> None:
         print(f"[{self.elapsed_s():6.1f} s] {text} took more than {limit_s:.0f} s: giving up", flush=True)
         faulthandler.dump_traceback(file=sys.stdout, all_threads=True)
-        row = Row(text, status=f"HUNG: more than {limit_s:.0f} s")
+        row = Row(text, status=f"HUNG: more than {limit_s:.0f} s", ours={"said": self.said})
         self.rows.append(row)
         self.write()
         show_table(self.rows, self.facts)

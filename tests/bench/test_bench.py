@@ -146,22 +146,36 @@ def test_variants_in_turns_share_weights_and_a_baseline(monkeypatch: pytest.Monk
     assert "said" not in row_record(keep)
 
 
-@pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING, logging.DEBUG])
-def test_what_is_said_is_noted(level: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whatever the command line has silenced; and nothing changes for what comes after."""
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING])
+def test_what_is_said_is_noted(
+    level: int, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is silenced; and whoever sees it otherwise sees it as before, now and afterwards."""
+    monkeypatch.setattr(log, "propagate", False)  # pytest's own handlers
     before, handlers = log.level, list(log.handlers)
     try:
         log.setLevel(level)
         with heard() as lines:
             say("planned again: copies ran at 3 GB/s")
+            log.info("no variants in slices: an error of\nmany lines")
             log.debug("not for people")
-        assert (log.level, log.handlers) == (level, handlers)
+        assert (log.level, log.handlers, log.propagate) == (level, handlers, False)
         say("afterwards")
     finally:
         log.setLevel(before)
-    assert lines[0] == "planned again: copies ran at 3 GB/s"
-    assert "not for people" not in lines
-    assert "afterwards" not in lines
+    assert lines == ["planned again: copies ran at 3 GB/s", "no variants in slices: an error of"]
+    shown = [] if level == logging.WARNING else ["planned again: copies ran at 3 GB/s", "afterwards"]
+    assert capfd.readouterr().err.splitlines() == [f"graphoffload: {line}" for line in shown]
+    monkeypatch.setattr(log, "propagate", True)
+    log.setLevel(level)
+    try:
+        with heard() as lines:
+            say("once more")
+    finally:
+        log.setLevel(before)
+    assert lines == ["once more"]
+    assert ("once more" in caplog.messages) == (level != logging.WARNING), "who has set up logging sees it there"
+    assert not capfd.readouterr().err
 
 
 def test_kernels_that_were_timed_before_stop_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
