@@ -1,7 +1,7 @@
 """The clock of a simulation: when compute runs, stands still and is slowed down, and for how long a channel is busy.
 
     clock.run(1.0)    compute for a second, longer beside a copy        clock.copy(2.0)    a copy behind those before it
-    clock.wait(5.0)   stand still until the fifth second                clock.owe(0.1)     stand still before compute runs again
+    clock.wait(5.0)   stand still until the fifth second                clock.owed         stand still before compute runs again
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ TIME_EPSILON_S = 1e-12
 
 @dataclass(slots=True)
 class Clock:
-    """Compute time, how long the running channel is busy, and what is to be drawn. owed: stalls before compute runs again."""
+    """Compute time, how long the running channel is busy, and what is to be drawn.
+
+    owed: what `stand` gets before compute runs again; what else is issued by then is issued before it.
+    """
 
     factor: float
     now_s: float = 0.0
@@ -53,11 +56,6 @@ class Clock:
     def stand(self, seconds: float, candidate: int, where: int) -> None:
         """Stall for the host, which is late by so much since it issues a copy."""
         self.wait(self.now_s + seconds, candidate, where)
-
-    def owe(self, seconds: float, candidate: int, where: int) -> None:
-        """The same before compute runs again: what else is issued by then is issued before it."""
-        if seconds > 0.0:
-            self.owed.append((seconds, candidate, where))
 
     def pay(self) -> None:
         """Stall for all that is owed."""

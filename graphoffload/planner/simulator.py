@@ -145,7 +145,7 @@ class Evaluation:
 def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, out: Evaluation) -> Clock:
     """Run the forward; fills release and d2h of `out`."""
     sums, clock = arrays.forward_sum_s, Clock(1.0 + arrays.hardware.compute_slowdown_while_copying)
-    nbytes, last_use = arrays.nbytes, arrays.last_forward_use
+    nbytes, last_use, late_s = arrays.nbytes, arrays.last_forward_use, arrays.late_s
     queue: deque[tuple[float, int]] = deque()
     done_steps = inflight_bytes = 0
 
@@ -164,7 +164,8 @@ def _forward(arrays: Arrays, copies: list[int], max_inflight_bytes: int | None, 
     for index in copies:
         position = arrays.produced_at[index]
         advance(position + 1)
-        clock.stand(arrays.late_s, index, position)
+        if late_s:
+            clock.stand(late_s, index, position)
         start_s, done_s = clock.copy(arrays.d2h_s[index])
         out.d2h.append((start_s, done_s, index))
         queue.append((done_s, index))
@@ -202,7 +203,7 @@ def _backward(
         next_start_s = min(sums[first[index]], next_start_s) - arrays.h2d_s[index]
         latest[index] = max(0, bisect_right(sums, next_start_s + TIME_EPSILON_S, 0, first[index] + 1) - 1)
         latest[index] = min(latest[index], reload_by.get(index, latest[index]))
-    done_steps = waited = 0
+    done_steps, waited, late_s = 0, 0, arrays.late_s
     done_s: list[float] = []
 
     def wait_for_next() -> None:
@@ -211,7 +212,8 @@ def _backward(
         clock.run(sums[need] - sums[done_steps])
         done_steps = need
         clock.wait(done_s[waited], order[waited], arrays.forward_steps + need)
-        clock.owe(arrays.late_s, order[waited], arrays.forward_steps + need)
+        if late_s:
+            clock.owed.append((late_s, order[waited], arrays.forward_steps + need))
         waited += 1
 
     for rank, index in enumerate(order):

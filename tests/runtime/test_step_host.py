@@ -175,6 +175,7 @@ def test_one_disturbed_run_is_no_reason(lazy: LazyStreams, found: list[Issued], 
 def test_the_budget_comes_first(lazy: LazyStreams, found: list[Issued], capfd: pytest.CaptureFixture[str]) -> None:
     """A plan with fewer copies than any that meets it is none."""
     _, lines = train(capfd, share=0.0)
+    assert [line.split("planned again: ")[1].split(" took")[0] for line in lines] == ["the host", "with fewer copies it"]
     assert all(" offloads " in line for line in lines)
     plan = plan_now()
     assert plan is not None

@@ -59,7 +59,7 @@ def replay_step(arrays: Arrays, actions: Sequence[Action], moments: Moments) -> 
 def _forward(arrays: Arrays, moments: Moments, out: Evaluation) -> Clock:
     """Run the forward; fills d2h of `out`."""
     sums, clock = arrays.forward_sum_s, Clock(1.0 + arrays.hardware.compute_slowdown_while_copying)
-    nbytes, copies = arrays.nbytes, moments.copies
+    nbytes, copies, late_s = arrays.nbytes, moments.copies, arrays.late_s
     done_s: list[float] = []
     running: deque[tuple[float, int]] = deque()
     inflight_bytes = settled = 0
@@ -69,7 +69,8 @@ def _forward(arrays: Arrays, moments: Moments, out: Evaluation) -> Clock:
         clock.run(sums[position] - sums[before])
         while len(done_s) < len(copies) and arrays.produced_at[copies[len(done_s)]] + 1 == position:
             index = copies[len(done_s)]
-            clock.stand(arrays.late_s, index, position - 1)
+            if late_s:
+                clock.stand(late_s, index, position - 1)
             start_s, end_s = clock.copy(arrays.d2h_s[index])
             done_s.append(end_s)
             out.d2h.append((start_s, end_s, index))
@@ -91,7 +92,7 @@ def _forward(arrays: Arrays, moments: Moments, out: Evaluation) -> Clock:
 def _backward(arrays: Arrays, moments: Moments, clock: Clock, out: Evaluation) -> None:
     """Run the backward; fills loads and h2d of `out`."""
     out.backward_sum_s = sums = arrays.backward_sum_s
-    first = out.first
+    first, late_s = out.first, arrays.late_s
     drains = [(position, 0, -1) for position in moments.drains]
     starts = [(position, 1, index) for position, index in moments.reloads]
     waits = [(first[index], 2, index) for _, index in moments.reloads]
@@ -104,8 +105,8 @@ def _backward(arrays: Arrays, moments: Moments, clock: Clock, out: Evaluation) -
             awaited = index if kind else newest
             if awaited >= 0:
                 clock.wait(done_s[awaited], awaited, arrays.forward_steps + position)
-            if kind:
-                clock.owe(arrays.late_s, index, arrays.forward_steps + position)
+            if kind and late_s:
+                clock.owed.append((late_s, index, arrays.forward_steps + position))
             continue
         newest = index
         start_s, done_s[index] = clock.copy(arrays.h2d_s[index])
