@@ -17,6 +17,7 @@ from graphoffload.analysis.saved_values import GraphPair
 from graphoffload.analysis.storages import fake
 from graphoffload.facts.refusals import Refusal
 from graphoffload.facts.saved_tensors import INPUT, SavedTable
+from graphoffload.torch_internals.graphs import can_be_written
 
 
 def symbol_sources(graph: Graph, handles: Collection[str] = ()) -> dict[sympy.Symbol, tuple[Node, int | None]]:
@@ -51,15 +52,24 @@ def missing_symbols(graph: Graph, tensor: torch.Tensor, handles: Collection[str]
     return sorted(str(symbol) for symbol in wanted if symbol not in known)
 
 
+def _unwritable(tensor: torch.Tensor) -> list[str]:
+    """Sizes and strides of a tensor for which no nodes can be written."""
+    symbolic = [value.node.expr for value in (*tensor.shape, *tensor.stride()) if isinstance(value, torch.SymInt)]
+    return [str(expression) for expression in symbolic if not can_be_written(expression)]
+
+
 def without_unknown_sizes(pair: GraphPair, table: SavedTable) -> SavedTable:
-    """The table, with every activation refused that has a size without a source in backward."""
+    """The table, with every activation refused that has a size without a source in backward, or by a function that is not
+    known."""
     nodes = {node.name: node for node in pair.forward.graph.nodes}
     inputs = {name for tensor in table.tensors if tensor.op == INPUT for name in tensor.views}
     result = []
     for tensor in table.tensors:
         value = fake(nodes[tensor.name])
         assert value is not None
-        missing = missing_symbols(pair.backward.graph, value, inputs) if tensor.nbytes is None and tensor.eligible else []
+        missing = list[str]()
+        if tensor.nbytes is None and tensor.eligible:
+            missing = missing_symbols(pair.backward.graph, value, inputs) or _unwritable(value)
         if missing:
             why = Refusal.UNKNOWN_SIZE.because(symbols=", ".join(missing))
             tensor = replace(tensor, eligible=False, why_not=why)
