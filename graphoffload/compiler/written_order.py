@@ -17,13 +17,15 @@ from graphoffload.log import log
 from graphoffload.runtime import registry
 from graphoffload.torch_internals import inductor
 
+OFFLOADS = (torch.ops.graphoffload.offload.default, torch.ops.graphoffload.offload_captured.default)
 RELEASES = (torch.ops.graphoffload.release.default, torch.ops.graphoffload.release_captured.default)
 WAITS = (torch.ops.graphoffload.wait.default, torch.ops.graphoffload.wait_captured.default)
 
 
 @contextlib.contextmanager
 def in_order() -> Iterator[None]:
-    """Let graphs that are compiled in the block run what reads memory before its release, and after the wait for its copy.
+    """Let graphs that are compiled in the block run what reads memory before its release, and after the wait for its copy; and
+    release the memory that they offload.
 
     Raises:
         VerifyError: as `check_written_order`.
@@ -31,6 +33,7 @@ def in_order() -> Iterator[None]:
     with (
         inductor.in_graph_order(),
         inductor.reads_before(*RELEASES),
+        inductor.same_memory(*OFFLOADS, *RELEASES),
         inductor.reads_fused(*RELEASES),
         inductor.writes_remembered(),
         inductor.watching_codegen(after=check_written_order),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._inductor import config
@@ -24,8 +25,8 @@ from graphoffload.torch_internals.patching import replaced
 __all__ = [
     "Ran", "choices", "choosing", "compile_graph", "compile_inner", "config", "falls_back", "forget_output_strides",
     "images_channels_last", "in_graph_order", "is_pointwise_use", "mixes_sums", "most_operations", "most_reads",
-    "nodes_channels_last", "operations_of", "options_of_mode", "places_of", "reads_before", "reads_fused", "watching_codegen",
-    "without_onednn", "wrapper_imports", "writes_remembered", "written_code",
+    "nodes_channels_last", "operations_of", "options_of_mode", "places_of", "reads_before", "reads_fused", "same_memory",
+    "watching_codegen", "without_onednn", "wrapper_imports", "writes_remembered", "written_code",
 ]  # fmt: skip
 
 
@@ -229,6 +230,32 @@ def reads_before(*targets: OpOverload) -> Iterator[None]:
             args[0].realize()
             V.graph.mark_buffer_mutated(args[0].get_name())
         return create(cls, kernel, *args, **kwargs)
+
+    with replaced(FallbackKernel, create=classmethod(created)):
+        yield
+
+
+@contextlib.contextmanager
+def same_memory(*targets: OpOverload) -> Iterator[None]:
+    """A context in which calls of `targets` that agree in their last two operands get their first one in the same memory.
+
+    A view that is no block of its tensor's memory is copied for whoever needs one. Inductor pads strides, after which a tensor
+    of (2, 17, 85) is none of (34, 85). Without it: one copy of the view goes to the host, and another one is released.
+    """
+    from torch._inductor.ir import ExternKernel, FallbackKernel, TensorBox
+    from torch._inductor.virtualized import V
+
+    create: Any = vars(FallbackKernel)["create"].__func__
+    known = WeakKeyDictionary[Any, dict[Any, Any]]()
+
+    def created(cls: Any, kernel: Any, operand: Any, *args: Any, **kwargs: Any) -> Any:
+        if kernel in targets:
+            given = known.setdefault(V.graph, {})
+            if args[-2:] not in given:
+                real = ExternKernel.realize_input(operand)
+                given[args[-2:]] = real if isinstance(real, TensorBox) else TensorBox(real)
+            operand = given[args[-2:]]
+        return create(cls, kernel, operand, *args, **kwargs)
 
     with replaced(FallbackKernel, create=classmethod(created)):
         yield

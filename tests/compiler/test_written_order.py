@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphoffload.analysis.storages import storage_id
 from graphoffload.compiler.inner_compile import AS_PLANNED
-from graphoffload.compiler.written_order import RELEASES, check_written_order
+from graphoffload.compiler.written_order import OFFLOADS, RELEASES, check_written_order, in_order
 from graphoffload.torch_internals import inductor
 
 OURS = torch.ops.graphoffload
@@ -141,6 +141,23 @@ def test_readers_of_any_graph_run_before_the_releases(seed: int) -> None:
     releases = [(at, operation.operand) for at, operation in enumerate(operations) if operation.target is RELEASES[0]]
     assert releases
     assert not [(at, name) for at, name in releases if any(name in later.reads for later in operations[at + 1 :])]
+
+
+def of_a_view(x: Tensor, w: Tensor) -> tuple[Tensor]:
+    """Padded strides make a view that is no block of its tensor's memory, and each operator that needs one gets a copy."""
+    y = x.sin().view(34, 85)
+    return ((y.tanh() * y) @ w,)
+
+
+@pytest.mark.parametrize("function", [of_a_view, of_a_part, of_a_kernel])
+def test_what_is_offloaded_is_released(function: Callable[..., object]) -> None:
+    module, inputs = graph_of(function, *(((2, 17, 85), (85, 8)) if function is of_a_view else ((2, 4, 16), (16, 8))))
+    padded = torch._inductor.config.patch(comprehensive_padding=True, disable_padding_cpu=False)
+    with padded, in_order():
+        operations = ran(with_release(module), inputs)
+    (offloaded,) = (operation.operand for operation in operations if operation.target in OFFLOADS)
+    (released,) = (operation.operand for operation in operations if operation.target in RELEASES)
+    assert offloaded == released
 
 
 # Wait
