@@ -9,5 +9,6 @@ precisions.py, attentions.py, losses.py, trainings.py
 step.py       one training step, and the bytes that autograd saved in it
 judge.py      one architecture under one inner compiler: plain torch.compile and every way, each with its outcome
 runner.py     each in a process of its own, with limits of time and memory: `python -m net.runner --help`
-page.py       the result file as docs/models.md
+on_gpu.py     the same on a GPU, under stress: `python -m net.on_gpu --help`
+page.py       the result files as docs/models.md
 """

@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "timm-vit": ("image transformer", "vit_tiny_patch16_224", 16, TRANSFORMER),
     "timm-eva02": ("image transformer, rotary positions, gated", "eva02_tiny_patch14_224", 16, TRANSFORMER),
     "timm-xcit": ("image transformer, attention between channels", "xcit_nano_12_p16_224", 32, {"img_size": 32, "depth": 1}),
-    "timm-mixer": ("image network of MLPs", "mixer_s32_224", 64, {"img_size": 64, "embed_dim": 32, "num_blocks": 1}),
+    "timm-mixer": ("image network of MLPs", "mixer_s32_224", 64, {"img_size": 64}),
     "timm-mobilenet-v3": ("convolutions, squeeze and excitation", "mobilenetv3_small_050", 32, {"drop_rate": 0.0}),
     "timm-efficientnet": ("convolutions, squeeze and excitation", "efficientnet_b0", 32, {"drop_rate": 0.0}),
     "timm-convnext": ("convolutions, depthwise", "convnext_atto", 32, {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 32)}),
