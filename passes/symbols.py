@@ -31,7 +31,7 @@ class Sizes:
         expression = value.node.expr
         if expression.is_number:
             return int(expression)
-        environment = {symbol: Proxy(self._symbol(symbol)) for symbol in expression.free_symbols}
+        environment = {symbol: self._symbol(symbol) for symbol in expression.free_symbols}
         before = set(self._graph.nodes)
         result = write_out(expression, environment)
         for node in self._graph.nodes:

@@ -29,6 +29,7 @@ from graphoffload.runtime import registry
 from graphoffload.runtime.captured import prepare
 from graphoffload.runtime.ops import KERNELS, handles_may_be_copied
 from graphoffload.torch_internals import inductor
+from graphoffload.torch_internals.inductor_layouts import rows_alone_padded
 
 AS_PLANNED = {
     "reorder_for_peak_memory": False,
@@ -58,6 +59,7 @@ def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
       (3.8 GB) were allocated at the peak. Freed buffers go back to torch's allocator instead, which reuses them as well.
     * With CUDA graphs, Inductor would gather operations that it may not capture, and move every reload to the start of
       backward.
+    * Inductor would pad the strides of tensors with short rows, which then have gaps.
     * Inductor would remove copies of memory that no output shares, saved values included. Once a handle is saved instead of
       a copy, the copy would be removed, and memory that others write to would be offloaded.
     """
@@ -85,6 +87,7 @@ def compile_as_planned(session: CompileSession) -> Callable[..., Any]:
             noting_strides(run),
             direct_calls(),
             in_order(),
+            rows_alone_padded(),
         ):
             if not _asks_for_capture(kwargs) or not plan.transfers:
                 return inductor.compile_inner(gm, example_inputs, **kwargs)

@@ -8,9 +8,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, Proxy
+from torch.fx import Graph, Node, Proxy
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
-from torch.fx.proxy import TraceError
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -60,17 +60,19 @@ def _called(function: Callable[[Any], Any], a: Any) -> Any:
     return a.tracer.create_proxy("call_function", function, (a,), {}) if isinstance(a, Proxy) else function(a)
 
 
-def write_out(expression: sympy.Expr, environment: dict[sympy.Symbol, Proxy]) -> Any:
-    """The value of an expression over proxies, whose operations become nodes. Without it: no tensor of a symbolic size can be
-    reloaded."""
-    return sympy_interp(_OverProxies, environment, expression)
+def write_out(expression: sympy.Expr, environment: dict[sympy.Symbol, Node]) -> Any:
+    """The value of an expression over nodes of one graph, whose operations become nodes: a proxy, or a number. Without it: no
+    tensor of a symbolic size can be reloaded."""
+    tracers = {node.graph: GraphAppendingTracer(node.graph) for node in environment.values()}  # a maximum takes one tracer
+    proxies = {symbol: Proxy(node, tracers[node.graph]) for symbol, node in environment.items()}
+    return sympy_interp(_OverProxies, proxies, expression)
 
 
 def can_be_written(expression: sympy.Expr) -> bool:
     """Whether `write_out` knows all functions of an expression. Without it: a size of a new kind ends the compile."""
     graph = Graph()
     try:
-        write_out(expression, {symbol: Proxy(graph.placeholder(str(symbol))) for symbol in expression.free_symbols})
-    except (ArithmeticError, AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, TraceError):
+        write_out(expression, {symbol: graph.placeholder(str(symbol)) for symbol in expression.free_symbols})
+    except (ArithmeticError, AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError):
         return False
     return True

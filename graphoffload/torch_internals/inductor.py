@@ -248,14 +248,14 @@ def same_memory(*targets: OpOverload) -> Iterator[None]:
     create: Any = vars(FallbackKernel)["create"].__func__
     known = WeakKeyDictionary[Any, dict[Any, Any]]()
 
-    def created(cls: Any, kernel: Any, operand: Any, *args: Any, **kwargs: Any) -> Any:
+    def created(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if kernel in targets:
             given = known.setdefault(V.graph, {})
             if args[-2:] not in given:
-                real = ExternKernel.realize_input(operand)
+                real = ExternKernel.realize_input(args[0])
                 given[args[-2:]] = real if isinstance(real, TensorBox) else TensorBox(real)
-            operand = given[args[-2:]]
-        return create(cls, kernel, operand, *args, **kwargs)
+            args = (given[args[-2:]], *args[1:])
+        return create(cls, kernel, *args, **kwargs)
 
     with replaced(FallbackKernel, create=classmethod(created)):
         yield

@@ -5,6 +5,7 @@ Forward and backward of each net are counted apart, beyond parameters and inputs
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,12 +16,14 @@ from unittest import mock
 
 import pytest
 import torch
+from analysis import as_on_a_gpu
 from analysis.as_on_a_gpu import THRESHOLDS, copied, writing_triton
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._inductor import config, ir
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import Layout
 from torch.fx import GraphModule, Node
 
 import graphoffload
@@ -34,6 +37,7 @@ from graphoffload.compiler.written_order import in_order
 from graphoffload.facts.plan import Plan
 from graphoffload.hardware.profile import PROFILES
 from graphoffload.planner.simulator import simulate
+from graphoffload.torch_internals.inductor_layouts import rows_alone_padded
 
 TOO_LOW, C = 0.995, 64
 
@@ -341,6 +345,29 @@ def test_random_numbers_that_are_drawn_before_a_loop_ends_are_in_memory() -> Non
     assert forward[1] > 2 * 4 * 2048 * 2048 * (4 + 2), "numbers, and scores that shares are written over, of four heads"
     for predicted, taken in (forward, backward):
         assert TOO_LOW * taken <= predicted <= taken / TOO_LOW, (predicted, taken)
+
+
+def test_short_rows_have_no_gaps_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 49 tokens: Inductor would have each 49 x 49 of their attention begin at a multiple of 128 bytes."""
+    net = Biased(length=49).to(torch.bfloat16)
+    x = torch.empty(256, 49, C, dtype=torch.bfloat16, requires_grad=True)
+    found = compared(net, x)
+    for predicted, taken in found:
+        assert TOO_LOW * taken <= predicted <= taken / TOO_LOW, (predicted, taken)
+    monkeypatch.setattr(as_on_a_gpu, "rows_alone_padded", contextlib.nullcontext)
+    assert compared(net, x)[0][1] > found[0][1]
+
+
+def test_long_rows_are_padded() -> None:
+    """As on any GPU: products are faster."""
+    pad = Layout._pad_strides
+    with rows_alone_padded():
+        assert Layout._pad_strides([1445, 85, 1], [2, 17, 85], torch.float32) == [1445, 85, 1]
+        assert Layout._pad_strides([2401, 1, 49], [8, 49, 49], torch.bfloat16) == [2401, 1, 49]
+        for strides, size in (([1100, 1], [34, 1100]), ([4400, 1100, 1], [2, 4, 1100]), ([1, 1100], [1100, 3])):
+            padded = Layout._pad_strides(strides, size, torch.bfloat16)
+            assert padded == pad(strides, size, torch.bfloat16)
+            assert padded != strides
 
 
 class Masked(nn.Module):

@@ -149,7 +149,24 @@ def of_a_view(x: Tensor, w: Tensor) -> tuple[Tensor]:
     return ((y.tanh() * y) @ w,)
 
 
-@pytest.mark.parametrize("function", [of_a_view, of_a_part, of_a_kernel])
+@torch.library.custom_op("graphoffload_tests::seven", mutates_args=())
+def seven() -> Tensor:
+    """An operator without operands."""
+    return torch.full((8, 16), 7.0)
+
+
+@seven.register_fake
+def _() -> Tensor:
+    return torch.empty(8, 16)
+
+
+def beside_an_operator_without_operands(x: Tensor, w: Tensor) -> tuple[Tensor]:
+    """Inductor makes it in the same way as ours."""
+    y = x.sin().view(8, 16)
+    return ((y.tanh() * y + torch.ops.graphoffload_tests.seven()) @ w,)
+
+
+@pytest.mark.parametrize("function", [of_a_view, of_a_part, of_a_kernel, beside_an_operator_without_operands])
 def test_what_is_offloaded_is_released(function: Callable[..., object]) -> None:
     module, inputs = graph_of(function, *(((2, 17, 85), (85, 8)) if function is of_a_view else ((2, 4, 16), (16, 8))))
     padded = torch._inductor.config.patch(comprehensive_padding=True, disable_padding_cpu=False)

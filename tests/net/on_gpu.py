@@ -6,8 +6,8 @@ measured there.
     PYTHONPATH=.:tests python -m net.on_gpu --changed dynamic                             all sizes are symbols
     PYTHONPATH=.:tests python -m net.page
 
-Several processes take the next architecture each; more than one GPU is shared out. Tiny models keep a GPU busy with nothing but
-compiling. A process that dies is an outcome, and the next one goes on.
+Several processes take the next architecture each, and share out the GPUs that there are: tiny models keep one busy with little
+but compiling. A process that dies is an outcome, and the next one goes on. One run at a time writes a result file.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ class Worker:
         process = self.process
         assert process is not None
         assert process.stdin is not None
-        process.stdin.write(label + "\n")
-        process.stdin.flush()
+        with contextlib.suppress(OSError):  # a process that is gone says so by its output's end
+            process.stdin.write(label + "\n")
+            process.stdin.flush()
         last = time.monotonic()
         while time.monotonic() < ends:
             try:
@@ -107,10 +108,12 @@ class Worker:
                     yield "process", {"outcome": "timeout", "why": f"said nothing for {SILENCE_S:.0f} s"}
                     return
                 continue
-            if not line:
-                yield "process", {"outcome": "error", "why": f"the process ended with exit status {process.wait()}"}
+            try:
+                _, way, outcome = json.loads(line)
+            except ValueError:  # nothing, or the part of a line that a process leaves
+                self.end()
+                yield "process", {"outcome": "error", "why": f"the process ended with exit status {process.returncode}"}
                 return
-            _, way, outcome = json.loads(line)
             if not way:
                 return
             last = time.monotonic()
@@ -147,7 +150,12 @@ def labels(options: argparse.Namespace, known: dict[str, Any]) -> list[str]:
         if name not in everything():
             raise SystemExit(f"no architecture {name!r}; known: {', '.join(everything())}")
     found = [f"{name} {options.changed}" if options.changed else name for name in names]
-    return found if options.only else [label for label in found if label not in known]
+    return found if options.only else [label for label in found if not is_whole(known.get(label, {}))]
+
+
+def is_whole(row: dict[str, Any]) -> bool:
+    """Whether nothing is left to run: a run that was cut off leaves rows without some of the ways."""
+    return row.get("plain", {}).get("outcome") in ("error", "skipped") or "process" in row or all(way in row for way in WAYS)
 
 
 def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -172,8 +180,9 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             for way, outcome in worker.judged(label, ends):
                 with lock:
                     found.setdefault(label, {"ran": ran})[way] = outcome
-                    results = load(options.results)
-                    results["rows"][label] = found[label]
+                    results = {"command": "PYTHONPATH=.:tests python -m net.on_gpu", **load(options.results)}
+                    if is_whole(found[label]) or not is_whole(results["rows"].get(label, {})):
+                        results["rows"][label] = found[label]
                     store(options.results, results)
         worker.end()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from net.on_gpu import is_whole
 from net.runner import INNERS, RESULTS, ROOT, load
 from net.table import everything
 
@@ -140,8 +141,9 @@ def gpu_section(results: dict[str, Any]) -> Iterator[str]:
     others = [(name, way, one) for name, row in rows.items() for way, one in row.items() if way != "ran"]
     others.sort(key=lambda found: found[2]["outcome"] == "skipped")
     yield from listed([f"{n}, {w}: {one['outcome']}: {one['why']}" for n, w, one in others if one["outcome"] != "ok"])
-    missing = [name for name in everything() if name not in rows]
-    yield from [f"* not run: {', '.join(missing)}"] if missing else []
+    left = {"not run": [name for name in everything() if name not in rows]}
+    left["time was over"] = [name for name, row in rows.items() if not is_whole(row)]
+    yield from [f"* {why}: {', '.join(names)}" for why, names in left.items() if names]
 
 
 def page(results: dict[str, Any], on_gpu: dict[str, Any] | None = None) -> str:

@@ -37,11 +37,20 @@ def test_a_process_that_dies_is_an_outcome(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_is_known_is_not_run_again() -> None:
     options = argparse.Namespace(only=None, changed=None)
-    known = dict.fromkeys(list(everything())[1:])
+    known = {name: {"plain": {"outcome": "skipped"}} for name in list(everything())[1:]}
     assert on_gpu.labels(options, known) == [next(iter(everything()))]
     assert sorted(on_gpu.labels(options, {})) == sorted(everything())
     options.changed = "dynamic"
     assert on_gpu.labels(options, known)[:1] == [next(iter(everything())) + " dynamic"]
+
+
+def test_a_row_that_was_cut_off_is_run_again() -> None:
+    options, name = argparse.Namespace(only=None, changed=None), next(iter(everything()))
+    ok = {"outcome": "ok"}
+    rows = {"cut off": {"plain": ok, "offload": ok}, "whole": {"plain": ok, "offload": ok, "budget": ok}}
+    assert [name in on_gpu.labels(options, {name: row}) for row in rows.values()] == [True, False]
+    assert not any(name in on_gpu.labels(options, {name: {"plain": {"outcome": why}}}) for why in ("error", "skipped"))
+    assert "* time was over: cut off" in "\n".join(page.gpu_section({"rows": {n: {"ran": "", **r} for n, r in rows.items()}}))
 
 
 def test_an_unknown_name_is_refused() -> None:

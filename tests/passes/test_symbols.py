@@ -12,7 +12,7 @@ import pytest
 import sympy
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Proxy
+from torch.fx import Graph, GraphModule
 from torch.utils._sympy.functions import CeilToInt, FloorToInt, IntTrueDiv, Max, ModularIndexing, RoundToInt, TruncToInt
 
 import graphoffload
@@ -34,10 +34,19 @@ EXPRESSIONS = {
 def test_nodes_compute_what_the_expression_says(name: str) -> None:
     expression, expected = EXPRESSIONS[name]
     graph = Graph()
-    result = write_out(expression, {N: Proxy(graph.placeholder("n"))})
+    result = write_out(expression, {N: graph.placeholder("n")})
     graph.output(result.node)
     run = GraphModule(nn.Module(), graph)
     assert [run(n) for n in (1, 7, 32, 33, 70)] == [expected(n) for n in (1, 7, 32, 33, 70)]
+
+
+def test_two_symbols_are_of_one_graph() -> None:
+    other, graph = sympy.Symbol("s8", integer=True, positive=True), Graph()
+    expression = Max(N, other) + CeilToInt(IntTrueDiv(other, 2))
+    result = write_out(expression, {N: graph.placeholder("n"), other: graph.placeholder("m")})
+    graph.output(result.node)
+    assert can_be_written(expression)
+    assert GraphModule(nn.Module(), graph)(5, 9) == 9 + 5
 
 
 def test_a_function_that_is_not_known_is_no_size_to_reload() -> None:

@@ -1,0 +1,35 @@
+"""Layouts that Inductor chooses for what it computes. Seen in torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from graphoffload.torch_internals.patching import replaced
+
+__all__ = ["rows_alone_padded"]
+
+
+@contextlib.contextmanager
+def rows_alone_padded() -> Iterator[None]:
+    """A context in which Inductor pads a tensor's rows, as it does on a GPU, but not what consists of rows.
+
+    Products are faster where rows are a multiple of 128 bytes apart: a vocabulary of 50,257. Where a row is short and the
+    larger blocks alone would be padded, such as 49 x 49 weights of attention, nothing is faster, and each block takes more
+    memory. Without it: tensors that are offloaded have gaps, are copied once more for that, and are larger than planned.
+    """
+    from torch._inductor.ir import Layout
+
+    pad: Any = vars(Layout)["_pad_strides"].__func__
+
+    def padded(strides: Sequence[Any], size: Sequence[Any], dtype: Any) -> Sequence[Any]:
+        found: Sequence[Any] = pad(strides, size, dtype)
+        if found is strides:
+            return strides
+        order = sorted((step, at) for at, (step, length) in enumerate(zip(strides, size, strict=True)) if length != 1)
+        rows = order[1][1] if len(order) > 1 else None
+        return strides if rows is None or found[rows] == strides[rows] else found
+
+    with replaced(Layout, _pad_strides=staticmethod(padded)):
+        yield
