@@ -15,9 +15,10 @@ __all__ = ["rows_alone_padded"]
 def rows_alone_padded() -> Iterator[None]:
     """A context in which Inductor pads a tensor's rows, as it does on a GPU, but not what consists of rows.
 
-    Products are faster where rows are a multiple of 128 bytes apart: a vocabulary of 50,257. Where a row is short and the
-    larger blocks alone would be padded, such as 49 x 49 weights of attention, nothing is faster, and each block takes more
-    memory. Without it: tensors that are offloaded have gaps, are copied once more for that, and are larger than planned.
+    Products are faster where rows are a multiple of 128 bytes apart: a vocabulary of 50,257. Short rows stay as they are, and
+    blocks of them, such as 49 x 49 weights of attention, are as aligned as their rows: to pad the blocks takes memory, and
+    makes no row better aligned. Without it: tensors that are offloaded have gaps, are copied once more for that, and are larger
+    than planned.
     """
     from torch._inductor.ir import Layout
 
