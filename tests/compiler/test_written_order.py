@@ -136,10 +136,12 @@ def with_all_releases(module: GraphModule, choice: random.Random) -> GraphModule
 def test_readers_of_any_graph_run_before_the_releases(seed: int) -> None:
     choice = random.Random(seed)
     module, inputs = graph_of(lambda x: random_chain(x, choice), (2, ROWS, ROWS))
-    with inductor.reads_before(*RELEASES), inductor.reads_fused(*RELEASES):
+    with in_order():
         operations = ran(with_all_releases(module, choice), inputs)
     releases = [(at, operation.operand) for at, operation in enumerate(operations) if operation.target is RELEASES[0]]
     assert releases
+    offloaded = {operation.constants: operation.operand for operation in operations if operation.target in OFFLOADS}
+    assert offloaded == {operation.constants: operation.operand for operation in operations if operation.target in RELEASES}
     assert not [(at, name) for at, name in releases if any(name in later.reads for later in operations[at + 1 :])]
 
 
