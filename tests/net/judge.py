@@ -250,7 +250,7 @@ def ran(way: str, seen: Observed, counters: dict[str, int], backwards: int = 1) 
         reasons = {t.why_not if way == "offload" else t.why_not_recompute for p in seen.plans for t in p.saved.tensors}
         text = f"nothing to {way}: {'; '.join(sorted(reasons))[:160] or 'nothing is saved'}"
         found.append(text if able else f"note: {text}")
-    if way == "offload" and changed and not went:
+    if way == "offload" and changed and not counters["offloads"]:
         found.append("no offload was executed")
     if way in ("budget", "slowdown") and not changed:
         found.append("note: the plan keeps all")

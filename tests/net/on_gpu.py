@@ -53,11 +53,11 @@ def work(device: str, inner: str) -> None:
             padded = torch._inductor.config.patch(force_shape_pad=label.endswith(" padded"))
             with padded, torch._dynamo.config.patch(assume_static_by_default=not label.endswith(" dynamic")):
                 case, said = judge.begin(everything()[name], inner, device)
-                _say(out, label, "plain", said)
+                _say(out, "plain", said)
                 for way in WAYS if case is not None else ():
                     with disturbed(name, device) if way == "offload" else contextlib.nullcontext():
-                        _say(out, label, way, judge.examine(case, way))
-            _say(out, label, "", {})
+                        _say(out, way, judge.examine(case, way))
+            _say(out, "", {})
 
 
 @contextlib.contextmanager
@@ -72,8 +72,9 @@ def disturbed(name: str, device: str) -> Iterator[None]:
         yield
 
 
-def _say(out: Any, label: str, way: str, outcome: dict[str, Any]) -> None:
-    out.write(json.dumps([label, way, outcome], default=float) + "\n")
+def _say(out: Any, way: str, outcome: dict[str, Any]) -> None:
+    """One line; no way: the architecture is done."""
+    out.write(json.dumps([way, outcome], default=float) + "\n")
     out.flush()
 
 
@@ -109,7 +110,7 @@ class Worker:
                     return
                 continue
             try:
-                _, way, outcome = json.loads(line)
+                way, outcome = json.loads(line)
             except ValueError:  # nothing, or the part of a line that a process leaves
                 self.end()
                 yield "process", {"outcome": "error", "why": f"the process ended with exit status {process.returncode}"}

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from net.on_gpu import is_whole
+from net.on_gpu import RESULTS as GPU_RESULTS
+from net.on_gpu import WAYS, is_whole
 from net.runner import INNERS, RESULTS, ROOT, load
 from net.table import everything
 
 PAGE = ROOT / "docs" / "models.md"
 COLUMNS = ("plain", "offload", "recompute", "slowdown", "budget")
 BAD = ("wrong", "error", "timeout")
-GPU_RESULTS = ROOT / "docs" / "results" / "net-gpu.json"
 ON_A_GPU = """\
 The same models under Inductor on a GPU, by `python -m net.on_gpu`: **offload** with copies that are delayed at random
 and with released memory that is overwritten, **budget** with what is measured on that GPU. *padded*: Inductor pads each
@@ -133,7 +133,7 @@ def gpu_section(results: dict[str, Any]) -> Iterator[str]:
         yield f"* {count} rows: {ran}"
     plain = {name: row for name, row in rows.items() if row.get("plain", {}).get("outcome") == "ok"}
     yield ""
-    for way in ("offload", "budget"):
+    for way in WAYS:
         found = [row[way] for row in plain.values() if way in row]
         ok = sum(one["outcome"] == "ok" for one in found)
         yield f"* {way}: {ok} of {len(found)} ok, of {len(plain)} rows whose gradients are right under plain torch.compile"
@@ -146,7 +146,7 @@ def gpu_section(results: dict[str, Any]) -> Iterator[str]:
     yield from [f"* {why}: {', '.join(names)}" for why, names in left.items() if names]
 
 
-def page(results: dict[str, Any], on_gpu: dict[str, Any] | None = None) -> str:
+def page(results: dict[str, Any]) -> str:
     """The whole page."""
     from net.judge import COARSE, FAR, FLOOR
 
@@ -174,7 +174,7 @@ def page(results: dict[str, Any], on_gpu: dict[str, Any] | None = None) -> str:
     lines = [head, *summary(results), "", *table(results), *bytes_section(results)]
     for title, items in sections.items():
         lines += ["", f"## {title}", "", *listed(items)]
-    lines += gpu_section(on_gpu or load(GPU_RESULTS))
+    lines += gpu_section(load(GPU_RESULTS))
     return "\n".join(lines) + "\n"
 
 
